@@ -1,0 +1,55 @@
+# Everything runs in $(VENV), which the first target that needs it creates. `make help` lists the targets.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Further arguments, for example:
+#   make test PYTEST_ARGS="-k kernel -x"
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"      (no CUDA libraries)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_METHODS ?= infonce infonce-no-positive clip sogclr isogclr fastclip-v3
+DEMO_ARGS ?= --batch-size 64 --epochs 1
+
+# Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (minutes on two cores, no download)
+	$(BIN)/python -m recipes.train_clip --compare $(DEMO_METHODS) $(DEMO_ARGS)
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.recipes  ## time the pair-weight kernel; writes benchmarks/results/
+	$(BIN)/python benchmarks/kernel.py $(BENCH_ARGS)
+
+clean:  ## remove build outputs and caches; keeps the environment and runs/
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find compopt recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins packages for Python 3.11 or newer, not %d.%d; pass PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras; dev contains recipes.
+$(VENV)/.recipes: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation -e ".[recipes]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $(VENV)/.recipes $@

@@ -1,0 +1,372 @@
+"""Time and memory of the pair-weight kernel against what no method can avoid and against plain autograd.
+
+    python benchmarks/kernel.py            # writes benchmarks/results/kernel.md and kernel.json
+    python benchmarks/kernel.py --quick    # a smaller run, printed and not written
+
+Every contender turns two normalised feature matrices into a loss and both feature gradients. Contenders run
+round-robin in one process (A B C A B C ...), each round on fresh random features, so that a slow moment of
+the machine falls on all of them; ratios are taken within a round. Peak memory is measured in a process of its
+own for each contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import compopt
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TAU = 0.07
+CHUNK = 512
+SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is not the data set
+
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> loss
+Runner = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Contender:
+    what: str
+    build: Callable[[int, int], Runner]  # (B, d) -> one call
+
+
+def loss_and_gradients(loss: LossFn) -> Runner:
+    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+        loss(z1, z2, index).backward()
+
+    return run
+
+
+def estimator(make: Callable[[int], compopt.ContrastiveEstimator], commit: bool = False):
+    """`make` builds the estimator of a data set of n samples."""
+
+    def build(B: int, d: int) -> Runner:
+        est = make(SAMPLES_PER_BATCH * B)
+
+        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+            est(z1, z2, index).backward()
+            if commit:
+                est.step()
+            else:
+                est.discard()
+
+        return run
+
+    return build
+
+
+def products(preallocate: bool):
+    """The three products of every bimodal method; their values stand in for the coefficient matrix."""
+
+    def build(B: int, d: int) -> Runner:
+        buffers = (torch.empty(B, B), torch.empty(B, d), torch.empty(B, d)) if preallocate else (None,) * 3
+
+        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+            s, g1, g2 = buffers
+            with torch.no_grad():
+                s = torch.mm(z1, z2.T, out=s)
+                g1 = torch.mm(s, z2, out=g1)
+                g2 = torch.mm(s.T, z1, out=g2)
+
+        return run
+
+    return build
+
+
+def unimodal_products(B: int, d: int) -> Runner:
+    """Every view is anchor and candidate: `Z Z^T` and `(A + A^T) Z` of the 2B stacked features."""
+
+    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+        with torch.no_grad():
+            z = torch.cat([z1, z2])
+            torch.mm(torch.mm(z, z.T), z)
+
+    return run
+
+
+def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    logits = z1 @ z2.T / TAU
+    target = torch.arange(len(z1))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def nt_xent(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    B = len(z1)
+    z = torch.cat([z1, z2])
+    logits = (z @ z.T / TAU).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(2 * B).roll(B))
+
+
+def autograd(loss: LossFn):
+    return lambda B, d: loss_and_gradients(loss)
+
+
+def learned_tau(n: int) -> compopt.ContrastiveEstimator:
+    return compopt.ContrastiveEstimator(
+        compopt.MovingAverageEstimator(n),
+        compopt.FixedTemperature(torch.tensor(TAU, requires_grad=True)),
+        normalize=False,
+    )
+
+
+PRODUCTS = "products"
+BIMODAL = {
+    PRODUCTS: Contender("three bare products, allocating as any method does", products(False)),
+    "products, preallocated": Contender("the same into buffers kept between calls", products(True)),
+    "cross_entropy": Contender("autograd, `F.cross_entropy` both ways", autograd(cross_entropy_both_ways)),
+    "InfoNCE": Contender(
+        "`InfoNCEEstimator(tau)`", estimator(lambda n: compopt.InfoNCEEstimator(TAU, normalize=False))
+    ),
+    "SogCLR": Contender(
+        "`SogCLREstimator(n, tau)`", estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False))
+    ),
+    "SogCLR + step": Contender(
+        "the same and the commit of its rows",
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False), commit=True),
+    ),
+    "SogCLR, tensor tau": Contender("SogCLR with a tau that requires grad", estimator(learned_tau)),
+    "SogCLR, chunked": Contender(
+        f"SogCLR with `chunk_size={CHUNK}`",
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False, chunk_size=CHUNK)),
+    ),
+    "iSogCLR": Contender(
+        "`ISogCLREstimator(n)`: individual temperatures",
+        estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0, normalize=False)),
+    ),
+}
+UNIMODAL = {
+    PRODUCTS: Contender("two bare products of the 2B stacked features", unimodal_products),
+    "NT-Xent": Contender("autograd, `F.cross_entropy` over the 2B views", autograd(nt_xent)),
+    "SogCLR unimodal": Contender(
+        '`SogCLREstimator(n, tau, mode="unimodal")`',
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal", normalize=False)),
+    ),
+}
+SMALL = ["cross_entropy", "InfoNCE", "SogCLR", "SogCLR + step", "iSogCLR"]
+SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
+
+
+def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    z1, z2 = (F.normalize(torch.randn(B, d, generator=generator), dim=1) for _ in range(2))
+    return z1, z2, torch.randperm(SAMPLES_PER_BATCH * B, generator=generator)[:B]
+
+
+def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call: `rounds` values per contender, after two warm-up rounds."""
+    runners = {name: contender.build(B, d) for name, contender in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for i in range(-2, rounds):
+        z1, z2, index = batch(B, d, seed=i + 2)
+        for name, run in runners.items():
+            a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+            start = time.perf_counter()
+            run(a, b, index)
+            if i >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """[25 %, median, 75 %]."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def ratios(seconds: dict[str, list[float]], name: str, base: str) -> list[float]:
+    """Quartiles of the ratio of two contenders in the same round."""
+    return quartiles([a / b for a, b in zip(seconds[name], seconds[base], strict=True)])
+
+
+def kilobytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0])
+
+
+def peak_bytes(contender: Contender, B: int, d: int) -> int:
+    """What one call adds to this process at its peak, its gradients included and its inputs not."""
+    z1, z2, index = batch(B, d, seed=1)
+    products(preallocate=False)(B, d)(z1, z2, index)  # BLAS allocates its own workspace
+    for size in (8, B):
+        run = contender.build(size, d)
+        a, b = z1[:size].clone().requires_grad_(), z2[:size].clone().requires_grad_()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present VmRSS
+        before = kilobytes("VmRSS")
+        run(a, b, torch.arange(size) if size < B else index)
+    return 1024 * (kilobytes("VmHWM") - before)
+
+
+def peak_bytes_apart(suite: str, name: str, B: int, d: int) -> int:
+    """`peak_bytes` in a process of its own, whose allocator returns what is freed: live buffers count."""
+    command = [sys.executable, __file__, "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+
+
+def check_equal_work(B: int, d: int) -> None:
+    """The estimator that is timed gives the gradient of cross-entropy (times tau, its own scale)."""
+    z1, z2, index = batch(B, d, seed=0)
+    grads = []
+    for loss in (cross_entropy_both_ways, compopt.InfoNCEEstimator(TAU, normalize=False)):
+        a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+        loss(a, b, index).backward()
+        grads.append(torch.cat([a.grad, b.grad]))
+    torch.testing.assert_close(grads[1], TAU * grads[0], rtol=1e-3, atol=1e-7)
+
+
+def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: bool) -> dict:
+    """One section of the report."""
+    contenders = {name: SUITES[suite][name] for name in names}
+    seconds = interleaved(contenders, B, d, rounds)
+    rows = {}
+    for name in names:
+        row: dict = {"seconds": quartiles(seconds[name])}
+        for base in (PRODUCTS, "products, preallocated"):
+            if base in names:
+                row[f"ratio to {base}"] = ratios(seconds, name, base)
+        if memory:
+            row["peak_bytes"] = peak_bytes_apart(suite, name, B, d)
+        rows[name] = row
+    return {"suite": suite, "batch": B, "dim": d, "rounds": rounds, "rows": rows}
+
+
+def spread(values: list[float], unit: float, digits: int) -> str:
+    low, median, high = (f"{v / unit:.{digits}f}" for v in values)
+    return f"{median} ({low} to {high})"
+
+
+def section(result: dict) -> list[str]:
+    B, d = result["batch"], result["dim"]
+    bases = [key for key in next(iter(result["rows"].values())) if key.startswith("ratio")]
+    small = not bases
+    head = ["", "us" if small else "ms", *bases]
+    with_memory = "peak_bytes" in next(iter(result["rows"].values()))
+    if with_memory:
+        head += ["peak, MiB", "without gradients, B x B buffers"]
+    lines = [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for name, row in result["rows"].items():
+        cells = [name, spread(row["seconds"], 1e-6 if small else 1e-3, 0 if small else 1)]
+        cells += [spread(row[base], 1, 2) for base in bases]
+        if with_memory:
+            peak = row["peak_bytes"]  # two float32 gradients of B x d are 8 B d bytes of it
+            cells += [f"{peak / 2**20:.1f}", f"{(peak - 8 * B * d) / (4 * B * B):.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing outside a repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+
+
+def environment() -> dict:
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
+    return {
+        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compopt": compopt.__version__,
+        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load average before": round(os.getloadavg()[0], 2),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def report(env: dict, results: list[dict]) -> str:
+    lines = ["# The pair-weight kernel: time and memory", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in env.items()]
+    lines += [
+        "",
+        "A call is a loss with both feature gradients. Each cell is the median (first to third quartile)",
+        "over the rounds; ratios pair the calls of one round. Features are float32, random, normalised, and",
+        "new in every round; `normalize=False`, so that nobody normalises again. Peak memory is what one",
+        "call adds to a fresh process (resident, beyond inputs and BLAS workspace), its two B x d gradients",
+        "included; the last column leaves these out and counts in float32 B x B matrices. A load average",
+        "well above 0 before the run means that other work shared the machine.",
+        "",
+        "| contender | what one call does |",
+        "|---|---|",
+    ]
+    measured = {(r["suite"], name) for r in results for name in r["rows"]}
+    for suite, contenders in SUITES.items():
+        lines += [f"| {suite}: {n} | {c.what} |" for n, c in contenders.items() if (suite, n) in measured]
+    lines.append("")
+    for result in results:
+        lines += section(result)
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024, 4096, 8192], help="batch sizes B")
+    parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
+    parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
+    parser.add_argument("--unimodal-size", type=int, default=1024, help="batch size of the unimodal section")
+    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's choice)")
+    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, printed only")
+    parser.add_argument("--peak-of", nargs=2, metavar=("SUITE", "CONTENDER"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def rounds_for(B: int, seconds: float) -> int:
+    """About `seconds` in all, at ten contenders and 60 GFLOP/s: between 5 and 200 rounds."""
+    per_round = 10 * 1.5 * 6 * 512 * B * B / 60e9
+    return int(min(200, max(5, seconds / per_round)))
+
+
+def main() -> None:
+    args = parse()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.peak_of:
+        suite, name = args.peak_of
+        print(peak_bytes(SUITES[suite][name], args.sizes[0], args.dim))
+        return
+    if args.quick:
+        args.sizes, args.seconds, args.unimodal_size = [256, 1024], 3.0, 256
+    env = environment()
+    check_equal_work(256, args.dim)
+    results = [measure("bimodal", SMALL, 64, 128, 100 if args.quick else 1000, memory=False)]
+    for B in args.sizes:
+        print(f"bimodal, B = {B} ...", file=sys.stderr, flush=True)
+        results.append(
+            measure("bimodal", list(BIMODAL), B, args.dim, rounds_for(B, args.seconds), memory=True)
+        )
+    B = args.unimodal_size
+    print(f"unimodal, B = {B} ...", file=sys.stderr, flush=True)
+    results.append(
+        measure("unimodal", list(UNIMODAL), B, args.dim, rounds_for(2 * B, args.seconds), memory=True)
+    )
+    text = report(env, results)
+    print(text)
+    if not args.quick:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / "kernel.md").write_text(text)
+        raw = {"environment": env, "results": results}
+        (RESULTS / "kernel.json").write_text(json.dumps(raw, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
+
+from compopt import data, diagnostics, functional, schedules
+from compopt.component import Normalizer, Temperature
+from compopt.compositional import compositional_loss
+from compopt.contrastive import ContrastiveEstimator
+from compopt.estimator import Estimator
+from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
+from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, SogCLREstimator
+from compopt.temperatures import FixedTemperature, TemperatureDual
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchNormalizer",
+    "ContrastiveEstimator",
+    "Estimator",
+    "FastCLIPEstimator",
+    "FixedTemperature",
+    "ISogCLREstimator",
+    "InfoNCEEstimator",
+    "MovingAverageEstimator",
+    "Normalizer",
+    "SogCLREstimator",
+    "Temperature",
+    "TemperatureDual",
+    "compositional_loss",
+    "data",
+    "diagnostics",
+    "functional",
+    "schedules",
+]

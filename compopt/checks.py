@@ -1,0 +1,68 @@
+"""Refusals that name the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+
+def number(name: str, value: Any) -> float:
+    """A finite real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> None:
+    if number(name, value) <= 0:
+        raise ValueError(f"{name} must be greater than 0, got {value!r}")
+
+
+def non_negative(name: str, value: Any) -> None:
+    if number(name, value) < 0:
+        raise ValueError(f"{name} must be 0 or greater, got {value!r}")
+
+
+def unit_interval(name: str, value: Any, hint: str = "") -> None:
+    """In (0, 1]."""
+    if not 0 < number(name, value) <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {value!r}{hint}")
+
+
+def decay(name: str, value: Any) -> None:
+    """In [0, 1)."""
+    if not 0 <= number(name, value) < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
+def one_of(name: str, value: Any, options: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in options:
+        listed = ", ".join(repr(option) for option in options)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def count(name: str, value: Any) -> int:
+    """A positive integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}")
+    if int(value) <= 0:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def known_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Nothing is swallowed: an unknown key is refused with the list of the known ones."""
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{what} has no hyper-parameter {key!r}; known are {', '.join(sorted(known))}")

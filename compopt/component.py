@@ -1,0 +1,161 @@
+"""The parts an estimator is composed of: normalizers and temperatures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.groups import Groups, GroupSpec, Hyper, parse
+from compopt.rows import Column
+
+if TYPE_CHECKING:
+    from compopt.kernel import Pairs
+
+
+@dataclass
+class Call:
+    """What one forward pass shows to a component.
+
+    Attributes:
+        rows: committed columns by name, ``(B, D)`` (``(B, 1)`` in unimodal mode).
+        count: visits so far, same shape.
+        hyper: the component's hyper-parameters for these rows.
+        tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
+        pairs: the statistics of the batch.
+        unimodal: rows are shared by both views.
+        multiply_tau: the objective is ``tau (alpha + rho)`` rather than ``alpha``.
+    """
+
+    rows: Mapping[str, Tensor]
+    count: Tensor
+    hyper: Hyper
+    tau: float | Tensor
+    pairs: Pairs
+    unimodal: bool
+    multiply_tau: bool
+
+
+@dataclass
+class Estimate:
+    """A normalizer's answer: ``alpha`` (B, 2) and the new values of its columns."""
+
+    alpha: Tensor
+    proposals: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Component(ABC):
+    """One part of an estimator: hyper-parameters per sample group, columns, and state that is not rows.
+
+    State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
+    copy (:meth:`propose_state`) that later passes of the window continue; only :meth:`promote` commits it.
+
+    Args:
+        n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
+        defaults: hyper-parameters that groups may override.
+    """
+
+    def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
+        self.defaults = dict(defaults)
+        self.state: dict[str, Tensor] = {}
+        self._pending_state: dict[str, Tensor] | None = None
+        self.sample_groups: Groups = [] if n is None else parse(n)
+        for number, group in enumerate(self.sample_groups):
+            checks.known_keys(f"sample group {number}", group, {"n", *self.defaults})
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            self.check(group)
+        self.check(self.defaults)
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a bad hyper-parameter of one group; ``None`` means "filled by mode"."""
+
+    def fill(self, group: dict[str, Any], mode: str) -> None:
+        """Replace ``None`` by the default of the mode, in place."""
+        del group, mode
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        """The columns this part keeps per sample."""
+        del directions, dtype
+        return []
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Learned by the user's own optimizer."""
+        return iter(())
+
+    # -- state that is not rows --------------------------------------------------------------------------------
+
+    def working_state(self, training: bool) -> dict[str, Tensor]:
+        """The pending copy if there is one (training), else the committed state."""
+        return self._pending_state if training and self._pending_state is not None else self.state
+
+    def propose_state(self, **tensors: Tensor) -> None:
+        """Deposit new values; if any of them is not finite, all keep their previous values."""
+        before = self.working_state(True)
+        finite = torch.stack([new.isfinite().all() for new in tensors.values()]).all()
+        accepted = {name: torch.where(finite, new, before[name]) for name, new in tensors.items()}
+        self._pending_state = {**before, **accepted}
+
+    def promote(self, found_inf: Tensor | None) -> None:
+        """Commit the pending copy, unless ``found_inf`` (on the device) is positive."""
+        if self._pending_state is None:
+            return
+        for name, new in self._pending_state.items():
+            if found_inf is not None:
+                new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
+            self.state[name] = new
+        self._pending_state = None
+
+    def discard(self) -> None:
+        """Forget the pending copy."""
+        self._pending_state = None
+
+    def to(self, device: torch.device) -> None:
+        """Move state to the features' device."""
+        self.state = {name: value.to(device) for name, value in self.state.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Committed state that is not rows."""
+        return {name: value.clone() for name, value in self.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`state_dict`; keeps dtype and device."""
+        for name, value in state.items():
+            self.state[name] = value.to(self.state[name])
+
+
+class Normalizer(Component):
+    """Decides ``alpha_i``, the log-normalizer of each anchor."""
+
+    @abstractmethod
+    def estimate(self, call: Call) -> Estimate:
+        """Log-normalizers of this batch and the rows they propose."""
+
+
+class Temperature(Component):
+    """Decides ``tau_i``."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether :meth:`update` wants the gradients ``G``."""
+        return False
+
+    @abstractmethod
+    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+        """Temperatures of these rows: a number, or a tensor broadcastable to ``(B, 2)``."""
+
+    def rho(self, hyper: Hyper) -> Any:
+        """Radius of the KL constraint, added to ``alpha`` in the objective."""
+        del hyper
+        return 0.0
+
+    def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
+        """New values of this part's columns, from ``G`` ``(B, 2)``."""
+        del call, gradient
+        return {}

@@ -1,0 +1,67 @@
+"""Finite-sum compositional objectives that are not contrastive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from compopt.autograd import with_gradients
+from compopt.normalizers import MovingAverageEstimator
+
+
+def compositional_loss(
+    g: Tensor, index: Tensor, estimator: MovingAverageEstimator, f: Callable[[Tensor], Tensor]
+) -> Tensor:
+    r"""``1/B sum_i f(u_i)`` with the gradient ``1/B sum_i f'(u_i) grad g_i``, ``u_i`` the moving average of ``g_i``.
+
+    For ``F(w) = 1/n sum_i f(g_i(w))`` whose inner ``g_i`` is itself an expectation of which a batch sees a sample:
+    plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles.
+
+    Args:
+        g: unbiased samples of the inner functions with their graph, ``(B,)``, all > 0.
+        index: which ``i``, ``(B,)`` int64.
+        estimator: holds ``log u``; commit it with its ``step()`` or ``attach``.
+        f: the outer function, element-wise and differentiable.
+
+    Returns:
+        0-d loss.
+
+    Raises:
+        ValueError: ``g`` is not ``(B,)`` or (on the CPU) has an entry <= 0: averages are kept as logarithms.
+
+    References:
+        Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022.
+
+    Example, a robust (KL-regularised) risk per task, ``F = 1/n sum_i lam log E exp(loss_i / lam)``:
+        >>> import torch, compopt
+        >>> _ = torch.manual_seed(0)
+        >>> n, lam = 5, 0.5
+        >>> theta = torch.zeros(n, requires_grad=True)          # one location per task
+        >>> centre = torch.arange(n, dtype=torch.float32)       # its data: centre + noise
+        >>> u = compopt.MovingAverageEstimator(n, gamma=0.3)
+        >>> optimizer = torch.optim.SGD([theta], lr=0.5)
+        >>> _ = u.attach(optimizer)
+        >>> for _ in range(300):
+        ...     task = torch.randperm(n)[:3]
+        ...     x = centre[task] + 0.1 * torch.randn(3)
+        ...     g = torch.exp((theta[task] - x).square() / lam)  # one sample of each inner expectation
+        ...     loss = compopt.compositional_loss(g, task, u, lambda v: lam * v.log())
+        ...     optimizer.zero_grad(); loss.backward(); optimizer.step()
+        >>> bool((theta - centre).abs().max() < 0.2)
+        True
+    """
+    if not isinstance(g, Tensor) or g.dim() != 1:
+        raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
+    inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))
+    if inner.device.type == "cpu" and bool((inner <= 0).any()):
+        raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
+    log_u = estimator.update(inner.log(), index)
+    with torch.enable_grad():
+        u = log_u.exp().requires_grad_()
+        value = f(u).mean()
+        (slope,) = torch.autograd.grad(value, u)
+    if not (torch.is_grad_enabled() and g.requires_grad):
+        return value.detach()
+    return with_gradients(value.detach(), [g], [slope.to(g.dtype)])

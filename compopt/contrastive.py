@@ -1,0 +1,356 @@
+"""Contrastive objectives: any normalizer with any temperature, one kernel."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compopt import checks
+from compopt.autograd import with_gradients
+from compopt.component import Call, Component, Normalizer, Temperature
+from compopt.estimator import Estimator, Visit
+from compopt.functional import temperature_gradient
+from compopt.indexing import check_vector
+from compopt.kernel import Pairs
+
+MODES = ("bimodal", "unimodal")
+FEATURE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class ContrastiveEstimator(Estimator):
+    r"""Large-batch contrastive gradients from small batches.
+
+    .. math::
+        \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
+        \qquad w_{ij} = \frac{1}{|N_i|}\, e^{h_{ij}/\tau_i - \alpha_i}, \qquad h_{ij} = s_{ij} - s_{ii}
+
+    The normalizer decides ``alpha``, the temperature ``tau``; the returned value is the estimated objective
+    ``mean of tau_i (alpha_i + rho_i)`` and its gradient is the one above. Gradients come in closed form: the
+    ``B x B`` matrix is never part of an autograd graph.
+
+    Args:
+        normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
+        temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
+        mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
+            ``"unimodal"``: two views, negatives are both views of the other samples (``2B - 2``).
+        normalize: L2-normalise the features. Otherwise they are used as they come.
+        multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
+        chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
+            memory for one more matrix product.
+        dtype: of the rows, float32 or float64.
+
+    State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
+
+    Raises:
+        TypeError, ValueError, IndexError: at construction and call; the state is then as before.
+
+    Example:
+        >>> import torch, compopt
+        >>> u = compopt.MovingAverageEstimator(n=1000, gamma=0.8)
+        >>> est = compopt.ContrastiveEstimator(u, compopt.TemperatureDual(n=1000, rho=1.0))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()  # or est.attach(optimizer)
+        >>> est.read(torch.tensor([0, 999]))["count"].tolist()
+        [1, 0]
+    """
+
+    def __init__(
+        self,
+        normalizer: Normalizer,
+        temperature: Temperature,
+        mode: str = "bimodal",
+        normalize: bool = True,
+        multiply_tau: bool = True,
+        chunk_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        checks.one_of("mode", mode, MODES)
+        checks.flag("normalize", normalize)
+        checks.flag("multiply_tau", multiply_tau)
+        self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
+        self.normalize, self.multiply_tau = normalize, multiply_tau
+        for role, part, kind in (("normalizer", normalizer, Normalizer), ("temperature", temperature, Temperature)):
+            if not isinstance(part, kind):
+                raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
+            _claim(part, self)
+        self.normalizer, self.temperature = normalizer, temperature
+        super().__init__({"normalizer": normalizer, "temperature": temperature}, mode=mode, dtype=dtype)
+        self._warned_rho = False
+
+    # -- the call ----------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        z1: Tensor,
+        z2: Tensor,
+        index: Tensor | None = None,
+        index2: Tensor | None = None,
+        group: Tensor | None = None,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        *,
+        tau: Tensor | float | None = None,
+    ) -> Tensor:
+        """The estimated objective of a batch, ready for ``backward()``.
+
+        Args:
+            z1, z2: features, ``(B, d)``, same dtype and device; half precision is computed in float32, float64
+                in float64.
+            index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; a
+                bad one makes the loss NaN and raises at a later call). Equal indices are never negatives of each
+                other. May be left out if nothing is kept per sample and no sample repeats.
+            index2: rows of the second modality, if it has its own (several captions per image), ``(B,)``.
+            group: samples of equal group are not each other's negatives, ``(B,)`` integers.
+            encode: features of samples that are not in the batch, for samplers that ask for them.
+            tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
+                or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
+
+        Returns:
+            0-d loss; not finite if a feature is not (then the batch's rows keep their values and a warning says
+            how many feature rows are to blame).
+        """
+        if encode is not None:
+            raise ValueError(
+                f"encode= serves samplers whose negatives lie outside the batch; {type(self.normalizer).__name__} "
+                f"does not ask for any"
+            )
+        self._check_features(z1, z2)
+        visit, keys = self._enter(z1, index, index2, group)
+        with torch.autocast(z1.device.type, enabled=False):
+            a, b = self._prepare(z1), self._prepare(z2)
+            temperature = self._temperature(visit, tau, a)
+            value, inputs, gradients = self._evaluate(a, b, temperature, visit, keys)
+        self._watch_features(a, b)
+        value = visit.guard(value)
+        return with_gradients(value, inputs, gradients) if inputs else value
+
+    def feature_gradients(
+        self, z1: Tensor, z2: Tensor, index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and its gradients with respect to ``z1`` and ``z2``, for cached-feature accumulation.
+
+        Encode the whole window without a graph, call this once on all of it (the whole window then serves as
+        negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
+        call.
+
+        Returns:
+            ``(loss, g1, g2)``, detached, the gradients in the features' dtype.
+        """
+        with torch.enable_grad():
+            z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
+            loss = self(z1, z2, index, **options)
+            g1, g2 = torch.autograd.grad(loss, (z1, z2))
+        return loss.detach(), g1, g2
+
+    # -- before the kernel -------------------------------------------------------------------------------------
+
+    def _check_features(self, z1: Tensor, z2: Tensor) -> None:
+        for name, z in (("z1", z1), ("z2", z2)):
+            if not isinstance(z, Tensor):
+                raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
+            if z.dtype not in FEATURE_DTYPES:
+                raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
+            if z.dim() != 2 or z.shape[1] == 0:
+                raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
+        if z1.shape != z2.shape:
+            raise ValueError(
+                f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
+                f"row i of both belongs to the same sample"
+            )
+        if z1.dtype != z2.dtype:
+            raise TypeError(f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}")
+        if z1.device != z2.device:
+            raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
+        if z1.device.type == "meta":
+            raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
+        if len(z1) < 2:
+            raise ValueError(f"a batch needs at least two distinct samples to have negatives, got {len(z1)}")
+
+    def _enter(
+        self, z1: Tensor, index: Tensor | None, index2: Tensor | None, group: Tensor | None
+    ) -> tuple[Visit, list[Tensor]]:
+        """Check all indices, read rows; the keys by which pairs are excluded."""
+        if index is None:
+            if self.n is not None:
+                raise TypeError(f"index is missing: {type(self).__name__} keeps rows for n={self.n} samples")
+            index = torch.arange(len(z1))
+        if index2 is not None and self.mode == "unimodal":
+            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+        keys = [check_vector("index", index, len(z1))]
+        if index2 is not None:
+            keys.append(check_vector("index2", index2, len(z1)))
+        if group is not None:
+            keys.append(check_vector("group", group, len(z1)))
+        for name, key in zip(("index", "index2" if index2 is not None else "group", "group"), keys, strict=False):
+            if key.device.type == "cpu" and len(key) and bool((key == key[0]).all()):
+                raise ValueError(
+                    f"{name} is {int(key[0])} for the whole batch; a batch needs at least two distinct samples"
+                )
+        visit = self._visit(index, z1, index2)
+        visit.distinct = visit.distinct and group is None
+        if visit.depositing:
+            for part in self._components.values():
+                part.to(z1.device)
+        return visit, [key.to(z1.device, non_blocking=True) for key in keys]
+
+    def _prepare(self, z: Tensor) -> Tensor:
+        """Features in working precision, normalised, with their graph."""
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return F.normalize(z, dim=1) if self.normalize else z
+
+    def _temperature(self, visit: Visit, tau: Tensor | float | None, z: Tensor) -> float | Tensor:
+        """A number, or a tensor of 1 or 2 columns that may carry a graph."""
+        if tau is None:
+            tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
+        elif self.temperature.learns:
+            raise ValueError("tau= overrides a FixedTemperature; this estimator learns its own temperatures")
+        elif not isinstance(tau, Tensor):
+            checks.positive("tau", tau)
+            return float(tau)
+        elif tuple(tau.shape) not in ((), (len(z),), (len(z), 2)):
+            raise ValueError(f"tau must be 0-d, ({len(z)},) or ({len(z)}, 2), got shape {tuple(tau.shape)}")
+        if not isinstance(tau, Tensor):
+            return tau
+        return tau.to(z.device)[:, None] if tau.dim() == 1 else tau.to(z.device)
+
+    # -- around the kernel -------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, keys: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Value, the tensors of the graph it depends on, and its gradients with respect to them."""
+        needs = torch.is_grad_enabled()
+        learned = [tau] if needs and isinstance(tau, Tensor) and tau.requires_grad else []
+        inputs = [a, b] if needs and (a.requires_grad or b.requires_grad) else []
+        with torch.no_grad():
+            constant = tau.detach() if isinstance(tau, Tensor) else tau
+            pairs = Pairs(
+                a.detach(),
+                b.detach(),
+                constant,
+                keys,
+                distinct=visit.distinct,
+                unimodal=self.mode == "unimodal",
+                bounded=self.normalize,
+                chunk_size=self.chunk_size,
+                moments=bool(learned) or self.temperature.learns,
+            )
+            call = self._call(visit, pairs, constant)
+            estimate = self.normalizer.estimate(call)
+            alpha = estimate.alpha.expand(-1, 2)
+            hyper = visit.hypers("temperature")
+            rho = self.temperature.rho(hyper)
+            self._warn_rho(rho, pairs, visit)
+            proposals = dict(estimate.proposals)
+            gradient = self._tau_gradient(alpha, rho, call) if pairs.moments else None
+            if self.temperature.learns and visit.depositing:
+                assert gradient is not None
+                call.hyper = hyper
+                proposals.update(self.temperature.update(call, gradient))
+            if visit.depositing:
+                self._deposit(visit, proposals, self._valid(pairs))
+            terms = constant * (alpha + rho) if self.multiply_tau else alpha
+            value = torch.where(pairs.count > 0, terms, 0).mean().to(a.dtype)
+            gradients = self._feature_gradients(pairs, alpha, constant) if inputs else []
+            self._describe(alpha, constant, pairs, visit)
+            if learned:
+                assert gradient is not None
+                tau_gradient = self._tau_gradient(alpha, 0.0, call) / alpha.numel()
+                gradients.append(_sum_to(tau_gradient, learned[0]))
+        return value, inputs + learned, gradients
+
+    def _call(self, visit: Visit, pairs: Pairs, tau: float | Tensor) -> Call:
+        return Call(
+            rows=visit.columns,
+            count=visit.columns["count"],
+            hyper=visit.hypers("normalizer"),
+            tau=tau,
+            pairs=pairs,
+            unimodal=self.mode == "unimodal",
+            multiply_tau=self.multiply_tau,
+        )
+
+    def _tau_gradient(self, alpha: Tensor, rho: Any, call: Call) -> Tensor:
+        pairs = call.pairs
+        assert pairs.mean_h is not None
+        sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
+        g = temperature_gradient(alpha, rho, sum_wh, call.tau, self.multiply_tau)
+        return torch.where(pairs.count > 0, g, 0)
+
+    def _feature_gradients(self, pairs: Pairs, alpha: Tensor, tau: float | Tensor) -> list[Tensor]:
+        share = 1.0 / alpha.numel()
+        coefficient = share if self.multiply_tau else share / tau
+        work = pairs.x.dtype
+        scale = torch.as_tensor(coefficient, dtype=work, device=pairs.x.device)
+        return list(pairs.gradients(alpha.to(work), scale))
+
+    def _valid(self, pairs: Pairs) -> Tensor | None:
+        """Anchors without any negative (possible with index2 and group) propose nothing."""
+        if len(pairs.keys) == 1:
+            return None
+        valid = pairs.count > 0
+        return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
+
+    # -- what the user should hear -----------------------------------------------------------------------------
+
+    def _warn_rho(self, rho: Any, pairs: Pairs, visit: Visit) -> None:
+        if self._warned_rho or not self.temperature.learns or not visit.distinct:
+            return
+        largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
+        limit = math.log(len(pairs.y) - (2 if pairs.unimodal else 1)) if len(pairs.y) > 2 else 0.0
+        if largest >= limit:
+            self._warned_rho = True
+            warnings.warn(
+                f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
+                f"and every tau is pushed to tau_min; use a smaller rho or a larger batch",
+                stacklevel=4,
+            )
+
+    def _watch_features(self, a: Tensor, b: Tensor) -> None:
+        with torch.no_grad():
+            bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
+            self._monitor.watch(bad.sum(), self._warn_features)
+
+    def _warn_features(self, bad: int) -> None:
+        if bad:
+            warnings.warn(
+                f"{bad} feature rows of a batch are NaN or infinite: its loss is not finite and the rows of its "
+                f"samples keep their previous values",
+                stacklevel=4,
+            )
+
+    def _describe(self, alpha: Tensor, tau: float | Tensor, pairs: Pairs, visit: Visit) -> None:
+        spread = torch.as_tensor(tau, dtype=alpha.dtype, device=alpha.device).flatten()
+        low, middle, high = torch.quantile(spread, spread.new_tensor([0.1, 0.5, 0.9])) if len(spread) > 1 else (
+            spread[0],
+            spread[0],
+            spread[0],
+        )
+        self._metrics = {
+            "log_normalizer": alpha.mean(),
+            "effective_negatives": pairs.effective,
+            "tau_q10": low,
+            "tau_median": middle,
+            "tau_q90": high,
+            "new_rows": (visit.columns["count"] == 0).any(dim=1).sum() if visit.old is not None else alpha.new_zeros(()),
+        }
+
+
+def _claim(part: Component, owner: Estimator) -> None:
+    """A part belongs to one estimator: its state would otherwise be written twice."""
+    if getattr(part, "_owner", None) is not None:
+        raise ValueError(f"this {type(part).__name__} is already part of another estimator; build a second one")
+    part._owner = owner  # type: ignore[attr-defined]
+    if isinstance(part, Estimator):
+        part._store = None  # its rows move into the owner's table
+
+
+def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
+    """Reduce ``(B, 2)`` to the shape a temperature was broadcast from."""
+    return gradient.sum_to_size(like.shape).to(like.dtype) if like.dim() else gradient.sum().to(like.dtype)

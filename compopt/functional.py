@@ -1,0 +1,129 @@
+r"""The equations of the library, one per function: tensors in, tensors out, no state.
+
+Letters (shapes): ``B`` samples, ``D`` directions (2: image -> text and text -> image, or view 1 and view 2).
+
+===========  ==========================================================================================
+``s_ij``     similarity of anchor ``i`` and candidate ``j``; ``h_ij = s_ij - s_ii``
+``N_i``      negatives of anchor ``i``: the candidates whose data-set index differs from its own
+``tau_i``    temperature
+``ghat_i``   batch estimate of the inner function, ``1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``
+``u_i``      moving average of ``ghat_i`` (or of ``mean_j exp(s_ij / tau_i)``), stored as ``log u``
+``alpha_i``  estimated log-normalizer of anchor ``i``
+``w_ij``     pair weight ``exp(h_ij / tau_i - alpha_i) / |N_i|``
+===========  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+
+
+def log(x: Scalar) -> Scalar:
+    """Natural logarithm of a Python number or a tensor; ``log 0 = -inf``."""
+    if isinstance(x, Tensor):
+        return x.log()
+    return math.log(x) if x > 0 else -math.inf
+
+
+def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
+    """``log(eps + g)`` from ``log g``; exact for ``eps = 0``."""
+    if isinstance(eps, Tensor):
+        return torch.logaddexp(log_g, eps.log())
+    return log_g if eps == 0 else torch.logaddexp(log_g, log_g.new_tensor(math.log(eps)))
+
+
+def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
+    """``min(max(x, low), high)`` with bounds that are numbers or tensors."""
+    return x.clamp(min=low).clamp(max=high)
+
+
+def mean_of_views(log_g: Tensor) -> Tensor:
+    """``log((g_1 + g_2) / 2)`` over the last axis, kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9)."""
+    return torch.logsumexp(log_g, dim=-1, keepdim=True) - math.log(log_g.shape[-1])
+
+
+def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor) -> Tensor:
+    r"""``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
+
+    Args:
+        log_u: stored values, any shape.
+        log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
+        gamma: in (0, 1]; a number, or one per row.
+        first: True where the row was never visited; such a row takes ``log g`` itself.
+    """
+    if isinstance(gamma, Tensor):
+        log_keep, log_take = torch.log1p(-gamma), gamma.log()
+    else:
+        log_keep, log_take = log(1.0 - gamma), log(gamma)
+    return torch.where(first, log_g, torch.logaddexp(log_u + log_keep, log_g + log_take))
+
+
+def temperature_gradient(
+    alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True
+) -> Tensor:
+    r"""Derivative ``G`` of one anchor's term of the objective with respect to its ``tau``.
+
+    ``multiply_tau``: of ``tau (alpha + rho)``, ``G = alpha + rho - sum_j w_ij h_ij / tau`` (iSogCLR, eq. 13,
+    its 1/n left to the learning rate). Otherwise of ``alpha``: ``G = -sum_j w_ij h_ij / tau^2``.
+
+    Args:
+        alpha: log-normalizers, ``(B, D)``.
+        rho: radius of the KL constraint.
+        sum_wh: ``sum_j w_ij h_ij``, ``(B, D)``.
+        tau: temperatures, broadcastable to ``(B, D)``.
+    """
+    if multiply_tau:
+        return alpha + rho - sum_wh / tau
+    return -sum_wh / (tau * tau)
+
+
+def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
+    """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8)."""
+    return (1.0 - beta) * m + beta * grad
+
+
+def adam_direction(
+    m: Tensor, v: Tensor, grad: Tensor, visits: Tensor, betas: tuple[Scalar, Scalar], eps: float = 1e-8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One Adam direction whose bias is corrected by each row's own number of visits, this one included.
+
+    Returns:
+        direction, new first moment, new second moment.
+    """
+    beta1, beta2 = betas
+    m = beta1 * m + (1.0 - beta1) * grad
+    v = beta2 * v + (1.0 - beta2) * grad.square()
+    m_hat = m / (1.0 - beta1**visits)
+    v_hat = v / (1.0 - beta2**visits)
+    return m_hat / (v_hat.sqrt() + eps), m, v
+
+
+def pair_weights(
+    s: Tensor, positive: Tensor, negative: Tensor, tau: Tensor, alpha: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""The readable truth behind :mod:`compopt.kernel`: dense weights and log-normalizers of one direction.
+
+    ``log ghat_i = logsumexp_{j in N_i} h_ij / tau_i - log |N_i|`` and
+    ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|`` (DESIGN: the one idea). Needs several ``(P, Q)`` matrices;
+    the kernel computes the same numbers in at most two.
+
+    Args:
+        s: similarities, ``(P, Q)``.
+        positive: ``s_ii``, ``(P,)``.
+        negative: True where candidate ``j`` is a negative of anchor ``i``, ``(P, Q)``.
+        tau: ``(P,)``.
+        alpha: ``(P,)``; ``None`` takes ``log ghat``, the stateless estimate.
+
+    Returns:
+        ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,).
+    """
+    count = negative.sum(1, dtype=s.dtype)
+    logits = ((s - positive[:, None]) / tau[:, None]).masked_fill(~negative, -math.inf)
+    log_ghat = torch.logsumexp(logits, dim=1) - count.log()
+    alpha = log_ghat if alpha is None else alpha
+    return torch.exp(logits - alpha[:, None]) / count[:, None], log_ghat

@@ -1,0 +1,68 @@
+"""Hooks with removable handles, in the six families of ``torch.optim``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+Hook = Callable[..., Any]
+FAMILIES = (
+    "step_pre",
+    "step_post",
+    "state_dict_pre",
+    "state_dict_post",
+    "load_state_dict_pre",
+    "load_state_dict_post",
+)
+
+
+class Hooks:
+    """Mixin that keeps one ordered table of hooks per family."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
+
+    def _register(self, family: str, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        handle = RemovableHandle(self._hooks[family])
+        self._hooks[family][handle.id] = hook
+        if prepend:
+            self._hooks[family].move_to_end(handle.id, last=False)
+        return handle
+
+    def _run(self, family: str, *args: Any) -> None:
+        for hook in list(self._hooks[family].values()):
+            hook(self, *args)
+
+    def _run_replacing(self, family: str, state: dict[str, Any]) -> dict[str, Any]:
+        """A hook may return a new state; ``None`` keeps the (possibly edited) one."""
+        for hook in list(self._hooks[family].values()):
+            result = hook(self, state)
+            state = state if result is None else result
+        return state
+
+    def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(estimator, args, kwargs) -> None``, before a commit; not called when nothing is pending."""
+        return self._register("step_pre", hook)
+
+    def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
+        """``hook(estimator, args, kwargs) -> None``, after a commit; not called when nothing was pending."""
+        return self._register("step_post", hook)
+
+    def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """``hook(estimator) -> None``, before :meth:`state_dict` is built."""
+        return self._register("state_dict_pre", hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """``hook(estimator, state_dict) -> state_dict or None``, on the finished dict."""
+        return self._register("state_dict_post", hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """``hook(estimator, state_dict) -> state_dict or None``, before anything is checked or written."""
+        return self._register("load_state_dict_pre", hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """``hook(estimator) -> None``, after a successful load."""
+        return self._register("load_state_dict_post", hook, prepend)

@@ -1,0 +1,45 @@
+"""The stateless baseline: the batch is all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+
+from compopt import checks
+from compopt.component import Call, Estimate, Normalizer
+
+
+class BatchNormalizer(Normalizer):
+    r"""``alpha_i = log ghat_i``, the normalizer of the batch itself: SimCLR, InfoNCE, CLIP.
+
+    .. math::
+        \alpha_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}
+        \qquad\text{or, with the positive,}\qquad
+        \alpha_i = \log \tfrac{1}{|N_i|} \Big(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Big)
+
+    With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE less the
+    constant ``tau log |N_i|``; without it the weights of each anchor sum to one.
+
+    Args:
+        include_positive: count the positive pair in the denominator.
+
+    State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1).
+    """
+
+    def __init__(self, include_positive: bool = False) -> None:
+        super().__init__(None, {"include_positive": include_positive})
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        checks.flag("include_positive", group["include_positive"])
+
+    def estimate(self, call: Call) -> Estimate:
+        log_sum = call.pairs.log_sum
+        # softplus(x) = log(1 + exp x); a number per group is enough to blend, since groups are few
+        include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
+        if isinstance(include, float):
+            total = F.softplus(log_sum, threshold=60.0) if include else log_sum
+        else:
+            total = F.softplus(log_sum, threshold=60.0).where(include > 0, log_sum)
+        return Estimate(total - call.pairs.log_count)

@@ -1,0 +1,127 @@
+"""Per-sample moving averages of the normalizer: SogCLR, iSogCLR, FastCLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt import functional as F
+from compopt.component import Call, Estimate, Normalizer
+from compopt.estimator import Estimator
+from compopt.groups import GroupSpec
+from compopt.rows import Column
+
+# How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
+REFERENCES = {"none": 1.0, "positive": 0.0}
+
+
+class MovingAverageEstimator(Normalizer, Estimator):
+    r"""A moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
+
+    .. math::
+        u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, (\epsilon + g_i), \qquad
+        \alpha_i = \log u_i - \tfrac{s_{ii}}{\tau_i}\,[\text{reference is "none"}]
+
+    ``reference="none"``: ``g_i = mean_j exp(s_ij / tau)``, and the positive of *now* is taken off afterwards.
+    ``reference="positive"``: ``g_i = mean_j exp((s_ij - s_ii) / tau)``; every stored value then remembers an old
+    positive, is too large while positives align, and shrinks the weights.
+
+    As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
+    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`.
+
+    Args:
+        n: number of samples, or a list of sample groups.
+        gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
+        reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
+        eps: added to ``g`` at every visit, the first included.
+        dtype: of the stored logarithms when used alone; a ``ContrastiveEstimator`` brings its own.
+
+    State, per sample: ``log_u`` and the number of visits, one each per direction (bimodal), or one shared by
+    both views (unimodal: ``g_i`` is the mean of the views, objective V2). A row never visited takes
+    ``log(eps + g)`` itself.
+
+    .. note::
+        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one.
+        The updated one is used here; it also bounds every weight by ``1 / gamma`` of the batch softmax.
+
+    Raises:
+        ValueError: gamma outside (0, 1], eps < 0, an unknown reference.
+
+    References:
+        Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12.
+
+    Example:
+        >>> import torch, compopt
+        >>> u = compopt.MovingAverageEstimator(n=100, gamma=0.5)
+        >>> index = torch.tensor([3, 7])
+        >>> u.update(torch.tensor([0.0, 1.0]), index).tolist()  # a first visit takes log g itself
+        [0.0, 1.0]
+        >>> u.step()
+        >>> [round(x, 4) for x in u.update(torch.tensor([0.0, 0.0]), index).tolist()]
+        [0.0, 0.6201]
+    """
+
+    def __init__(
+        self,
+        n: GroupSpec,
+        gamma: float = 0.9,
+        reference: str = "none",
+        eps: float = 0.0,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        Normalizer.__init__(self, n, {"gamma": gamma, "reference": reference, "eps": eps})
+        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        checks.unit_interval(
+            "gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history"
+        )
+        checks.non_negative("eps", group["eps"])
+        checks.one_of("reference", group["reference"], REFERENCES)
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return [Column("log_u", directions, dtype, reduce="log_mean_exp")]
+
+    def estimate(self, call: Call) -> Estimate:
+        pairs, hyper = call.pairs, call.hyper
+        shift = hyper.choose("reference", REFERENCES) * pairs.positive / call.tau
+        log_g = pairs.log_ghat + shift
+        if call.unimodal:
+            log_g = F.mean_of_views(log_g)
+        log_g = F.add_eps(log_g, hyper("eps"))
+        log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
+        return Estimate(alpha=log_u - shift, proposals={"log_u": log_u})
+
+    def update(self, log_g: Tensor, index: Tensor) -> Tensor:
+        """Fold a batch of inner values into the rows and return the updated averages.
+
+        In training mode with gradients enabled the new rows are deposited and wait for :meth:`step`; otherwise
+        nothing is.
+
+        Args:
+            log_g: ``log g_i`` of the batch, ``(B,)``; no gradient flows through it.
+            index: data-set positions, ``(B,)`` int64.
+
+        Returns:
+            ``log u_i`` after the update, ``(B,)``, without a graph.
+
+        Raises:
+            RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it.
+            IndexError, TypeError, ValueError: see :class:`~compopt.Estimator`.
+        """
+        visit = self._visit(index, like=log_g)
+        log_g = log_g.detach().to(visit.dtype)[:, None]
+        log_u = F.moving_average(
+            visit.columns["log_u"],
+            F.add_eps(log_g, visit.hyper("normalizer", "eps")),
+            visit.hyper("normalizer", "gamma"),
+            first=visit.columns["count"] == 0,
+        )
+        if visit.depositing:
+            self._deposit(visit, {"log_u": log_u})
+        return visit.guard(log_u[:, 0])

@@ -1,0 +1,78 @@
+"""Rows: all columns of a sample side by side in one row of one table.
+
+A row is padded to a multiple of 16 bytes and the table is seen as complex128 (a 16-byte element), so that a
+gather or a scatter touches one cache line per sample and copies bits, whatever the columns mean: integers,
+NaN, -0.0 and denormals survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROW_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named quantity per sample.
+
+    Attributes:
+        name: key in :meth:`Estimator.read` and in checkpoints.
+        width: values per sample; ``D``, one per direction.
+        dtype: of the stored values; integers are stored bitwise.
+        reduce: how several proposals for one row become one value: ``"mean"`` or ``"log_mean_exp"``.
+        initial: hyper-parameter whose value a row shows before its first visit; ``None``: zero.
+    """
+
+    name: str
+    width: int
+    dtype: torch.dtype = torch.float32
+    reduce: str = "mean"
+    initial: str | None = None
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where each column sits inside a row; wider types first, so that every column is aligned."""
+
+    columns: tuple[Column, ...]
+    offsets: dict[str, int] = field(init=False)
+    row_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets, end = {}, 0
+        for column in sorted(self.columns, key=lambda c: -c.dtype.itemsize):
+            if column.name in offsets:
+                raise ValueError(f"two columns are called {column.name!r}; give each its own name")
+            offsets[column.name] = end
+            end += column.width * column.dtype.itemsize
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "row_bytes", max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT)
+
+    def __getitem__(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+    @property
+    def words(self) -> int:
+        """16-byte words per row."""
+        return self.row_bytes // ROW_ALIGNMENT
+
+    def unpack(self, block: Tensor) -> dict[str, Tensor]:
+        """Views of the columns of a block: ``(R, words)`` complex128 -> ``{name: (R, width)}``."""
+        views = {}
+        for column in self.columns:
+            start = self.offsets[column.name] // column.dtype.itemsize
+            views[column.name] = block.view(column.dtype)[:, start : start + column.width]
+        return views
+
+    def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
+        """A copy of the block ``base`` with some columns replaced."""
+        block = base.clone()
+        views = self.unpack(block)
+        for name, value in values.items():
+            views[name].copy_(value)
+        return block

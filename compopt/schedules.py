@@ -1,0 +1,73 @@
+"""Hyper-parameters as functions of the step, in the manner of ``torch.optim.lr_scheduler``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from compopt import checks
+from compopt.estimator import Estimator
+
+
+class Schedule:
+    """Sets ``group[key] = fn(t)`` in every sample group, at construction (``t = 0``) and at each :meth:`step`.
+
+    Args:
+        est: the estimator.
+        key: a hyper-parameter of its groups.
+        fn: the number of steps so far -> the value.
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> schedule = compopt.schedules.Schedule(est, "gamma", lambda t: 1 / (1 + t))
+        >>> schedule.step(); est.sample_groups[0]["gamma"]
+        0.5
+    """
+
+    def __init__(self, est: Estimator, key: str, fn: Callable[[int], Any]) -> None:
+        checks.known_keys(type(est).__name__, {key: None}, est.defaults)
+        self.est, self.key, self.fn, self.t = est, key, fn, 0
+        self._apply()
+
+    def _apply(self) -> None:
+        for group in self.est.sample_groups:
+            group[self.key] = self.fn(self.t)
+
+    def step(self) -> None:
+        """One real update was made."""
+        self.t += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps; the function is the caller's."""
+        return {"t": self.t}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the number of steps and apply its value."""
+        self.t = int(state_dict["t"])
+        self._apply()
+
+
+class CosineGamma(Schedule):
+    r"""``gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``: from 1 down to ``gamma_min``.
+
+    Args:
+        est: an estimator with a ``gamma``.
+        decay_steps: updates until ``gamma_min`` is reached; it stays there.
+        gamma_min: in (0, 1].
+
+    References:
+        Wei et al., FastCLIP, 2024 (used by all its versions).
+    """
+
+    def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = 0.2) -> None:
+        self.decay_steps = checks.count("decay_steps", decay_steps)
+        checks.unit_interval("gamma_min", gamma_min)
+        self.gamma_min = gamma_min
+        super().__init__(est, "gamma", self._value)
+
+    def _value(self, t: int) -> float:
+        fraction = min(1.0, t / self.decay_steps)
+        return self.gamma_min + (1 - self.gamma_min) * (1 + math.cos(math.pi * fraction)) / 2

@@ -1,0 +1,82 @@
+"""One temperature for all: a constant, a tensor of the user's, or CLIP's learned scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.component import Temperature
+from compopt.groups import Hyper
+
+LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
+
+
+class FixedTemperature(Temperature):
+    r"""``tau`` for every anchor.
+
+    Args:
+        tau: a number, which every sample group may override; or a 0-d tensor, used as it is: if it requires
+            grad it receives the derivative of the returned objective with ``alpha`` and ``w`` held as estimated
+            (the mean of ``G`` with ``rho = 0``).
+        learn: keep ``log(1/tau)`` as a parameter that ``est.parameters()`` hands to the user's optimizer, as CLIP
+            does; ``tau`` is clamped to at least 0.01 where it is used.
+
+    State: nothing per sample; the parameter when ``learn=True`` (part of ``state_dict``).
+
+    Raises:
+        ValueError: tau <= 0, or a tensor together with ``learn=True``.
+
+    References:
+        Radford et al., CLIP, 2021 (the learned scale).
+    """
+
+    def __init__(self, tau: float | Tensor = 0.07, learn: bool = False) -> None:
+        self.tensor: Tensor | None = None
+        self.log_inverse: torch.nn.Parameter | None = None
+        checks.flag("learn", learn)
+        if isinstance(tau, Tensor):
+            if tau.dim() != 0 or not tau.is_floating_point():
+                raise ValueError(
+                    f"tau must be a number or a 0-d floating-point tensor, got shape {tuple(tau.shape)} of "
+                    f"{tau.dtype}; temperatures per anchor go into the call: est(z1, z2, index, tau=tau)"
+                )
+            if learn:
+                raise ValueError("tau is a tensor and learn=True; give a number, or drop learn")
+            self.tensor = tau
+        super().__init__(None, {} if isinstance(tau, Tensor) or learn else {"tau": tau})
+        if learn:
+            checks.positive("tau", tau)
+            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau))))
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        if "tau" in self.defaults:
+            checks.positive("tau", group["tau"])
+
+    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        if self.log_inverse is not None:
+            return torch.exp(-self.log_inverse).clamp(min=LEARNED_TAU_MIN)
+        tau = hyper("tau")
+        return tau if isinstance(tau, Tensor) else float(tau)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        if self.log_inverse is not None:
+            yield self.log_inverse
+
+    def to(self, device: torch.device) -> None:
+        if self.log_inverse is not None and self.log_inverse.device != device:
+            self.log_inverse.data = self.log_inverse.data.to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self.log_inverse is not None:
+            with torch.no_grad():
+                self.log_inverse.copy_(state["log_inverse"])

@@ -1,0 +1,148 @@
+"""What the recipes' command lines share: arguments, and the runs that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from recipes.engine import Config, Control, Run, Task
+from recipes.methods import HYPERPARAMETERS, METHODS
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults shown, except where there is none to show; room for long option names."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
+    """The arguments that every recipe has, in groups."""
+    root = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
+    what = root.add_argument_group("what to train").add_mutually_exclusive_group()
+    what.add_argument("--estimator", choices=METHODS, default="sogclr", help="method of a single run")
+    what.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD", help="several methods, one after another")
+    _add_hyperparameters(root, mode)
+
+    training = root.add_argument_group("training")
+    training.add_argument("--batch-size", type=int, default=64, help="samples per step")
+    training.add_argument("--epochs", type=int, default=epochs, help="passes over the training set")
+    training.add_argument("--lr", type=float, default=1e-3, help="peak of the one-cycle learning rate (AdamW)")
+    training.add_argument("--weight-decay", type=float, default=0.1, help="decay of weight matrices")
+    training.add_argument(
+        *("--seed", "--seeds"), type=int, nargs="+", default=[0], dest="seeds", help="one run per seed and method"
+    )
+    training.add_argument("--split-seed", type=int, default=0, help="which samples are held out")
+
+    measures = root.add_argument_group("measures and output")
+    measures.add_argument("--eval-every", type=int, default=0, help="steps between measures (0: eight per run)")
+    measures.add_argument("--output-dir", type=Path, default=Path(output_dir), help="for metrics, pictures, checkpoints")
+    measures.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw the pictures")
+    measures.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+
+    checkpoints = root.add_argument_group("checkpoints")
+    checkpoints.add_argument("--checkpoint-every", type=int, default=0, help="steps between them (0: at the end only)")
+    checkpoints.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output-dir")
+    checkpoints.add_argument("--max-steps", type=int, help="stop each run here; --resume then continues it")
+
+    machine = root.add_argument_group("machine")
+    machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
+    machine.add_argument("--threads", type=int, help="CPU threads; the same number gives the same bits")
+    machine.add_argument("--cache-dir", type=Path, help="of the rendered glyphs; default $COMPOPT_CACHE or .cache")
+    return root
+
+
+def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
+    """One option per hyper-parameter; its help lists the methods that take it and their defaults."""
+    group = root.add_argument_group(
+        "hyper-parameters of the method",
+        "Each method has its own defaults, in parentheses. A value given here replaces them.",
+    )
+    for name, (kind, meaning) in HYPERPARAMETERS.items():
+        options = {method: METHODS[method].options(mode) for method in METHODS}
+        takers = ", ".join(f"{method} ({values[name]})" for method, values in options.items() if name in values)
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{meaning}: {takers}")
+
+
+def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) -> argparse.Namespace:
+    """Parse, set the machine up, and fill ``args.methods``: method -> its hyper-parameters."""
+    args = root.parse_args(argv)
+    try:
+        args.methods = _methods(args, mode)
+    except ValueError as error:
+        root.error(str(error))
+    _prepare_machine(args)
+    return args
+
+
+def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
+    """Each chosen method takes those given options that it has; one that none of them has raises ValueError."""
+    given = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name) is not None}
+    chosen = args.compare or [args.estimator]
+    known = {name for method in chosen for name in METHODS[method].options(mode)}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{', '.join(chosen)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    own = {method: METHODS[method].options(mode) for method in chosen}
+    return {method: own[method] | {k: v for k, v in given.items() if k in own[method]} for method in chosen}
+
+
+def _prepare_machine(args: argparse.Namespace) -> None:
+    """Threads, and repeatable kernels where a device has others."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device.type == "cuda":
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> list[Run]:
+    """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
+    shared = {name: getattr(args, name) for name in ("batch_size", "epochs", "lr", "weight_decay")}
+    runs = []
+    for method, options in args.methods.items():
+        for seed in args.seeds:
+            config = Config(method, options, seed=seed, data=task.description, **shared)
+            runs.append(_train(Run(task, config, _control(args, task, config, error_count)), args.progress))
+    return runs
+
+
+def _control(args: argparse.Namespace, task: Task, config: Config, error_count: int) -> Control:
+    steps = task.n // config.batch_size * config.epochs
+    return Control(
+        eval_every=args.eval_every or max(1, steps // 8),
+        error_every=max(1, steps // error_count) if error_count else 0,
+        checkpoint_every=args.checkpoint_every,
+        max_steps=args.max_steps,
+        checkpoint=args.output_dir / f"{config.method}-seed{config.seed}" / "checkpoint.pt",
+        resume=args.resume,
+        device=args.device,
+    )
+
+
+def _train(run: Run, progress: bool) -> Run:
+    """Train with a progress bar that shows the loss and the headline metric."""
+    title = METHODS[run.config.method].title
+    with tqdm(total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress) as bar:
+        run.control.on_step = lambda run: _show(bar, run)
+        run.train()
+        _show(bar, run)
+    return run
+
+
+def _show(bar: tqdm, run: Run) -> None:
+    if run.step % 10 == 0 or run.finished:
+        label = run.task.labels[run.task.headline].split()[0]
+        known = {label: f"{100 * run.final[run.task.headline]:.1f}%"} if run.final else {}
+        loss = f"{run.recent_loss:.4f}" if run.loss_count else f"{run.final.get('loss', 0.0):.4f}"
+        bar.set_postfix(loss=loss, **known, refresh=False)
+        bar.update(run.step - bar.n)

@@ -1,0 +1,84 @@
+"""Two small encoders that train on two CPU cores in seconds; both end in features of equal width."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIM = 128
+
+
+class ImageTower(nn.Module):
+    """Convolutions with stride 2: (B, 32, 32) uint8 grey images -> (B, dim) features, not normalised."""
+
+    def __init__(self, dim: int = DIM, width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_stage(1, width, kernel=5),  # 16 x 16
+            *_stage(width, 2 * width),  # 8 x 8
+            *_stage(2 * width, 4 * width),  # 4 x 4
+            nn.Flatten(),
+            nn.Linear(4 * width * 16, dim),
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.unsqueeze(1).to(self.body[0].weight.dtype) / 255
+        return self.body(pixels.contiguous(memory_format=torch.channels_last))
+
+
+def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
+    """Halve each side: convolution, batch norm, ReLU."""
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2, bias=False)
+    return convolution, nn.BatchNorm2d(outputs), nn.ReLU()
+
+
+class TextTower(nn.Module):
+    """One pre-norm transformer block and a mean over tokens: (B, L) int64 tokens (0 = padding) -> (B, dim)."""
+
+    def __init__(self, vocabulary: int, length: int, dim: int = DIM, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.token = nn.Embedding(vocabulary, dim, padding_idx=0)
+        self.position = nn.Parameter(0.02 * torch.randn(length, dim))
+        self.norm_attention, self.norm_mlp, self.norm_out = (nn.LayerNorm(dim) for _ in range(3))
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.mix = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        keep = tokens != 0
+        x = self.token(tokens) + self.position
+        x = x + self._attention(self.norm_attention(x), keep)
+        x = x + self.mlp(self.norm_mlp(x))
+        x = self.norm_out(x) * keep.unsqueeze(-1)
+        return self.head(x.sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
+
+    def _attention(self, x: Tensor, keep: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :])
+        return self.mix(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+class TwoTowers(nn.Module):
+    """CLIP's pair of encoders."""
+
+    def __init__(self, vocabulary: int, length: int, dim: int = DIM) -> None:
+        super().__init__()
+        self.image = ImageTower(dim)
+        self.text = TextTower(vocabulary, length, dim)
+
+
+class Projected(nn.Module):
+    """SimCLR's encoder: the probes read :attr:`image`'s features, the loss reads the projection of them."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.image = ImageTower(dim)
+        self.projection = nn.Sequential(nn.ReLU(), nn.Linear(dim, dim))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.projection(self.image(images))

@@ -1,0 +1,75 @@
+"""Learn to name glyphs: image-text training (CLIP) with any estimator, on real data that needs no download.
+
+The loop is ``recipes.engine.Run``; this file picks the task, the methods and the pictures::
+
+    python -m recipes.train_clip --estimator sogclr --batch-size 64
+    python -m recipes.train_clip --compare infonce infonce-no-positive clip sogclr isogclr fastclip-v3
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes import cli, glyphs, report
+from recipes.engine import Run
+from recipes.tasks import GlyphNames
+
+
+def parser() -> argparse.ArgumentParser:
+    """The recipe's command line."""
+    root = cli.parser(
+        "python -m recipes.train_clip",
+        "Train an image tower and a text tower on glyphs and their Unicode names, and measure retrieval of "
+        "held-out pairs (R@1).",
+        GlyphNames.mode,
+        epochs=2,
+        output_dir="runs/clip",
+    )
+    root.add_argument("--limit", type=int, default=0, help="train on this many pairs only (0: all)")
+    root.add_argument(
+        "--normalizer-error",
+        type=int,
+        metavar="TIMES",
+        help="how often per run the exact log-normalizers of the training set are compared with the estimator's "
+        "(default: 4 with --compare, else 0)",
+    )
+    return root
+
+
+def draw(runs: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
+    """The pictures that these runs allow."""
+    from recipes import gallery, plots
+
+    measured = [run for run in runs if run.final]
+    if not measured:
+        return []
+    pictures: list[Path | None] = [
+        plots.recall(measured, folder / "recall.png"),
+        plots.normalizer_error(measured, folder / "normalizer_error.png"),
+    ]
+    learned = next((run for run in measured if plots.learned_temperatures(run) is not None), None)
+    if learned is not None:
+        pictures.append(plots.temperatures(learned, folder / "temperatures.png"))
+        frequency = task.caption_frequency()
+        pictures.append(plots.temperature_frequency(learned, frequency, folder / "temperature_frequency.png"))
+    best = max(measured, key=lambda run: run.final[task.headline])
+    pictures.append(gallery.gallery(best, task, folder / "gallery.png"))
+    return [picture for picture in pictures if picture is not None]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, measure, report."""
+    args = cli.parse(parser(), argv, GlyphNames.mode)
+    times = args.normalizer_error if args.normalizer_error is not None else (4 if args.compare else 0)
+    data = glyphs.load(args.cache_dir)
+    task = GlyphNames(data, split_seed=args.split_seed, limit=args.limit, device=args.device)
+    runs = cli.train_all(args, task, error_count=times)
+    report.finish(runs, args.output_dir)
+    if args.plots:
+        report.list_files(draw(runs, task, args.output_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests of compopt; `tests/reference` holds the naive twins, `tests/database.py` the configurations."""

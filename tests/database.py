@@ -1,0 +1,292 @@
+"""Every estimator configuration the generic tests run over; a new method is one new entry.
+
+`build(mode, n, dtype, tau, gamma)` makes the library object, `twin(mode, n, tau, gamma)` its naive reference.
+Duals start at tau and move a few percent per step, between bounds that are sometimes reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import compopt
+from tests.reference import (
+    BatchReference,
+    DualReference,
+    FixedReference,
+    GlobalDualReference,
+    MovingAverageReference,
+    Reference,
+)
+
+MODES = ("bimodal", "unimodal")
+
+
+@dataclass(frozen=True)
+class EstimatorInfo:
+    """One configuration: how to build it, how to build its twin, and what it keeps."""
+
+    name: str
+    build: Callable  # (mode, n, dtype, tau, gamma, **options) -> estimator
+    twin: Callable  # (mode, n, tau, gamma) -> Reference
+    columns: tuple[str, ...] = ()  # row columns that `read` returns besides count
+    tau_leaf: Callable | None = None  # (estimator) -> the tensor whose .grad is the temperature's gradient
+    tau_chain: Callable = lambda tau: 1.0  # d tau / d leaf
+    global_tau: bool = False
+    min_tau: float = 0.0
+    exact_at_gamma_1: bool = True  # gamma = 1, batch = data set: the gradient of the global objective
+    views: str = "averaged"  # which unimodal objective it estimates
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything is committed per sample."""
+        return bool(self.columns)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a step changes anything."""
+        return self.has_rows or self.global_tau
+
+
+def dual_options(tau: float) -> dict:
+    """Hyper-parameters of a dual that starts at tau and visibly moves."""
+    return {"rho": 0.4, "lr": 0.04 * tau, "tau_init": tau, "tau_min": 0.8 * tau, "tau_max": 1.1 * tau, "max_grad": 2.5}
+
+
+def group(n, tau, gamma, **more) -> list[dict]:
+    """The reference's single sample group."""
+    return [{"n": n, "tau": tau, "gamma": gamma, **dual_options(tau), **more}]
+
+
+def leaf(tau, dtype):
+    """A temperature that requires grad."""
+    return torch.tensor(tau, dtype=dtype, requires_grad=True)
+
+
+# stateless ----------------------------------------------------------------------------------------
+
+
+def infonce(name, include_positive, multiply_tau):
+    """InfoNCEEstimator with a constant tau."""
+    return EstimatorInfo(
+        name,
+        lambda mode, n, dtype, tau, gamma, **o: compopt.InfoNCEEstimator(
+            tau=tau, include_positive=include_positive, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
+        ),
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), BatchReference(include_positive), FixedReference(), mode, multiply_tau
+        ),
+        exact_at_gamma_1=not include_positive and multiply_tau,
+        views="separate",
+    )
+
+
+def clip_learned(multiply_tau):
+    """CLIP: log(1/tau) is a parameter of the user's optimizer."""
+    return EstimatorInfo(
+        "clip-learned" + ("-multiplied" if multiply_tau else ""),
+        lambda mode, n, dtype, tau, gamma, **o: compopt.InfoNCEEstimator(
+            tau=tau, learn_tau=True, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
+        ),
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), BatchReference(True), FixedReference(), mode, multiply_tau
+        ),
+        tau_leaf=lambda est: list(est.parameters())[0],
+        tau_chain=lambda tau: -tau,
+        min_tau=0.011,  # tau is clamped to >= 0.01 at use
+        exact_at_gamma_1=False,
+    )
+
+
+def batch_tensor_tau(include_positive):
+    """BatchNormalizer x a tensor tau that requires grad."""
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        tau = leaf(tau, dtype)
+        est = compopt.ContrastiveEstimator(
+            compopt.BatchNormalizer(include_positive=include_positive),
+            compopt.FixedTemperature(tau),
+            mode=mode,
+            dtype=dtype,
+            **o,
+        )
+        est.tau_leaf_for_tests = tau
+        return est
+
+    return EstimatorInfo(
+        f"batch-tensor-tau-{'with' if include_positive else 'no'}-positive",
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), BatchReference(include_positive), FixedReference(), mode
+        ),
+        tau_leaf=lambda est: est.tau_leaf_for_tests,
+        exact_at_gamma_1=not include_positive,
+        views="separate",
+    )
+
+
+# moving averages ----------------------------------------------------------------------------------
+
+
+def sogclr(name, reference="none", eps=0.0, multiply_tau=True):
+    """SogCLREstimator."""
+    return EstimatorInfo(
+        name,
+        lambda mode, n, dtype, tau, gamma, **o: compopt.SogCLREstimator(
+            n, gamma=gamma, tau=tau, reference=reference, eps=eps, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
+        ),
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), MovingAverageReference(reference, eps), FixedReference(), mode, multiply_tau
+        ),
+        columns=("log_u",),
+        exact_at_gamma_1=eps == 0.0 and multiply_tau,
+    )
+
+
+def sogclr_tensor_tau(reference, multiply_tau):
+    """MovingAverageEstimator x a tensor tau that requires grad."""
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        tau = leaf(tau, dtype)
+        est = compopt.ContrastiveEstimator(
+            compopt.MovingAverageEstimator(n, gamma=gamma, reference=reference),
+            compopt.FixedTemperature(tau),
+            mode=mode,
+            multiply_tau=multiply_tau,
+            dtype=dtype,
+            **o,
+        )
+        est.tau_leaf_for_tests = tau
+        return est
+
+    return EstimatorInfo(
+        f"moving-average-{reference}-tensor-tau" + ("" if multiply_tau else "-not-multiplied"),
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), MovingAverageReference(reference), FixedReference(), mode, multiply_tau
+        ),
+        columns=("log_u",),
+        tau_leaf=lambda est: est.tau_leaf_for_tests,
+        exact_at_gamma_1=multiply_tau,
+    )
+
+
+# duals --------------------------------------------------------------------------------------------
+
+MOMENTUM_COLUMNS = ("log_u", "tau", "tau_exp_avg")
+ADAM_COLUMNS = (*MOMENTUM_COLUMNS, "tau_exp_avg_sq")
+
+
+def isogclr(name, optimizer="momentum", reference="positive", multiply_tau=True, beta=0.9):
+    """ISogCLREstimator."""
+    return EstimatorInfo(
+        name,
+        lambda mode, n, dtype, tau, gamma, **o: compopt.ISogCLREstimator(
+            n,
+            gamma=gamma,
+            **dual_options(tau),
+            optimizer=optimizer,
+            beta=beta,
+            reference=reference,
+            mode=mode,
+            multiply_tau=multiply_tau,
+            dtype=dtype,
+            **o,
+        ),
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), MovingAverageReference(reference), DualReference(optimizer, beta), mode, multiply_tau
+        ),
+        columns=MOMENTUM_COLUMNS if optimizer == "momentum" else ADAM_COLUMNS,
+        exact_at_gamma_1=False,
+    )
+
+
+def batch_dual(name, include_positive, optimizer):
+    """BatchNormalizer x an individual dual: rows without log_u."""
+    return EstimatorInfo(
+        name,
+        lambda mode, n, dtype, tau, gamma, **o: compopt.ContrastiveEstimator(
+            compopt.BatchNormalizer(include_positive=include_positive),
+            compopt.TemperatureDual(n, **dual_options(tau), optimizer=optimizer, betas=(0.8, 0.95)),
+            mode=mode,
+            dtype=dtype,
+            **o,
+        ),
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), BatchReference(include_positive), DualReference(optimizer, 0.9, (0.8, 0.95)), mode
+        ),
+        columns=("tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ()),
+        exact_at_gamma_1=False,
+    )
+
+
+def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True):
+    """One tau for all samples."""
+    stateful = normalizer == "moving-average"
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        dual = compopt.TemperatureDual(n, **dual_options(tau), mode="global", optimizer=optimizer, beta=0.7)
+        average = compopt.MovingAverageEstimator(n, gamma=gamma, reference="positive", eps=1e-14)
+        return compopt.ContrastiveEstimator(
+            average if stateful else compopt.BatchNormalizer(),
+            dual,
+            mode=mode,
+            multiply_tau=multiply_tau,
+            dtype=dtype,
+            **o,
+        )
+
+    return EstimatorInfo(
+        name,
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma),
+            MovingAverageReference("positive", 1e-14) if stateful else BatchReference(),
+            GlobalDualReference(tau, optimizer, 0.7),
+            mode,
+            multiply_tau,
+        ),
+        columns=("log_u",) if stateful else (),
+        global_tau=True,
+        exact_at_gamma_1=False,
+    )
+
+
+DATABASE = [
+    infonce("infonce", include_positive=True, multiply_tau=True),
+    infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
+    infonce("infonce-not-multiplied", include_positive=True, multiply_tau=False),
+    clip_learned(multiply_tau=False),
+    clip_learned(multiply_tau=True),
+    batch_tensor_tau(include_positive=True),
+    batch_tensor_tau(include_positive=False),
+    sogclr("sogclr"),
+    sogclr("sogclr-positive", reference="positive"),
+    sogclr("sogclr-eps", eps=0.3),
+    sogclr("sogclr-positive-eps", reference="positive", eps=0.3),
+    sogclr("sogclr-not-multiplied", multiply_tau=False),
+    sogclr_tensor_tau("none", multiply_tau=True),
+    sogclr_tensor_tau("positive", multiply_tau=False),
+    isogclr("isogclr"),
+    isogclr("isogclr-beta", beta=0.3),
+    isogclr("isogclr-adam", optimizer="adam"),
+    isogclr("isogclr-none-adam", optimizer="adam", reference="none"),
+    isogclr("isogclr-not-multiplied", multiply_tau=False),
+    batch_dual("batch-dual", include_positive=False, optimizer="momentum"),
+    batch_dual("batch-positive-dual-adam", include_positive=True, optimizer="adam"),
+    global_dual("global-dual", "momentum"),
+    global_dual("global-dual-adam", "adam"),
+    global_dual("global-dual-not-multiplied", "momentum", multiply_tau=False),
+    global_dual("batch-global-dual", "adam", normalizer="batch"),
+]
+
+BY_NAME = {info.name: info for info in DATABASE}
+assert len(BY_NAME) == len(DATABASE), "names must be distinct"
+
+STATEFUL = [info for info in DATABASE if info.has_state]
+WITH_ROWS = [info for info in DATABASE if info.has_rows]

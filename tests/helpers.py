@@ -1,0 +1,113 @@
+"""Shared pieces of the generic tests: batches, comparisons, gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    """A seeded generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def features(batch: int, dim: int, seed: int, spread: float = 0.8, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Two matrices of unnormalised features; row i of one is near row i of the other."""
+    g = generator(seed)
+    z1 = torch.randn(batch, dim, generator=g, dtype=torch.float64)
+    z2 = z1 + spread * torch.randn(batch, dim, generator=g, dtype=torch.float64)
+    scale = 0.5 + torch.rand(batch, 1, generator=g, dtype=torch.float64)
+    return (z1 * scale).to(dtype), z2.to(dtype)
+
+
+def batches(n, steps, batch=6, dim=4, seed=0, repeats=True, dtype=torch.float64):
+    """A list of (z1, z2, index); with repeats every second batch holds the same index twice or more."""
+    g = generator(1000 + seed)
+    result = []
+    for t in range(steps):
+        index = torch.randperm(n, generator=g)[:batch]
+        if repeats and t % 2:
+            index[-1] = index[0]
+            if t % 4 == 3:
+                index[2] = index[0]
+        result.append((*features(batch, dim, 100 * seed + t, dtype=dtype), index))
+    return result
+
+
+def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """One forward and backward: (loss, g1, g2)."""
+    z1, z2 = z1.detach().clone().requires_grad_(), z2.detach().clone().requires_grad_()
+    loss = est(z1, z2, index, **options)
+    loss.backward(grad_output)
+    return loss.detach(), z1.grad, z2.grad
+
+
+def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):
+    """The estimator of one database entry and its twin."""
+    tau = max(tau, info.min_tau)
+    est, ref = info.build(mode, n, dtype, tau, gamma, **options), info.twin(mode, n, tau, gamma)
+    if info.min_tau:  # log(1/tau) is stored: use the value it really has
+        ref.temperature.tau = float(torch.exp(-info.tau_leaf(est).detach().double()))
+    return est, ref
+
+
+def near(actual, expected, rtol=1e-10, atol=None, what=""):
+    """assert_close with an absolute tolerance relative to the largest entry."""
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (actual, expected))
+    if atol is None:
+        atol = rtol * max(1e-30, float(expected.abs().max())) if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}\ngot {actual}\nwant {expected}"
+    )
+
+
+def compare_state(est, ref, n, info, rtol=1e-10):
+    """Committed rows and the global temperature equal the reference's."""
+    if info.global_tau:
+        near(est.temperature.tau, ref.temperature.tau, rtol, what="global tau")
+    if not info.has_rows:
+        return
+    columns = est.read(torch.arange(n))
+    counts = [ref.visits(i, 0) for i in range(n)]
+    assert columns["count"].tolist() == counts
+    assert set(info.columns) <= set(columns), f"read() lacks {set(info.columns) - set(columns)}"
+    seen = [i for i in range(n) if counts[i]]
+    for name in info.columns:
+        want = torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64)
+        assert columns[name].shape == (n, ref.columns), (name, columns[name].shape)
+        near(columns[name][seen], want, rtol, atol=max(rtol * float(want.abs().max()), rtol), what=name)
+
+
+def snapshot(est, n) -> dict[str, Tensor]:
+    """All that a user can read, cloned: rows, global tau."""
+    state = {}
+    try:
+        state = {k: v.clone() for k, v in est.read(torch.arange(n)).items()}
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        pass  # an estimator without rows may refuse to read
+    tau = getattr(getattr(est, "temperature", None), "tau", None)
+    if isinstance(tau, Tensor):
+        state["global_tau"] = tau.detach().clone()
+    return state
+
+
+def bits(x: Tensor) -> bytes:
+    """The bytes of a tensor: equality of these is bitwise equality (NaN included)."""
+    return x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() if x.dim() else bits(x.reshape(1))
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]):
+    """Two snapshots are bit-identical."""
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype and a[key].shape == b[key].shape, key
+        assert bits(a[key]) == bits(b[key]), f"{key}: {a[key]} != {b[key]}"
+
+
+def group_key(sample_group: dict, name: str) -> str:
+    """Hyper-parameter keys may be prefixed by their component."""
+    if name in sample_group:
+        return name
+    found = [key for key in sample_group if key.endswith("." + name)]
+    assert len(found) == 1, f"no unique key for {name!r} in {sorted(map(str, sample_group))}"
+    return found[0]

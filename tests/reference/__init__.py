@@ -1,0 +1,26 @@
+"""Naive float64 twins of every estimator, written from DESIGN.md and never from the library."""
+
+from tests.reference.contrastive import Reference
+from tests.reference.dense import (
+    dense_global_gradient,
+    dense_global_loss,
+    dense_log_normalizers,
+)
+from tests.reference.normalizers import BatchReference, MovingAverageReference
+from tests.reference.temperatures import (
+    DualReference,
+    FixedReference,
+    GlobalDualReference,
+)
+
+__all__ = [
+    "BatchReference",
+    "DualReference",
+    "FixedReference",
+    "GlobalDualReference",
+    "MovingAverageReference",
+    "Reference",
+    "dense_global_gradient",
+    "dense_global_loss",
+    "dense_log_normalizers",
+]

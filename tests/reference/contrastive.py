@@ -1,0 +1,109 @@
+"""The estimator contract and the pair-weight gradient, by loops and plain autograd."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+
+from tests.reference.pairs import anchors as find_anchors
+
+
+class Reference:
+    """normalizer x temperature; `groups` are dicts with "n" and the hyper-parameters of those rows."""
+
+    def __init__(self, groups, normalizer, temperature, mode="bimodal", multiply_tau=True, normalize=True):
+        self.groups = [dict(g) for g in groups]
+        self.normalizer, self.temperature = normalizer, temperature
+        self.mode, self.multiply_tau, self.normalize = mode, multiply_tau, normalize
+        self.columns = 2 if mode == "bimodal" else 1
+        self.rows = {key: defaultdict(dict) for key in ("u", "tau", "m", "v", "count")}
+        self.pending = []  # proposals (row, column, key, value)
+        self.steps = 0
+
+    # hyper-parameters and counts ------------------------------------------------------------------
+
+    def hyper(self, row, key):
+        """The hyper-parameter of the group that holds this row."""
+        for group in self.groups:
+            if row < group["n"]:
+                return group[key]
+            row -= group["n"]
+        raise IndexError(row)
+
+    def visits(self, row, column):
+        """How many commits this column of this row has seen."""
+        return self.rows["count"][row].get(column, 0)
+
+    # forward --------------------------------------------------------------------------------------
+
+    def forward(self, z1, z2, index, index2=None, group=None, train=True):
+        """Return (loss, g1, g2) as float64 tensors; deposit proposals when train."""
+        z1, z2 = (z.detach().double().clone().requires_grad_() for z in (z1, z2))
+        index, index2, group = (None if x is None else [int(v) for v in x] for x in (index, index2, group))
+        rows = [index, index if index2 is None else index2]
+        found = find_anchors(z1, z2, index, self.mode, self.normalize, index2, group)
+        column = [a.direction if self.columns == 2 else 0 for a in found]
+        row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
+        taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
+        rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
+        alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
+
+        surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []
+        for a, tau, rho, alpha in zip(found, taus, rhos, alphas, strict=True):
+            w = [math.exp(h / tau - alpha) / len(a.h) for h in a.h]
+            scale = 1.0 if self.multiply_tau else 1.0 / tau
+            for w_ij, s_ij in zip(w, a.negatives, strict=True):
+                surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
+            value += tau * (alpha + rho) if self.multiply_tau else alpha
+            gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, tau, alpha, rho)
+            self.weights.append(w)
+        total = len(found)
+        self.alphas, self.taus = alphas, taus
+        self.tau_grad = sum(gradients.values()) / total - (sum(rhos) / total if self.multiply_tau else 0.0)
+        g1, g2 = torch.autograd.grad(surrogate / total, (z1, z2))
+        if train:
+            self.pending += proposals + self.temperature.propose(self, gradients, rows)
+            self.pending += [(r, c, "visit", 1) for r, c in set(zip(row, column, strict=True))]
+        return torch.tensor(value / total, dtype=torch.float64), g1, g2
+
+    def temperature_gradient(self, a, w, tau, alpha, rho):
+        """G by autograd: the objective of one anchor with alpha and w held as estimated."""
+        t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+        linear = sum(w_ij * h_ij / t for w_ij, h_ij in zip(w, a.h, strict=True))
+        objective = t * (alpha + rho) + tau * linear if self.multiply_tau else linear
+        return float(torch.autograd.grad(objective, t)[0])
+
+    # commit ---------------------------------------------------------------------------------------
+
+    def step(self):
+        """Mean of the proposals of a row (of u: that is the log-mean-exp of log u); count + 1."""
+        values = defaultdict(list)
+        for row, column, key, value in self.pending:
+            values[(row, column, key)].append(value)
+        for (row, column, key), proposed in values.items():
+            if key == "visit":
+                self.rows["count"][row][column] = self.visits(row, column) + 1
+            else:
+                self.rows[key][row][column] = sum(proposed) / len(proposed)
+        self.steps += bool(self.pending)
+        self.pending = []
+        self.temperature.step()
+
+    def discard(self):
+        """Forget the proposals."""
+        self.pending = []
+        self.temperature.discard()
+
+    def read(self, row):
+        """Committed values of one seen row under the library's column names, as lists of length D."""
+        names = {}
+        if self.normalizer.has_rows:
+            names["log_u"] = [math.log(self.rows["u"][row][c]) for c in range(self.columns)]
+        if self.temperature.has_rows:
+            names["tau"] = [self.rows["tau"][row][c] for c in range(self.columns)]
+            names["tau_exp_avg"] = [self.rows["m"][row][c] for c in range(self.columns)]
+            if self.temperature.optimizer == "adam":
+                names["tau_exp_avg_sq"] = [self.rows["v"][row][c] for c in range(self.columns)]
+        return names

@@ -1,0 +1,73 @@
+"""Normalizers of DESIGN sections 3.1 and 3.2, with u itself (float64 holds exp(+-400)), not log u."""
+
+from __future__ import annotations
+
+import math
+
+
+class BatchReference:
+    """alpha from the batch alone; with the positive, the usual softmax denominator."""
+
+    has_rows = False
+
+    def __init__(self, include_positive=False):
+        self.include_positive = include_positive
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Return alpha per anchor and no proposals."""
+        result = []
+        for a, tau in zip(anchors, taus, strict=True):
+            total = sum(math.exp(h / tau) for h in a.h)
+            if self.include_positive:
+                total += 1.0
+            result.append(math.log(total / len(a.negatives)))
+        return result, []
+
+
+class MovingAverageReference:
+    """u <- (1 - gamma) u + gamma (eps + g); alpha uses the updated u."""
+
+    has_rows = True
+
+    def __init__(self, reference="none", eps=0.0, stale_alpha=False, first_gamma=False):
+        self.reference = reference
+        self.eps = eps
+        self.stale_alpha = stale_alpha  # mutant: alpha from the previous u
+        self.first_gamma = first_gamma  # mutant: gamma also multiplies the first visit
+
+    def inner(self, anchor, tau):
+        """g_i of this batch."""
+        scores = anchor.s if self.reference == "none" else anchor.h
+        return sum(math.exp(x / tau) for x in scores) / len(scores)
+
+    def updated(self, ref, row, column, g):
+        """The new u of one column of one row."""
+        gamma = ref.hyper(row, "gamma")
+        if ref.visits(row, column) == 0:
+            return gamma * (self.eps + g) if self.first_gamma else self.eps + g
+        return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * (self.eps + g)
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Return alpha per anchor and the proposals (row, column, "u", value)."""
+        g = {(a.direction, a.position): self.inner(a, t) for a, t in zip(anchors, taus, strict=True)}
+        batch = len(anchors) // 2
+        new_u = {}
+        proposals = []
+        for i in range(batch):
+            for column in range(ref.columns):
+                mean_g = g[(column, i)] if ref.columns == 2 else (g[(0, i)] + g[(1, i)]) / 2.0
+                row = rows[column][i]
+                new_u[(column, i)] = self.updated(ref, row, column, mean_g)
+                proposals.append((row, column, "u", new_u[(column, i)]))
+        result = []
+        for a, tau in zip(anchors, taus, strict=True):
+            column = a.direction if ref.columns == 2 else 0
+            u = new_u[(column, a.position)]
+            row = rows[column][a.position]
+            if self.stale_alpha and ref.visits(row, column) > 0:
+                u = ref.rows["u"][row][column]
+            alpha = math.log(u)
+            if self.reference == "none":
+                alpha -= a.positive.item() / tau
+            result.append(alpha)
+        return result, proposals

@@ -1,0 +1,141 @@
+"""Temperatures of DESIGN sections 3.3, 3.4 and 12."""
+
+from __future__ import annotations
+
+import math
+
+
+def clip(x, low, high):
+    """x projected to [low, high]."""
+    return min(max(x, low), high)
+
+
+class FixedReference:
+    """One constant per sample group, or one number given at construction (a tensor's value)."""
+
+    has_rows = False
+    has_rho = False
+
+    def __init__(self, tau=None):
+        self.tau = tau
+
+    def value(self, ref, row, column):
+        """tau of one row."""
+        return ref.hyper(row, "tau") if self.tau is None else float(self.tau)
+
+    def propose(self, ref, gradients, rows):
+        """Nothing to learn here."""
+        return []
+
+    def step(self):
+        """Nothing pending."""
+
+    discard = step
+
+
+class DualReference:
+    """One tau per row and column, by momentum (iSogCLR Alg. 1) or Adam with per-row visit counts."""
+
+    has_rows = True
+    has_rho = True
+
+    def __init__(self, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), global_count=False):
+        self.optimizer = optimizer
+        self.beta = beta
+        self.betas = betas
+        self.global_count = global_count  # mutant: bias corrected by steps, not visits
+
+    def value(self, ref, row, column):
+        """Committed tau; an unseen row has tau_init."""
+        if ref.visits(row, column) == 0:
+            return ref.hyper(row, "tau_init")
+        return ref.rows["tau"][row][column]
+
+    def propose(self, ref, gradients, rows):
+        """Proposals for tau and its moments; gradients[(direction, position)] = G."""
+        batch = len(gradients) // 2
+        proposals = []
+        for i in range(batch):
+            for column in range(ref.columns):
+                row = rows[column][i]
+                if ref.columns == 2:
+                    gradient = gradients[(column, i)]
+                else:
+                    gradient = (gradients[(0, i)] + gradients[(1, i)]) / 2.0
+                proposals += self.proposal(ref, row, column, gradient)
+        return proposals
+
+    def proposal(self, ref, row, column, gradient):
+        """New values of one column of one row."""
+        tau, lr = self.value(ref, row, column), ref.hyper(row, "lr")
+        bound = ref.hyper(row, "max_grad")
+        gradient = clip(gradient, -bound, bound)
+        seen = ref.visits(row, column)
+        m = ref.rows["m"][row][column] if seen else 0.0
+        v = ref.rows["v"][row][column] if seen else 0.0
+        if self.optimizer == "momentum":
+            m = (1.0 - self.beta) * m + self.beta * gradient
+            move = m
+        else:
+            b1, b2 = self.betas
+            t = (ref.steps if self.global_count else seen) + 1
+            m = b1 * m + (1.0 - b1) * gradient
+            v = b2 * v + (1.0 - b2) * gradient**2
+            move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
+        tau = clip(tau - lr * move, ref.hyper(row, "tau_min"), ref.hyper(row, "tau_max"))
+        return [(row, column, "tau", tau), (row, column, "m", m), (row, column, "v", v)]
+
+    def step(self):
+        """Rows are committed by the estimator."""
+
+    discard = step
+
+
+class GlobalDualReference:
+    """One tau for all, moved by the mean of G; later deposits of a window continue the pending copy."""
+
+    has_rows = False
+    has_rho = True
+
+    def __init__(self, tau_init, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), window=("committed", "step")):
+        self.optimizer, self.beta, self.betas = optimizer, beta, betas
+        self.read_pending = window[0] == "pending"  # which tau a second forward of one window uses
+        self.count_deposits = window[1] == "deposit"  # which count corrects Adam's bias there
+        self.committed = {"tau": tau_init, "m": 0.0, "v": 0.0, "t": 0}
+        self.pending = None
+
+    @property
+    def tau(self):
+        """The committed temperature."""
+        return self.committed["tau"]
+
+    def value(self, ref, row, column):
+        """The shared tau."""
+        return (self.pending or self.committed if self.read_pending else self.committed)["tau"]
+
+    def propose(self, ref, gradients, rows):
+        """Continue the pending copy with one more mean gradient."""
+        state = dict(self.pending or self.committed)
+        bound = ref.hyper(0, "max_grad")
+        gradient = clip(sum(gradients.values()) / len(gradients), -bound, bound)
+        t = (state["t"] if self.count_deposits else self.committed["t"]) + 1
+        if self.optimizer == "momentum":
+            m = (1.0 - self.beta) * state["m"] + self.beta * gradient
+            v, move = 0.0, m
+        else:
+            b1, b2 = self.betas
+            m = b1 * state["m"] + (1.0 - b1) * gradient
+            v = b2 * state["v"] + (1.0 - b2) * gradient**2
+            move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
+        tau = clip(state["tau"] - ref.hyper(0, "lr") * move, ref.hyper(0, "tau_min"), ref.hyper(0, "tau_max"))
+        self.pending = {"tau": tau, "m": m, "v": v, "t": t}
+        return []
+
+    def step(self):
+        """Promote the pending copy."""
+        if self.pending is not None:
+            self.committed, self.pending = self.pending, None
+
+    def discard(self):
+        """Forget it."""
+        self.pending = None

@@ -1,0 +1,145 @@
+"""Every estimator equals its naive float64 twin: loss, gradients, temperature gradient, state; step after step."""
+
+import pytest
+import torch
+
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
+from tests.helpers import batches, compare_state, make, near, run
+from tests.reference import DualReference, MovingAverageReference
+
+N = 13
+SETTINGS = [(0.005, 0.3), (0.07, 0.9), (1.0, 1.0)]  # (tau, gamma)
+
+
+def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
+    """One forward and backward of both."""
+    leaf = info.tau_leaf(est) if info.tau_leaf else None
+    if leaf is not None:
+        leaf.grad = None
+    loss, g1, g2 = run(est, z1, z2, index, **options)
+    want_loss, want1, want2 = ref.forward(z1, z2, index, **options)
+    near(loss, want_loss, rtol, what="loss")
+    near(g1, want1, rtol, what="g1")
+    near(g2, want2, rtol, what="g2")
+    if leaf is not None:
+        want_tau = ref.tau_grad * info.tau_chain(ref.taus[0])
+        near(leaf.grad, want_tau, rtol if leaf.dtype == torch.float64 else 2e-6, what="tau gradient")
+
+
+@pytest.mark.parametrize("tau, gamma", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_twenty_steps(info, mode, tau, gamma):
+    est, ref = make(info, mode, N, tau=tau, gamma=gamma)
+    for z1, z2, index in batches(N, steps=20, seed=1):
+        compare_forward(info, est, ref, z1, z2, index)
+        est.step()
+        ref.step()
+        compare_state(est, ref, N, info)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_several_deposits_before_a_step(info, mode):
+    """Rows met in several deposits, twice in one, and with neighbours met once."""
+    variants = [("committed", "step")]
+    if info.global_tau:  # DESIGN leaves open which tau and which count the second forward of a window uses
+        variants = [(tau, t) for tau in ("committed", "pending") for t in ("step", "deposit")]
+    failures = []
+    for window in variants:
+        est, ref = make(info, mode, N, gamma=0.6)
+        if info.global_tau:
+            ref.temperature.read_pending = window[0] == "pending"
+            ref.temperature.count_deposits = window[1] == "deposit"
+        try:
+            for t, (z1, z2, index) in enumerate(batches(N, steps=9, seed=2)):
+                compare_forward(info, est, ref, z1, z2, index)
+                if t % 3 == 2:
+                    est.step()
+                    ref.step()
+                compare_state(est, ref, N, info)
+        except AssertionError as error:
+            failures.append(error)
+    if len(failures) == len(variants):
+        raise failures[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_the_order_of_the_deposits_does_not_matter(info, mode):
+    if info.global_tau:
+        pytest.skip("a global tau continues within a window")
+    window = batches(N, steps=3, seed=3)
+    states = []
+    for order in (window, window[::-1]):
+        est, _ = make(info, mode, N)
+        for z1, z2, index in order:
+            run(est, z1, z2, index)
+        est.step()
+        states.append(est.read(torch.arange(N)))
+    for name in states[0]:
+        near(states[0][name].double().nan_to_num(0, 0, 0), states[1][name].double().nan_to_num(0, 0, 0), what=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_grad_output_scales_every_gradient(info, mode):
+    z1, z2, index = batches(N, steps=2, seed=4)[1]
+    results = []
+    for scale in (1.0, -37.5):
+        est, _ = make(info, mode, N)
+        _, g1, g2 = run(est, z1, z2, index, grad_output=torch.tensor(scale, dtype=torch.float64))
+        leaf = info.tau_leaf(est).grad if info.tau_leaf else torch.zeros(())
+        results.append([x / scale for x in (g1, g2, leaf)])
+    for a, b in zip(*results, strict=True):
+        near(a, b, 1e-12 if a.dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_chunks_change_nothing(info, mode, chunk_size):
+    whole, _ = make(info, mode, N)
+    parts, _ = make(info, mode, N, chunk_size=chunk_size)
+    for z1, z2, index in batches(N, steps=3, seed=5):
+        for leaf in [info.tau_leaf(e) for e in (whole, parts) if info.tau_leaf]:
+            leaf.grad = None
+        for a, b in zip(run(whole, z1, z2, index), run(parts, z1, z2, index), strict=True):
+            near(a, b, 1e-11)
+        if info.tau_leaf:
+            leaf = info.tau_leaf(whole)
+            near(leaf.grad, info.tau_leaf(parts).grad, 1e-11 if leaf.dtype == torch.float64 else 1e-5)
+        whole.step()
+        parts.step()
+    if info.has_rows:
+        a, b = whole.read(torch.arange(N)), parts.read(torch.arange(N))
+        for name in info.columns:
+            near(a[name][a["count"] > 0], b[name][b["count"] > 0], 1e-11, what=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name, mutate",
+    [
+        ("sogclr", {"normalizer": MovingAverageReference("none", stale_alpha=True)}),
+        ("sogclr", {"normalizer": MovingAverageReference("none", first_gamma=True)}),
+        ("sogclr", {"normalizer": MovingAverageReference("positive")}),
+        ("sogclr-positive", {"normalizer": MovingAverageReference("positive", stale_alpha=True)}),
+        ("sogclr-eps", {"normalizer": MovingAverageReference("none", eps=0.0)}),
+        ("isogclr-adam", {"temperature": DualReference("adam", global_count=True)}),
+        ("isogclr-adam", {"temperature": DualReference("momentum")}),
+        ("isogclr", {"temperature": DualReference("momentum", beta=0.1)}),
+    ],
+)
+def test_a_wrong_formula_is_noticed(name, mutate, mode):
+    """The agreement test can fail: each wrong twin is told apart."""
+    info = BY_NAME[name]
+    est, ref = make(info, mode, N, gamma=0.9)
+    for key, value in mutate.items():
+        setattr(ref, key, value)
+    with pytest.raises(AssertionError):
+        for z1, z2, index in batches(N, steps=8, seed=1):
+            compare_forward(info, est, ref, z1, z2, index)
+            est.step()
+            ref.step()
+            compare_state(est, ref, N, info)

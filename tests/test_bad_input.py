@@ -1,0 +1,760 @@
+"""Bad input: an error of the right type that names argument, value and remedy; the state did not move."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import compopt
+from tests.database import BY_NAME, MODES
+from tests.helpers import bits, features, generator, group_key
+
+N, B, D = 12, 5, 3
+TAU, GAMMA = 0.2, 0.7
+
+NAMES = tuple(
+    "infonce clip-learned sogclr sogclr-positive isogclr isogclr-adam batch-dual global-dual".split()
+)
+WITH_INDEX = NAMES[2:]  # the others have no n, so any index is one of theirs
+PRESETS = [(name, mode) for name in NAMES for mode in MODES]
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# What an error may say to tell the user what to do instead.
+REMEDY = re.compile(r"\b(must|pass|use|give|set|choose|expected|one of|call|build|remove|rename)\b", re.I)
+
+
+# helpers ------------------------------------------------------------------------------------------
+
+
+def make(name: str = "sogclr", mode: str = "bimodal", dtype=torch.float32):
+    return BY_NAME[name].build(mode, N, dtype, TAU, GAMMA)
+
+
+def batch(B: int = B, d: int = D, seed: int = 0, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return *features(B, d, seed, dtype=dtype), torch.randperm(N, generator=generator(seed))[:B]
+
+
+def used(name: str = "sogclr", mode: str = "bimodal"):
+    """An estimator in the middle of a run: two batches committed, one deposited."""
+    est = make(name, mode)
+    for seed in range(3):
+        if seed:
+            est.step()
+        z1, z2, index = batch(seed=seed)
+        est(z1.requires_grad_(), z2.requires_grad_(), index).backward()
+    return est
+
+
+def fingerprint(x) -> object:
+    """A value that is equal only for bit-identical contents."""
+    if isinstance(x, Tensor):
+        return (str(x.dtype), tuple(x.shape), bits(x) if x.numel() else b"")
+    if isinstance(x, dict):
+        return tuple((str(k), fingerprint(v)) for k, v in x.items())
+    if isinstance(x, list | tuple):
+        return tuple(fingerprint(v) for v in x)
+    return repr(x)
+
+
+def state(est) -> object:
+    """Everything a checkpoint holds, every hyper-parameter, and how many deposits wait."""
+    return fingerprint(est.state_dict()), fingerprint(est.sample_groups), est.pending, est.training
+
+
+@contextmanager
+def refused(error, *words: str, est=None):
+    """The block raises `error`, its message matches every word and has a remedy, and `est` is as before."""
+    before = state(est) if est is not None else None
+    with pytest.raises(error) as caught:
+        yield
+    exact = error if isinstance(error, tuple) else (error,)
+    assert type(caught.value) in exact, f"a subclass by accident? {caught.value!r}"
+    message = str(caught.value)
+    for word in words:
+        assert re.search(word, message), f"{word!r} is not in: {message}"
+    assert REMEDY.search(message), f"no remedy in: {message}"
+    if est is not None:
+        assert state(est) == before, f"the state moved although this was refused: {message}"
+
+
+def number(value) -> str:
+    """How a message shows a value, as a regular expression."""
+    return re.escape(str(value))
+
+
+def still_works(est) -> None:
+    """A refusal leaves an estimator that trains on."""
+    z1, z2, index = batch(seed=9)
+    assert torch.isfinite(est(z1, z2, index))
+    est.step()
+    assert est.pending == 0
+
+
+# the call: features -------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A call that must be refused."""
+
+    what: str
+    change: Callable  # (z1, z2, index) -> (z1, z2, index)
+    error: type | tuple[type, ...]
+    words: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(default=NAMES)
+
+    def __str__(self):
+        return self.what
+
+
+def at(index: Tensor, value: int) -> Tensor:
+    return torch.cat([index[:1], index.new_tensor([value]), index[2:]])
+
+
+DEVICE = (ValueError, RuntimeError)  # torch raises RuntimeError for mixed devices
+
+CALLS = [
+    Call("features of 1 dimension", lambda a, b, i: (a[:, 0], b[:, 0], i), ValueError, ("z1", r"\(5,\)")),
+    Call(
+        "features of 3 dimensions", lambda a, b, i: (a[None], b[None], i), ValueError, ("z1", r"\(1, 5, 3\)")
+    ),
+    Call("0-d features", lambda a, b, i: (a[0, 0], b[0, 0], i), ValueError, ("z1", r"\(\)")),
+    Call("second features of 1 dimension", lambda a, b, i: (a, b[:, 0], i), ValueError, ("z2", r"\(5,\)")),
+    Call("other batch of z2", lambda a, b, i: (a, b[:3], i), ValueError, ("z2", r"\(5, 3\)", r"\(3, 3\)")),
+    Call(
+        "other dimension of z2",
+        lambda a, b, i: (a, b[:, :2], i),
+        ValueError,
+        ("z2", r"\(5, 3\)", r"\(5, 2\)"),
+    ),
+    Call("no features at all", lambda a, b, i: (a[:, :0], b[:, :0], i), ValueError, ("z1", r"\(5, 0\)")),
+    Call("int64 features", lambda a, b, i: (a.long(), b.long(), i), TypeError, ("z1", "int64")),
+    Call("int z2", lambda a, b, i: (a, b.int(), i), TypeError, ("z2", "int32")),
+    Call("bool features", lambda a, b, i: (a > 0, b > 0, i), TypeError, ("z1", "bool")),
+    Call("complex features", lambda a, b, i: (a + 0j, b + 0j, i), TypeError, ("z1", "complex")),
+    Call("numpy features", lambda a, b, i: (a.numpy(), b.numpy(), i), TypeError, ("z1", "ndarray")),
+    Call("numpy z2", lambda a, b, i: (a, b.numpy(), i), TypeError, ("z2", "ndarray")),
+    Call("features None", lambda a, b, i: (None, b, i), TypeError, ("z1", "None")),
+    Call("features on two devices", lambda a, b, i: (a, b.to("meta"), i), DEVICE, ("z2", "meta", "cpu")),
+    Call("features on two devices, z1", lambda a, b, i: (a.to("meta"), b, i), DEVICE, ("z1", "meta", "cpu")),
+    # index
+    Call("index None", lambda a, b, i: (a, b, None), TypeError, ("index", "None")),
+    Call("float index", lambda a, b, i: (a, b, i.float()), TypeError, ("index", "float32")),
+    Call("bool index", lambda a, b, i: (a, b, i > 3), TypeError, ("index", "bool")),
+    Call("complex index", lambda a, b, i: (a, b, i + 0j), TypeError, ("index", "complex")),
+    Call("index of 2 dimensions", lambda a, b, i: (a, b, i[:, None]), ValueError, ("index", r"\(5, 1\)")),
+    Call("0-d index", lambda a, b, i: (a, b, i[0]), ValueError, ("index", r"\(\)")),
+    Call("shorter index", lambda a, b, i: (a, b, i[:3]), ValueError, ("index", r"\(3,\)|\b3\b", r"\b5\b")),
+    Call("longer index", lambda a, b, i: (a, b, torch.arange(6)), ValueError, ("index", r"\b6\b", r"\b5\b")),
+    Call("index on meta", lambda a, b, i: (a, b, i.to("meta")), DEVICE, ("index", "meta")),
+    Call("index = n", lambda a, b, i: (a, b, at(i, N)), IndexError, ("index", r"\b12\b", "n"), WITH_INDEX),
+    Call(
+        "negative index",
+        lambda a, b, i: (a, b, at(i, -1)),
+        IndexError,
+        ("index", "-1", r"\b12\b"),
+        WITH_INDEX,
+    ),
+    Call("index 2^62", lambda a, b, i: (a, b, at(i, 2**62)), IndexError, (str(2**62),), WITH_INDEX),
+    # distinct samples
+    Call("one sample", lambda a, b, i: (a[:1], b[:1], i[:1]), ValueError, ("index", "distinct")),
+    Call("no sample", lambda a, b, i: (a[:0], b[:0], i[:0]), ValueError, ()),
+    Call(
+        "one sample five times",
+        lambda a, b, i: (a, b, i.new_full((5,), 4)),
+        ValueError,
+        ("index", "distinct", "4|1"),
+    ),
+]
+
+
+@pytest.mark.parametrize("name, mode", PRESETS)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_call(call, name, mode):
+    if name not in call.names:
+        pytest.skip("without n there is no range to leave")
+    est = used(name, mode)
+    with refused(call.error, *call.words, est=est):
+        est(*call.change(*batch(seed=7)))
+    still_works(est)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_call_in_evaluation(call):
+    est = used()
+    est.eval()
+    with refused(call.error, *call.words, est=est), torch.no_grad():
+        est(*call.change(*batch(seed=7)))
+
+
+def test_index_is_required_position():
+    est = used()
+    with refused((TypeError,), "index", est=est):
+        try:
+            est(*batch()[:2])
+        except TypeError as error:  # Python's own sentence has no remedy
+            raise TypeError(f"{error}; pass it") from None
+
+
+@quick
+@given(
+    shape1=st.lists(st.integers(0, 4), max_size=3),
+    shape2=st.lists(st.integers(0, 4), max_size=3),
+    length=st.integers(0, 4),
+)
+def test_any_shapes(shape1, shape2, length):
+    """Whatever the shapes, either the call is a good one or nothing moves."""
+    good = len(shape1) == 2 and shape1 == shape2 and shape1[0] == length and length >= 2 and shape1[1] >= 1
+    est = used()
+    z1, z2 = torch.randn(shape1, generator=generator(0)), torch.randn(shape2, generator=generator(1))
+    if good:
+        est(z1, z2, torch.arange(length))
+        assert est.pending == 2
+    else:
+        with refused(ValueError, est=est):
+            est(z1, z2, torch.arange(length))
+
+
+@quick
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64]),
+    second=st.booleans(),
+)
+def test_any_feature_dtype(dtype, second):
+    est = used()
+    z1, z2, index = batch()
+    bad = torch.ones(B, D).to(dtype)
+    with refused(TypeError, "z2" if second else "z1", str(dtype).removeprefix("torch."), est=est):
+        est(*((z1, bad) if second else (bad, z2)), index)
+
+
+@quick
+@given(
+    position=st.integers(0, B - 1),
+    value=st.one_of(st.integers(N, 2**63 - 1), st.integers(-(2**63), -1)),
+    name=st.sampled_from(WITH_INDEX),
+    mode=st.sampled_from(MODES),
+)
+def test_any_index_outside(position, value, name, mode):
+    est = used(name, mode)
+    z1, z2, index = batch()
+    index[position] = value
+    with refused(IndexError, "index", number(value), rf"\b{N}\b", est=est):
+        est(z1, z2, index)
+    with refused(IndexError, "index", number(value), rf"\b{N}\b", est=est):
+        est.read(index)
+
+
+@quick
+@given(
+    sample=st.integers(0, N - 1),
+    size=st.integers(1, 6),
+    name=st.sampled_from(NAMES),
+    mode=st.sampled_from(MODES),
+)
+def test_one_distinct_sample(sample, size, name, mode):
+    est = used(name, mode)
+    z1, z2, _ = batch(B=size)
+    with refused(ValueError, "index", "distinct", est=est):
+        est(z1, z2, torch.full((size,), sample))
+
+
+READS = [
+    (None, TypeError, "None"),
+    (torch.tensor([0.0, 1.0]), TypeError, "float32"),
+    (torch.tensor([True, False]), TypeError, "bool"),
+    (torch.tensor([[0], [1]]), ValueError, r"\(2, 1\)"),
+    (torch.tensor([0, N]), IndexError, rf"\b{N}\b"),
+    (torch.tensor([-1]), IndexError, "-1"),
+]
+
+
+@pytest.mark.parametrize("index, error, value", READS)
+@pytest.mark.parametrize("name", WITH_INDEX)
+def test_read(name, index, error, value):
+    est = used(name)
+    with refused(error, "index", value, est=est):
+        est.read(index)
+
+
+# features that are not finite ---------------------------------------------------------------------
+
+
+@quick
+@given(
+    row=st.integers(0, B - 1),
+    column=st.integers(0, D - 1),
+    value=st.sampled_from([math.nan, math.inf, -math.inf]),
+    second=st.booleans(),
+    name=st.sampled_from(NAMES),
+    mode=st.sampled_from(MODES),
+)
+def test_a_feature_that_is_not_finite_never_enters_the_state(row, column, value, second, name, mode):
+    est = used(name, mode)
+    est.step()
+    kept = fingerprint(est.state_dict())
+    z1, z2, index = batch(seed=5)
+    (z2 if second else z1)[row, column] = value
+    with pytest.warns(UserWarning, match=r"\d"):
+        loss = est(z1, z2, index)
+        est.step()
+    assert not torch.isfinite(loss)
+    read = fingerprint(est.state_dict())
+    if name in WITH_INDEX:
+        values = est.read(torch.arange(N))
+        assert all(
+            torch.isfinite(v[values["count"] > 0]).all() for v in values.values() if v.is_floating_point()
+        )
+    if BY_NAME[name].has_rows and mode == "bimodal":
+        assert read == kept, "one bad row makes every proposal of the batch not finite, so all are withheld"
+    still_works(est)
+
+
+# hyper-parameters ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Bad:
+    """A constructor call that must be refused; `words` besides the argument's name and value."""
+
+    make: Callable
+    argument: str
+    value: object
+    error: type
+    words: tuple[str, ...] = ()
+
+    def __str__(self):
+        return f"{self.make.__name__}({self.argument}={self.value!r})"
+
+
+MA, DUAL = compopt.MovingAverageEstimator, compopt.TemperatureDual
+SOG, ISOG, FAST, NCE = (
+    compopt.SogCLREstimator,
+    compopt.ISogCLREstimator,
+    compopt.FastCLIPEstimator,
+    compopt.InfoNCEEstimator,
+)
+WITH_N = (MA, SOG, ISOG, FAST, DUAL)
+WITH_GAMMA = (MA, SOG, ISOG)
+WITH_DUAL = (DUAL, ISOG)
+
+NOT_POSITIVE = (0.0, -0.1, math.nan, -math.inf)
+NOT_A_NUMBER = ("0.5", [0.5], {})
+
+
+def table() -> list[Bad]:
+    rows = [Bad(c, "n", n, ValueError) for c in WITH_N for n in (0, -3)]
+    rows += [Bad(c, "n", n, TypeError) for c in WITH_N for n in (2.5, "10", True)]
+    rows += [Bad(c, "n", None, TypeError) for c in (MA, SOG, ISOG, FAST)]
+    rows += [
+        Bad(c, "gamma", g, ValueError) for c in WITH_GAMMA for g in (0.0, -0.1, 1.0001, 2, math.nan, math.inf)
+    ]
+    rows += [Bad(c, "gamma", g, TypeError) for c in WITH_GAMMA for g in (*NOT_A_NUMBER, None)]
+    rows += [Bad(c, "eps", e, ValueError) for c in (MA, SOG) for e in (-1e-9, math.nan, math.inf)]
+    rows += [Bad(c, "eps", "0", TypeError) for c in (MA, SOG)]
+    rows += [
+        Bad(c, "tau", t, ValueError)
+        for c in (SOG, NCE, compopt.FixedTemperature)
+        for t in (*NOT_POSITIVE, math.inf)
+    ]
+    rows += [Bad(c, "tau", t, TypeError) for c in (SOG, NCE, compopt.FixedTemperature) for t in NOT_A_NUMBER]
+    rows += [Bad(c, "reference", "postive", ValueError, ("positive", "none")) for c in WITH_GAMMA]
+    for c in WITH_DUAL:
+        rows += [Bad(c, "rho", r, ValueError) for r in (-0.1, math.nan, math.inf)]
+        rows += [Bad(c, "lr", r, ValueError) for r in (-1e-3, math.nan, math.inf)]
+        rows += [Bad(c, "max_grad", r, ValueError) for r in (0.0, -1.0, math.nan)]
+        rows += [
+            Bad(c, key, r, ValueError) for key in ("tau_init", "tau_min", "tau_max") for r in NOT_POSITIVE
+        ]
+        rows += [
+            Bad(c, key, "x", TypeError) for key in ("rho", "lr", "tau_init", "tau_min", "tau_max", "max_grad")
+        ]
+        rows += [Bad(c, "beta", b, ValueError) for b in (-0.1, 1.5, math.nan)]
+        rows += [Bad(c, "optimizer", "sgd", ValueError, ("momentum", "adam"))]
+    rows += [Bad(DUAL, "betas", b, ValueError) for b in ((-0.1, 0.9), (0.9, 1.0), (0.9, math.nan), (0.9,))]
+    rows += [Bad(DUAL, "mode", "shared", ValueError, ("individual", "global"))]
+    rows += [
+        Bad(c, "mode", "multimodal", ValueError, ("bimodal", "unimodal")) for c in (SOG, ISOG, FAST, NCE)
+    ]
+    rows += [Bad(FAST, "version", v, ValueError, ("v0", "v3")) for v in ("v4", "3", "")]
+    rows += [Bad(c, "chunk_size", s, ValueError) for c in (SOG, NCE) for s in (0, -1)]
+    rows += [Bad(c, "chunk_size", s, TypeError) for c in (SOG, NCE) for s in (2.5, "64")]
+    rows += [Bad(c, "dtype", torch.int64, ValueError) for c in (SOG, NCE)]
+    rows += [Bad(c, "dtype", "float32", TypeError) for c in (SOG, NCE)]
+    rows += [
+        Bad(c, "taus", 0.1, TypeError) for c in (MA, SOG, ISOG, FAST, DUAL, NCE, compopt.FixedTemperature)
+    ]
+    return rows
+
+
+def positional(make) -> tuple:
+    """What the constructor needs besides the argument under test."""
+    return (N,) if make in WITH_N else (TAU,)
+
+
+@pytest.mark.parametrize("bad", table(), ids=str)
+def test_constructor(bad):
+    arguments = () if bad.argument in ("n", "tau") and bad.make is not SOG else positional(bad.make)
+    if bad.make is SOG and bad.argument == "n":
+        arguments = ()
+    words = [bad.argument, *bad.words]
+    if bad.argument == "taus":  # Python's own sentence for an unknown keyword
+        with pytest.raises(TypeError, match="unexpected keyword argument 'taus'"):
+            bad.make(*arguments, taus=0.1)
+        return
+    if bad.error is ValueError:
+        words.append(number(bad.value))
+    with refused(bad.error, *words):
+        bad.make(*arguments, **{bad.argument: bad.value})
+
+
+@pytest.mark.parametrize("make", WITH_DUAL)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"tau_min": 0.4, "tau_max": 0.2}, ("tau_min", "0.4", "tau_max", "0.2")),
+        ({"tau_init": 0.9, "tau_min": 0.1, "tau_max": 0.5}, ("tau_init", "0.9")),
+        ({"tau_init": 0.01, "tau_min": 0.1, "tau_max": 0.5}, ("tau_init", "0.01")),
+    ],
+)
+def test_temperature_bounds(make, options, words):
+    with refused(ValueError, *words):
+        make(N, **options)
+
+
+@pytest.mark.parametrize(
+    "normalizer, temperature, error, word",
+    [
+        (None, compopt.FixedTemperature(TAU), TypeError, "normalizer"),
+        ("sogclr", compopt.FixedTemperature(TAU), TypeError, "normalizer"),
+        (compopt.FixedTemperature(TAU), compopt.FixedTemperature(TAU), TypeError, "normalizer"),
+        (compopt.BatchNormalizer(), 0.07, TypeError, "temperature"),
+        (compopt.BatchNormalizer(), None, TypeError, "temperature"),
+        (compopt.BatchNormalizer(), compopt.BatchNormalizer(), TypeError, "temperature"),
+    ],
+)
+def test_components(normalizer, temperature, error, word):
+    with refused(error, word):
+        compopt.ContrastiveEstimator(normalizer, temperature)
+
+
+def test_components_of_different_data_sets():
+    with refused(ValueError, r"\b12\b", r"\b13\b"):
+        compopt.ContrastiveEstimator(MA(12), DUAL(13))
+
+
+def test_a_component_serves_one_estimator():
+    """Two estimators that wrote the same rows would undo each other's work."""
+    average = MA(N)
+    compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+    with refused((ValueError, RuntimeError), "normalizer"):
+        compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+
+
+@quick
+@given(gamma=st.floats().filter(lambda g: not 0 < g <= 1))
+def test_any_gamma(gamma):
+    with refused(ValueError, "gamma", number(gamma)):
+        SOG(N, gamma=gamma)
+
+
+@quick
+@given(tau=st.floats().filter(lambda t: not 0 < t < math.inf))
+def test_any_tau(tau):
+    with refused(ValueError, "tau", number(tau)):
+        NCE(tau)
+    with refused(ValueError, "tau", number(tau)):
+        NCE(torch.tensor(tau))
+
+
+@quick
+@given(n=st.one_of(st.integers(max_value=0), st.floats(), st.text(max_size=3), st.none(), st.booleans()))
+def test_any_n(n):
+    bad_value = isinstance(n, int) and not isinstance(n, bool)
+    with refused(ValueError if bad_value else TypeError, "n"):
+        SOG(n)
+
+
+# sample groups ------------------------------------------------------------------------------------
+
+GROUPS = [
+    ({"n": 0}, ValueError, ("n", r"\b0\b")),
+    ({"n": 4.0}, TypeError, ("n", "float")),
+    ({}, ValueError, ("n",)),
+    ({"gamma": 0.5}, ValueError, ("n",)),
+    ({"n": 4, "gamma": 1.5}, ValueError, ("gamma", "1.5")),
+    ({"n": 4, "gamma": "0.5"}, TypeError, ("gamma", "str")),
+    ({"n": 4, "gama": 0.5}, ValueError, ("gama", "gamma")),
+    ({"n": 4, 3: 0.5}, (TypeError, ValueError), ("3",)),
+    (None, TypeError, ("dict",)),
+    (7.5, TypeError, ("dict",)),
+    ([("n", 4)], TypeError, ("dict",)),
+]
+
+
+@pytest.mark.parametrize("group, error, words", GROUPS, ids=repr)
+def test_add_sample_group(group, error, words):
+    est = used()
+    with refused(error, *words, est=est):
+        est.add_sample_group(group)
+    still_works(est)
+
+
+@pytest.mark.parametrize("group, error, words", GROUPS[:9], ids=repr)
+def test_groups_at_construction(group, error, words):
+    with refused(error, *words):
+        SOG([{"n": 5}, group])
+
+
+def test_no_groups():
+    with refused(ValueError, "n|group"):
+        SOG([])
+
+
+CHANGES = [
+    ("sogclr", "gamma", 0.0, ValueError),
+    ("sogclr", "gamma", math.nan, ValueError),
+    ("sogclr", "gamma", "0.9", TypeError),
+    ("sogclr", "eps", -1.0, ValueError),
+    ("isogclr", "rho", -1.0, ValueError),
+    ("isogclr", "rho", math.nan, ValueError),
+    ("isogclr", "lr", -1.0, ValueError),
+    ("isogclr", "lr", math.inf, ValueError),
+    ("isogclr", "tau_min", 100.0, ValueError),
+    ("isogclr", "tau_min", 0.0, ValueError),
+    ("isogclr", "tau_max", -1.0, ValueError),
+    ("isogclr", "max_grad", 0.0, ValueError),
+    ("isogclr", "beta", 2.0, ValueError),
+    ("batch-dual", "lr", None, TypeError),
+    ("global-dual", "rho", -2.0, ValueError),
+]
+
+
+@pytest.mark.parametrize("name, key, value, error", CHANGES)
+def test_a_bad_value_set_during_the_run(name, key, value, error):
+    """The next call, or the commit at the latest, refuses it; put right, the run goes on."""
+    est = used(name)
+    est.step()
+    group = est.sample_groups[0]
+    key = group_key(group, key)
+    good, group[key] = group[key], value
+    with refused(error, key.rpartition(".")[2], est=est):
+        est(*batch(seed=7))
+    group[key] = good
+    still_works(est)
+
+
+def test_a_mistyped_key_set_during_the_run():
+    est = used()
+    est.sample_groups[0]["gama"] = 0.5
+    with refused((KeyError, ValueError), "gama", "gamma", est=est):
+        est(*batch(seed=7))
+    del est.sample_groups[0]["gama"]
+    still_works(est)
+
+
+def test_a_missing_key_during_the_run():
+    est = used()
+    gamma = est.sample_groups[0].pop("gamma")
+    with refused((KeyError, ValueError), "gamma", est=est):
+        est(*batch(seed=7))
+    est.sample_groups[0]["gamma"] = gamma
+    still_works(est)
+
+
+def test_n_of_a_group_does_not_change_during_the_run():
+    """Rows are added by add_sample_group alone."""
+    est = used()
+    est.sample_groups[0]["n"] = N + 1
+    with refused((ValueError, RuntimeError), "n", rf"\b{N}\b", rf"\b{N + 1}\b", est=est):
+        est(*batch(seed=7))
+
+
+# checkpoints --------------------------------------------------------------------------------------
+
+
+def other(**options):
+    arguments = {"gamma": GAMMA, "tau": TAU, **options}
+    return SOG(arguments.pop("n", N), **arguments).state_dict()
+
+
+STATES = [
+    ("another n", lambda: other(n=N + 1), ValueError, (r"\bn\b", rf"\b{N}\b", rf"\b{N + 1}\b")),
+    ("another mode", lambda: other(mode="unimodal"), ValueError, ("bimodal", "unimodal")),
+    ("another dtype", lambda: other(dtype=torch.float64), ValueError, ("float32", "float64")),
+    ("another reference", lambda: other(reference="positive"), ValueError, ("reference", "positive", "none")),
+    ("another method", lambda: make("isogclr").state_dict(), ValueError, ()),
+    ("a stateless method", lambda: make("infonce").state_dict(), ValueError, ()),
+    ("more groups", lambda: SOG([{"n": 5}, {"n": N - 5}]).state_dict(), ValueError, ("group",)),
+    ("an empty dict", lambda: {}, (ValueError, KeyError), ()),
+    ("another's dict", lambda: torch.nn.Linear(2, 2).state_dict(), (ValueError, KeyError), ()),
+    ("None", lambda: None, TypeError, ("dict",)),
+    ("a list", lambda: [1, 2], TypeError, ("dict",)),
+]
+
+
+@pytest.mark.parametrize("what, make_state, error, words", STATES, ids=[s[0] for s in STATES])
+def test_load_state_dict(what, make_state, error, words):
+    est = used()
+    with refused(error, *words, est=est):
+        est.load_state_dict(make_state())
+    still_works(est)
+
+
+def corruptions(x, path=()):
+    """Copies of a nested state, each lacking one key."""
+    if isinstance(x, dict):
+        for key in x:
+            yield (*path, key), {k: v for k, v in x.items() if k != key}
+            for where, changed in corruptions(x[key], (*path, key)):
+                yield where, {**x, key: changed}
+
+
+@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "global-dual"])
+def test_load_state_dict_that_lacks_a_key(name):
+    est = used(name)
+    saved = used(name, "bimodal").state_dict()
+    for where, changed in corruptions(saved):
+        with refused((ValueError, KeyError), re.escape(str(where[-1])), est=est):
+            est.load_state_dict(changed)
+    still_works(est)
+
+
+# attach -------------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """Looks like accelerate's and DeepSpeed's wrappers, and holds no optimizer."""
+
+    def __init__(self, inner=None):
+        self.optimizer = inner
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        None,
+        3,
+        "adam",
+        object(),
+        torch.nn.Linear(2, 2),
+        {"lr": 0.1},
+        Wrapper(),
+        Wrapper(Wrapper()),
+        torch.optim.SGD,
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_attach(junk):
+    est = used()
+    kind = "type|SGD" if isinstance(junk, type) else type(junk).__name__
+    with refused(TypeError, "optimizer", kind, est=est):
+        est.attach(junk)
+    still_works(est)
+
+
+def test_attach_to_a_wrapper_of_itself():
+    est, wrapper = used(), Wrapper()
+    wrapper.optimizer = wrapper
+    with refused(TypeError, "optimizer", "Wrapper", est=est):
+        est.attach(wrapper)
+
+
+# moving average alone -----------------------------------------------------------------------------
+
+UPDATES = [
+    (torch.zeros(3), torch.tensor([0, 1]), ValueError, ("log_g|index", r"\b3\b", r"\b2\b")),
+    (torch.zeros(2).long(), torch.tensor([0, 1]), TypeError, ("log_g", "int64")),
+    ([0.0, 0.0], torch.tensor([0, 1]), TypeError, ("log_g", "list")),
+    (torch.zeros(2), torch.tensor([0.0, 1.0]), TypeError, ("index", "float32")),
+    (torch.zeros(2), torch.tensor([0, N]), IndexError, ("index", rf"\b{N}\b")),
+    (torch.zeros(2), torch.tensor([0, -1]), IndexError, ("index", "-1")),
+    (torch.zeros(2), torch.tensor([True, False]), TypeError, ("index", "bool")),
+]
+
+
+@pytest.mark.parametrize("log_g, index, error, words", UPDATES)
+def test_update(log_g, index, error, words):
+    average = MA(N)
+    average.update(torch.zeros(3), torch.arange(3))
+    with refused(error, *words, est=average):
+        average.update(log_g, index)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_compositional_loss_needs_a_positive_g(value):
+    average = MA(N)
+    with refused(ValueError, r"\bg\b", number(value), est=average):
+        compopt.compositional_loss(torch.tensor([1.0, value]), torch.tensor([0, 1]), average, torch.log)
+
+
+def test_compositional_loss_of_another_object():
+    with refused(TypeError, "estimator"):
+        compopt.compositional_loss(torch.ones(2), torch.tensor([0, 1]), object(), torch.log)
+
+
+# schedules and diagnostics ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build, error, words",
+    [
+        (
+            lambda est: compopt.schedules.Schedule(est, "gama", lambda t: 0.5),
+            (ValueError, KeyError),
+            ("gama", "gamma"),
+        ),
+        (lambda est: compopt.schedules.Schedule(est, "gamma", 0.5), TypeError, ("fn", "float")),
+        (lambda est: compopt.schedules.Schedule("est", "gamma", lambda t: 0.5), TypeError, ("est", "str")),
+        (lambda est: compopt.schedules.CosineGamma(est, 0), ValueError, ("decay_steps", r"\b0\b")),
+        (lambda est: compopt.schedules.CosineGamma(est, -1), ValueError, ("decay_steps", "-1")),
+        (lambda est: compopt.schedules.CosineGamma(est, 10, gamma_min=0.0), ValueError, ("gamma_min", "0.0")),
+        (lambda est: compopt.schedules.CosineGamma(est, 10, gamma_min=1.1), ValueError, ("gamma_min", "1.1")),
+    ],
+)
+def test_schedules(build, error, words):
+    est = used()
+    with refused(error, *words, est=est):
+        build(est)
+
+
+def test_a_schedule_of_a_key_the_method_lacks():
+    with refused((ValueError, KeyError), "gamma"):
+        compopt.schedules.CosineGamma(NCE(TAU), 10)
+
+
+@pytest.mark.parametrize("fn", ["global_loss", "global_gradient", "log_normalizers"])
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (lambda a, b: (a[:3], b, TAU), ValueError, ("z1|z2",)),
+        (lambda a, b: (a[:, 0], b[:, 0], TAU), ValueError, ("z1",)),
+        (lambda a, b: (a[:1], b[:1], TAU), ValueError, ()),
+        (lambda a, b: (a.long(), b.long(), TAU), TypeError, ("z1", "int64")),
+        (lambda a, b: (np.ones((5, 3)), b, TAU), TypeError, ("z1", "ndarray")),
+        (lambda a, b: (a, b, 0.0), ValueError, ("tau", "0.0")),
+        (lambda a, b: (a, b, math.nan), ValueError, ("tau", "nan")),
+        (lambda a, b: (a, b, "x"), TypeError, ("tau",)),
+    ],
+)
+def test_diagnostics(fn, change, error, words):
+    with refused(error, *words):
+        getattr(compopt.diagnostics, fn)(*change(*batch()[:2]))
+
+
+def test_normalizer_error_of_another_data_set():
+    est = used()
+    z1, z2 = features(N + 1, D, 0, dtype=torch.float32)
+    with refused((ValueError, IndexError), rf"\b{N}\b", rf"\b{N + 1}\b", est=est):
+        compopt.diagnostics.normalizer_error(est, z1, z2)

@@ -1,0 +1,254 @@
+"""Read, deposit, commit: what each call may and may not change."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL, WITH_ROWS
+from tests.helpers import assert_same_bits, batches, bits, features, make, near, run, snapshot
+
+N = 13
+
+
+def warmed(info, mode, **options):
+    """An estimator after two committed steps."""
+    est, _ = make(info, mode, N, gamma=0.6, **options)
+    for z1, z2, index in batches(N, 2, seed=50):
+        run(est, z1, z2, index)
+        est.step()
+    return est
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_training_forward_deposits_and_only_step_writes(info, mode):
+    est = warmed(info, mode)
+    before = snapshot(est, N)
+    z1, z2, index = batches(N, 1, seed=51)[0]
+    assert est.training and est.pending == 0
+    run(est, z1, z2, index)
+    if info.has_state:
+        assert est.pending == 1
+    run(est, z1, z2, index)
+    if info.has_state:
+        assert est.pending == 2
+    assert_same_bits(before, snapshot(est, N))
+    est.step()
+    assert est.pending == 0
+    if info.has_state:
+        with pytest.raises(AssertionError):
+            assert_same_bits(before, snapshot(est, N))
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_evaluation_leaves_no_trace(info, mode, how):
+    est, twin = warmed(info, mode), warmed(info, mode)
+    before = snapshot(est, N)
+    z1, z2, index = batches(N, 1, seed=52)[0]
+    if how == "eval":
+        est.eval()
+        assert not est.training
+        loss = est(z1, z2, index)
+        est.train()
+        assert est.training
+    else:
+        with getattr(torch, how)():
+            loss = est(z1, z2, index)
+    assert loss.dim() == 0 and torch.isfinite(loss)
+    assert est.pending == 0
+    est.step()
+    assert_same_bits(before, snapshot(est, N))
+    for a, b in zip(run(est, z1, z2, index), run(twin, z1, z2, index), strict=True):
+        assert bits(a) == bits(b), "an evaluation changed a later training step"
+    near(loss, run(twin, z1, z2, index)[0], 1e-12)  # the value itself is that of a training forward
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_step_without_deposits_is_a_no_op(info, mode):
+    est, twin = warmed(info, mode), warmed(info, mode)
+    before = snapshot(est, N)
+    for _ in range(3):
+        est.step()
+    assert_same_bits(before, snapshot(est, N))
+    for z1, z2, index in batches(N, 3, seed=53):  # nothing hidden (a step count) moved either
+        run(est, z1, z2, index)
+        run(twin, z1, z2, index)
+        est.step()
+        twin.step()
+    assert_same_bits(snapshot(twin, N), snapshot(est, N))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_discard_forgets_the_deposits(info, mode):
+    est, twin = warmed(info, mode), warmed(info, mode)
+    z1, z2, index = batches(N, 1, seed=54)[0]
+    run(est, z1, z2, index)
+    run(est, z1, z2, index)
+    est.discard()
+    assert est.pending == 0
+    est.step()
+    assert_same_bits(snapshot(twin, N), snapshot(est, N))
+    for z1, z2, index in batches(N, 3, seed=55):
+        a, b = run(est, z1, z2, index), run(twin, z1, z2, index)
+        assert all(bits(x) == bits(y) for x, y in zip(a, b, strict=True))
+        est.step()
+        twin.step()
+    assert_same_bits(snapshot(twin, N), snapshot(est, N))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_two_runs_are_bit_identical(info, mode, dtype):
+    results = []
+    for _ in range(2):
+        est, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
+        trace = []
+        for t, (z1, z2, index) in enumerate(batches(N, 6, seed=56, dtype=dtype)):
+            trace += [bits(x) for x in run(est, z1, z2, index)]
+            if t % 2:
+                est.step()
+        results.append((trace, snapshot(est, N)))
+    assert results[0][0] == results[1][0]
+    assert_same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_metrics_are_detached_scalars(info, mode):
+    est, ref = make(info, mode, N, gamma=0.6)
+    z1, z2, index = batches(N, 1, seed=57)[0]
+    run(est, z1, z2, index)
+    ref.forward(z1, z2, index)
+    assert isinstance(est.metrics, dict) and est.metrics
+    for name, value in est.metrics.items():
+        assert isinstance(name, str)
+        assert isinstance(value, torch.Tensor) and value.dim() == 0, name
+        assert not value.requires_grad and torch.isfinite(value), (name, value)
+    values = [float(v) for v in est.metrics.values()]
+    mean_alpha = sum(ref.alphas) / len(ref.alphas)
+    effective = sum(sum(w) ** 2 / sum(x * x for x in w) for w in ref.weights) / len(ref.weights)
+    for what, want in (("mean log-normalizer", mean_alpha), ("effective negatives", effective)):
+        assert any(abs(v - want) < 1e-5 * max(1, abs(want)) for v in values), (what, want, est.metrics)
+
+
+def test_metrics_count_the_rows_first_seen():
+    est = compopt.SogCLREstimator(N, tau=0.1)
+    seen = set()
+    for z1, z2, index in batches(N, 4, seed=58, dtype=torch.float32):
+        run(est, z1, z2, index)
+        new = set(index.tolist()) - seen
+        if len(new) == len(index):  # without repeats there is one reading of "first seen"
+            assert len(new) in [float(v) for k, v in est.metrics.items() if "seen" in k or "first" in k or "new" in k]
+        seen |= new
+        est.step()
+
+
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_repr_shows_the_hyper_parameters(info):
+    est, _ = make(info, "bimodal", N)
+    text = repr(est)
+    assert type(est).__name__ in text
+    if info.has_rows:
+        assert str(N) in text
+    if info.name.startswith("sogclr"):
+        assert "gamma" in text and "0.9" in text and "0.07" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", WITH_ROWS, ids=str)
+def test_read_returns_copies_of_committed_values(info, mode):
+    est = warmed(info, mode)
+    columns = est.read(torch.arange(N))
+    width = 2 if mode == "bimodal" else 1
+    assert columns["count"].shape == (N,) and not columns["count"].is_floating_point()
+    for name in info.columns:
+        assert columns[name].shape == (N, width)
+        assert columns[name].dtype == torch.float64
+        columns[name].fill_(123.0)
+    columns["count"].fill_(77)
+    again = est.read(torch.tensor([3, 3, 0]))
+    assert not any((again[name] == 123.0).any() for name in info.columns)
+    assert again["count"].shape == (3,) and (again["count"] < 77).all()
+
+
+def test_rows_are_float32_unless_asked():
+    est = compopt.ISogCLREstimator(N)
+    columns = est.read(torch.arange(N))
+    assert columns["log_u"].dtype == columns["tau"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "global-dual-adam"])
+def test_a_deep_copy_is_independent(name):
+    info = BY_NAME[name]
+    est = warmed(info, "bimodal")
+    twin = copy.deepcopy(est)
+    before = snapshot(est, N)
+    assert_same_bits(before, snapshot(twin, N))
+    z1, z2, index = batches(N, 1, seed=59)[0]
+    run(twin, z1, z2, index)
+    twin.step()
+    assert est.pending == 0
+    assert_same_bits(before, snapshot(est, N))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_feature_gradients_without_a_graph(info, mode):
+    """feature_gradients is the same forward for cached features: (loss, g1, g2)."""
+    a, b = warmed(info, mode), warmed(info, mode)
+    z1, z2, index = batches(N, 2, seed=60)[1]
+    want = run(a, z1, z2, index)
+    got = b.feature_gradients(z1, z2, index)
+    assert len(got) == 3 and not any(x.requires_grad for x in got)
+    for x, y in zip(got, want, strict=True):
+        near(x, y, 1e-12)
+    a.step()
+    b.step()
+    assert_same_bits(snapshot(a, N), snapshot(b, N))
+
+
+def test_features_without_grad_still_deposit():
+    """In training mode it is the mode that decides, not requires_grad (cached features)."""
+    est = compopt.SogCLREstimator(N, tau=0.1)
+    z1, z2 = features(4, 4, seed=0, dtype=torch.float32)
+    est(z1, z2, torch.arange(4))
+    assert est.pending == 1
+
+
+def test_one_tower_frozen():
+    """Only one side asks for a gradient (locked-image tuning)."""
+    z1, z2, index = batches(N, 1, seed=61)[0]
+    want = run(make(BY_NAME["sogclr"], "bimodal", N)[0], z1, z2, index)
+    est, _ = make(BY_NAME["sogclr"], "bimodal", N)
+    z2.requires_grad_()
+    est(z1, z2, index).backward()
+    assert z1.grad is None
+    near(z2.grad, want[2], 1e-14)
+
+
+def test_ordinary_use_warns_about_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        est = compopt.SogCLREstimator(N, tau=0.1)
+        for z1, z2, index in batches(N, 3, seed=62, dtype=torch.float32):
+            run(est, z1, z2, index)
+            est.step()
+
+
+def test_backward_twice_needs_retain_graph_and_gives_the_same():
+    est = compopt.SogCLREstimator(N, tau=0.1)
+    z1, z2, index = batches(N, 1, seed=63)[0]
+    z1.requires_grad_()
+    loss = est(z1, z2, index)
+    loss.backward(retain_graph=True)
+    first = z1.grad.clone()
+    loss.backward()
+    near(z1.grad, 2 * first, 1e-14)

@@ -1,0 +1,76 @@
+"""gamma = 1 and the batch equal to the data set: the gradient of the global objective, by three independent ways."""
+
+import pytest
+import torch
+
+import compopt
+from compopt import diagnostics
+from tests.database import DATABASE, MODES
+from tests.helpers import features, make, near, run
+from tests.reference import dense_global_gradient, dense_global_loss
+
+N = 12
+EXACT = [info for info in DATABASE if info.exact_at_gamma_1]
+
+
+@pytest.mark.parametrize("tau", [0.005, 0.07, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", EXACT, ids=str)
+def test_gamma_1_and_the_whole_data_set(info, mode, tau):
+    est, _ = make(info, mode, N, tau=tau, gamma=1.0)
+    for seed in (1, 2):  # gamma = 1: the second visit forgets the first
+        z1, z2 = features(N, 5, seed=seed)
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+        loss, g1, g2 = run(est, z1[order], z2[order], order)
+        est.step()
+        near(loss, dense_global_loss(z1, z2, tau, mode, info.views), what="loss")
+        want = dense_global_gradient(z1, z2, tau, mode, info.views)
+        near(g1, want[0][order], what="g1")
+        near(g2, want[1][order], what="g2")
+        views = {"views": info.views} if mode == "unimodal" else {}
+        theirs = diagnostics.global_gradient(z1, z2, tau, mode=mode, **views)
+        near(theirs[0], want[0], what="diagnostics g1")
+        near(theirs[1], want[1], what="diagnostics g2")
+        near(diagnostics.global_loss(z1, z2, tau, mode=mode, **views), loss, what="diagnostics loss")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_tensor_tau_gradient_is_that_of_the_objective(mode):
+    tau = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    for reference in ("none", "positive"):
+        z1, z2 = features(N, 5, seed=3)
+        est = compopt.ContrastiveEstimator(
+            compopt.MovingAverageEstimator(N, gamma=1.0, reference=reference),
+            compopt.FixedTemperature(tau),
+            mode=mode,
+            dtype=torch.float64,
+        )
+        tau.grad = None
+        run(est, z1, z2, torch.arange(N))
+        got = tau.grad.clone()
+        want = torch.autograd.grad(dense_global_loss(z1, z2, tau, mode), tau)[0]
+        near(got, want, what=reference)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reference", ["none", "positive"])
+def test_small_batches_converge_to_the_global_gradient(mode, reference):
+    """Fixed features, many epochs: the epoch mean of the batch gradients nears the global one, better than InfoNCE's."""
+    n, batch, tau = 24, 6, 0.2
+    z1, z2 = features(n, 8, seed=4, spread=0.5)
+    want = torch.cat(dense_global_gradient(z1, z2, tau, mode))
+    g = torch.Generator().manual_seed(0)
+    sogclr = compopt.SogCLREstimator(n, gamma=0.1, tau=tau, reference=reference, mode=mode, dtype=torch.float64)
+    infonce = compopt.InfoNCEEstimator(tau=tau, include_positive=False, mode=mode, dtype=torch.float64)
+    mean = {sogclr: torch.zeros_like(want), infonce: torch.zeros_like(want)}
+    for epoch in range(300):
+        for index in torch.randperm(n, generator=g).split(batch):
+            for est in mean:
+                _, g1, g2 = run(est, z1[index], z2[index], index)
+                est.step()
+                if epoch >= 100:
+                    mean[est][index] += g1
+                    mean[est][n + index] += g2
+    error = {est: 1 - torch.cosine_similarity(m.flatten(), want.flatten(), dim=0) for est, m in mean.items()}
+    assert error[sogclr] < 0.5 * error[infonce], (error[sogclr], error[infonce])
+    assert error[sogclr] < 0.01

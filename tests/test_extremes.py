@@ -1,0 +1,124 @@
+"""Ten thousand updates at tau = 0.005 in float32: u itself would leave float32 (exp(+-400)), log u must not."""
+
+import numpy as np
+import pytest
+import torch
+
+import compopt
+
+TAU, STEPS = 0.005, 10_000
+E0 = torch.tensor([1.0, 0.0])
+
+
+def constant(kind):
+    """Two samples whose similarities are exact, and the exact log ghat and log mean exp(s / tau)."""
+    if kind == "identical":  # s = 1 everywhere
+        return torch.stack([E0, E0]), torch.stack([E0, E0]), 0.0, 1 / TAU
+    if kind == "opposite":  # positives 1, negatives -1
+        return torch.stack([E0, -E0]), torch.stack([E0, -E0]), -2 / TAU, -1 / TAU
+    return torch.stack([E0, -E0]), torch.stack([-E0, E0]), 2 / TAU, 1 / TAU  # "crossed": positives -1, negatives 1
+
+
+@pytest.mark.parametrize("reference", ["none", "positive"])
+@pytest.mark.parametrize("kind", ["identical", "opposite", "crossed"])
+def test_constant_features(kind, reference):
+    z1, z2, log_ghat, log_mean = constant(kind)
+    est = compopt.SogCLREstimator(2, gamma=0.1, tau=TAU, reference=reference)
+    index = torch.arange(2)
+    z1.requires_grad_()
+    bad = torch.zeros(())
+    for t in range(STEPS):
+        loss = est(z1, z2, index)
+        if t % 100 == 0:
+            (gradient,) = torch.autograd.grad(loss, z1)
+            bad += ~torch.isfinite(gradient).all()
+        bad += ~torch.isfinite(loss)
+        est.step()
+    assert bad == 0
+    columns = est.read(index)
+    assert columns["count"].tolist() == [STEPS, STEPS]
+    want = log_mean if reference == "none" else log_ghat
+    torch.testing.assert_close(columns["log_u"], torch.full((2, 2), want), rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(loss.detach(), torch.tensor(TAU * log_ghat), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_random_features_follow_float64(mode):
+    """log u of ten thousand fp32 updates against the recurrence in float64 numpy."""
+    n, batch, dim, gamma = 12, 4, 4, 0.1
+    rng = np.random.default_rng(0)
+    bank = rng.normal(size=(2, n, dim))
+    bank /= np.linalg.norm(bank, axis=2, keepdims=True)
+    z1, z2 = (torch.tensor(b, dtype=torch.float32) for b in bank)
+    est = compopt.SogCLREstimator(n, gamma=gamma, tau=TAU, mode=mode)
+    log_u = np.full((n, 2 if mode == "bimodal" else 1), np.nan)
+    s12, s11, s22 = bank[0] @ bank[1].T, bank[0] @ bank[0].T, bank[1] @ bank[1].T
+    finite = True
+    for t in range(STEPS):
+        index = rng.permutation(n)[:batch]
+        where = torch.as_tensor(index)
+        loss = est(z1[where].requires_grad_(t % 500 == 0), z2[where], where)
+        if t % 500 == 0:
+            loss.backward()
+        finite &= bool(torch.isfinite(loss))
+        est.step()
+        new = {}
+        for i in index:
+            others = index[index != i]
+            scores = [s12[i, others], s12.T[i, others]]
+            if mode == "unimodal":
+                scores = [np.concatenate([s12[i, others], s11[i, others], s12.T[i, others], s22[i, others]])]
+            for column, s in enumerate(scores):
+                log_g = np.logaddexp.reduce(s / TAU) - np.log(len(s))
+                old = log_u[i, column]
+                first = np.isnan(old)
+                new[i, column] = log_g if first else np.logaddexp(np.log1p(-gamma) + old, np.log(gamma) + log_g)
+        for key, value in new.items():
+            log_u[key] = value
+    assert finite
+    got = est.read(torch.arange(n))["log_u"].double()
+    torch.testing.assert_close(got, torch.tensor(log_u), rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["identical", "opposite", "crossed"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
+    z1, z2, _, _ = constant(kind)
+    est = compopt.ISogCLREstimator(
+        2, gamma=0.5, rho=0.1, lr=1e-3, tau_init=TAU, tau_min=0.005, tau_max=0.5, optimizer=optimizer
+    )
+    for _ in range(1000):
+        loss = est(z1, z2, torch.arange(2))
+        est.step()
+    columns = est.read(torch.arange(2))
+    assert torch.isfinite(loss) and all(torch.isfinite(v.double()).all() for v in columns.values())
+    assert columns["tau"].min() >= 0.005 - 1e-9 and columns["tau"].max() <= 0.5 + 1e-7
+
+
+@pytest.mark.parametrize("include_positive", [True, False])
+def test_infonce_at_the_smallest_tau(include_positive):
+    for kind, gap in (("identical", 0.0), ("opposite", -2.0), ("crossed", 2.0)):
+        z1, z2, _, _ = constant(kind)
+        z1.requires_grad_()
+        loss = compopt.InfoNCEEstimator(tau=TAU, include_positive=include_positive)(z1, z2, torch.arange(2))
+        (gradient,) = torch.autograd.grad(loss, z1)
+        want = np.logaddexp(0.0, gap / TAU) if include_positive else gap / TAU
+        assert abs(float(loss) - TAU * want) < 1e-5 and torch.isfinite(gradient).all()
+
+
+def test_stale_rows_do_not_overflow_the_weights():
+    """log u from far smaller similarities (gamma small): w = exp(h/tau - alpha) is bounded by 1 / gamma."""
+    z1, z2, _, _ = constant("opposite")
+    est = compopt.SogCLREstimator(2, gamma=1e-3, tau=TAU)
+    est(z1, z2, torch.arange(2))
+    est.step()
+    z1, z2, _, _ = constant("crossed")
+    z1.requires_grad_()
+    loss = est(z1, z2, torch.arange(2))
+    (gradient,) = torch.autograd.grad(loss, z1)
+    assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+    est.step()
+    # log(0.999 exp(-200) + 0.001 exp(200)) = 200 - log 1000
+    torch.testing.assert_close(
+        est.read(torch.arange(2))["log_u"], torch.full((2, 2), 200.0 - float(np.log(1000))), rtol=1e-5, atol=0.0
+    )

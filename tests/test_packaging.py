@@ -1,0 +1,172 @@
+"""What a user meets before the first call: import cost, names, documentation, examples, the wheel."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import compopt
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
+PUBLIC_MODULES = [name for name in MODULES if not any(part.startswith("_") for part in name.split("."))]
+
+
+def defined_in(module) -> dict[str, object]:
+    """The public classes and functions whose source is in this module."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    }
+
+
+# import -------------------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_costs_at_most_a_fifth_of_importing_torch():
+    """Both are timed in one process, so that a busy machine slows both; the best of six counts."""
+    code = (
+        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import compopt;"
+        "print((time.perf_counter() - b) / (b - a))"
+    )
+    shares = []
+    for _ in range(6):
+        shares.append(float(run_python(code)))
+        if shares[-1] <= 0.2:
+            return
+    pytest.fail(f"import compopt takes {min(shares):.0%} of import torch at best, {shares}")
+
+
+def test_import_loads_no_optional_package():
+    optional = "PIL matplotlib sklearn scipy tqdm accelerate deepspeed safetensors pytest hypothesis".split()
+    code = "import sys, torch; before = set(sys.modules); import compopt; print(*(set(sys.modules) - before))"
+    loaded = {name.partition(".")[0] for name in run_python(code).split()}
+    assert not loaded & set(optional)
+
+
+# names --------------------------------------------------------------------------------------------
+
+
+def test_all_is_complete():
+    public = {name for name in vars(compopt) if not name.startswith("_") and name != "annotations"}
+    public = {name for name in public if not inspect.ismodule(getattr(compopt, name))}
+    listed = {name for name in compopt.__all__ if not inspect.ismodule(getattr(compopt, name))}
+    assert listed - {"__version__"} == public
+    assert len(set(compopt.__all__)) == len(compopt.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_of_each_module(name):
+    module = importlib.import_module(name)
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        return
+    assert not [x for x in listed if not hasattr(module, x)]
+    assert not set(defined_in(module)) - set(listed), "public and defined here, and not in __all__"
+
+
+def test_star_import():
+    names: dict[str, object] = {}
+    exec("from compopt import *", names)
+    assert set(compopt.__all__) <= set(names)
+
+
+def test_names_of_the_contract():
+    """The names that code outside this repository relies on."""
+    for name in """Estimator MovingAverageEstimator BatchNormalizer FixedTemperature TemperatureDual
+        ContrastiveEstimator SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator
+        compositional_loss schedules diagnostics functional __version__""".split():
+        assert hasattr(compopt, name), name
+
+
+# documentation ------------------------------------------------------------------------------------
+
+
+def members(cls) -> dict[str, object]:
+    """Public methods and properties that a class defines itself."""
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_everything_public_has_a_docstring(name):
+    module = importlib.import_module(name)
+    silent = [] if inspect.getdoc(module) else [name]
+    for key, value in defined_in(module).items():
+        silent += [] if value.__doc__ else [key]
+        if inspect.isclass(value):
+            silent += [f"{key}.{m}" for m in members(value) if not inspect.getdoc(getattr(value, m))]
+    assert not silent, f"no docstring: {silent}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(importlib.import_module(name), optionflags=options)
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; see the output above"
+
+
+def test_there_are_examples():
+    """Each preset shows its use."""
+    for (
+        name
+    ) in "SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator ContrastiveEstimator".split():
+        assert ">>>" in getattr(compopt, name).__doc__, name
+
+
+# distribution -------------------------------------------------------------------------------------
+
+
+def test_versions_agree():
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    assert compopt.__version__ == declared == importlib.metadata.version("compopt")
+    assert f"## [{declared}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_function_swallows_keywords():
+    """A mistyped keyword is an error everywhere: no public constructor takes **kwargs."""
+    swallowing = [
+        key
+        for name in PUBLIC_MODULES
+        for key, value in defined_in(importlib.import_module(name)).items()
+        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
+    ]
+    assert not swallowing
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_library_and_its_types_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for folder in ("compopt", "recipes", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "compopt").rglob("*.py")]
+    assert sorted(names) == sorted([*modules, "compopt/py.typed"])

@@ -1,0 +1,150 @@
+"""Sample groups: several data sets in one estimator, hyper-parameters changed in place, groups added during a run."""
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, MODES, dual_options
+from tests.helpers import batches, compare_state, group_key, near, run
+from tests.reference import DualReference, FixedReference, MovingAverageReference, Reference
+from tests.test_agreement import compare_forward
+
+N1, N2 = 5, 8
+
+
+def sogclr_pair(mode):
+    """Two data sets that differ in gamma; the defaults fill the rest."""
+    groups = [{"n": N1, "gamma": 0.9}, {"n": N2}]
+    est = compopt.SogCLREstimator(groups, gamma=0.35, tau=0.1, mode=mode, dtype=torch.float64)
+    twin = [{"n": N1, "gamma": 0.9, "tau": 0.1}, {"n": N2, "gamma": 0.35, "tau": 0.1}]
+    return est, Reference(twin, MovingAverageReference("none"), FixedReference(), mode)
+
+
+def isogclr_pair(mode):
+    """Two data sets that differ in every hyper-parameter of the dual."""
+    first, second = dual_options(0.1), {**dual_options(0.3), "rho": 0.9, "lr": 0.02, "max_grad": 0.7}
+    groups = [{"n": N1, "gamma": 0.8, **first}, {"n": N2, **second}]
+    est = compopt.ISogCLREstimator(groups, gamma=0.5, mode=mode, dtype=torch.float64)
+    twin = [{"n": N1, "gamma": 0.8, **first}, {"n": N2, "gamma": 0.5, **second}]
+    return est, Reference(twin, MovingAverageReference("positive"), DualReference(), mode)
+
+
+PAIRS = {"sogclr": sogclr_pair, "isogclr": isogclr_pair}
+
+
+def follow(info, est, ref, n, steps, seed):
+    """Both, step by step."""
+    for z1, z2, index in batches(n, steps, seed=seed):
+        compare_forward(info, est, ref, z1, z2, index)
+        est.step()
+        ref.step()
+        compare_state(est, ref, n, info)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_groups_with_different_hyper_parameters(name, mode):
+    est, ref = PAIRS[name](mode)
+    assert [g["n"] for g in est.sample_groups] == [N1, N2]
+    follow(BY_NAME[name], est, ref, N1 + N2, 20, seed=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_groups_with_different_constant_temperatures(mode):
+    groups = [{"n": N1, "tau": 0.05}, {"n": N2, "tau": 0.4}]
+    est = compopt.SogCLREstimator(groups, gamma=0.7, tau=0.1, mode=mode, dtype=torch.float64)
+    twin = [{"gamma": 0.7, **g} for g in groups]
+    ref = Reference(twin, MovingAverageReference("none"), FixedReference(), mode)
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 8, seed=2)
+
+
+def test_defaults_fill_what_a_group_leaves_out():
+    est, _ = sogclr_pair("bimodal")
+    keys = [set(g) for g in est.sample_groups]
+    assert keys[0] == keys[1]
+    assert est.sample_groups[0][group_key(est.sample_groups[0], "gamma")] == 0.9
+    assert est.sample_groups[1][group_key(est.sample_groups[1], "gamma")] == 0.35
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_hyper_parameters_changed_in_place_take_effect(name, mode):
+    est, ref = PAIRS[name](mode)
+    info = BY_NAME[name]
+    follow(info, est, ref, N1 + N2, 4, seed=3)
+    changes = {"gamma": 0.2} if name == "sogclr" else {"gamma": 0.2, "rho": 1.5, "lr": 0.03, "tau_max": 0.27}
+    for key, value in changes.items():
+        own = est.sample_groups[1]
+        own[group_key(own, key)] = value
+        ref.groups[1][key] = value
+    follow(info, est, ref, N1 + N2, 6, seed=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_constant_temperature_changed_in_place(mode):
+    est, ref = sogclr_pair(mode)
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 3, seed=5)
+    est.sample_groups[0][group_key(est.sample_groups[0], "tau")] = 0.2
+    ref.groups[0]["tau"] = 0.2
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 3, seed=6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_group_added_during_a_run(name, mode):
+    est, ref = PAIRS[name](mode)
+    info = BY_NAME[name]
+    follow(info, est, ref, N1 + N2, 6, seed=7)
+    before = est.read(torch.arange(N1 + N2))
+    more = {"n": 6, "gamma": 0.15}
+    if name == "isogclr":
+        more |= {**dual_options(0.2), "rho": 0.1}
+    est.add_sample_group(dict(more))
+    ref.groups.append({"tau": 0.1, **more})
+    after = est.read(torch.arange(N1 + N2))
+    for key in before:
+        assert torch.equal(before[key].nan_to_num(), after[key].nan_to_num()), key
+    assert est.read(torch.arange(N1 + N2, N1 + N2 + 6))["count"].tolist() == [0] * 6
+    follow(info, est, ref, N1 + N2 + 6, 12, seed=8)
+
+
+def test_a_group_added_while_deposits_wait():
+    """The rows that wait are not lost and not shifted."""
+    est, ref = sogclr_pair("bimodal")
+    z1, z2, index = batches(N1 + N2, 1, seed=9)[0]
+    compare_forward(BY_NAME["sogclr"], est, ref, z1, z2, index)
+    est.add_sample_group({"n": 4})
+    ref.groups.append({"n": 4, "gamma": 0.35, "tau": 0.1})
+    est.step()
+    ref.step()
+    compare_state(est, ref, N1 + N2 + 4, BY_NAME["sogclr"])
+
+
+@pytest.mark.parametrize("bad", [{"n": 3, "gama": 0.5}, {"gamma": 0.5}, {"n": 0}, {"n": 3, "gamma": 1.5}])
+def test_a_bad_group_is_refused_and_changes_nothing(bad):
+    est, _ = sogclr_pair("bimodal")
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        est.add_sample_group(bad)
+    assert [g["n"] for g in est.sample_groups] == [N1, N2]
+    z1, z2, index = batches(N1 + N2, 1, seed=9)[0]
+    assert torch.isfinite(run(est, z1, z2, index)[0])
+
+
+def test_the_users_dicts_are_not_shared():
+    """Two estimators built from one list of dicts do not see each other's changes."""
+    groups = [{"n": 4, "gamma": 0.5}]
+    a, b = (compopt.SogCLREstimator(groups, tau=0.1) for _ in range(2))
+    a.sample_groups[0][group_key(a.sample_groups[0], "gamma")] = 0.25
+    assert b.sample_groups[0][group_key(b.sample_groups[0], "gamma")] == 0.5
+    assert groups == [{"n": 4, "gamma": 0.5}]
+
+
+def test_one_group_equals_two_equal_groups():
+    results = []
+    for n in (12, [{"n": 5}, {"n": 7}]):
+        est = compopt.SogCLREstimator(n, gamma=0.5, tau=0.1, dtype=torch.float64)
+        for z1, z2, index in batches(12, 3, seed=10):
+            loss = run(est, z1, z2, index)[0]
+            est.step()
+        results.append(loss)
+    near(results[0], results[1], 1e-14)
