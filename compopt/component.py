@@ -137,6 +137,13 @@ class Normalizer(Component):
     def estimate(self, call: Call) -> Estimate:
         """Log-normalizers of this batch and the rows they propose."""
 
+    def stored(
+        self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper
+    ) -> Tensor | None:
+        """Log-normalizers as the committed rows have them, with the positives of now; ``None``: stateless."""
+        del rows, positive, tau, hyper
+        return None
+
 
 class Temperature(Component):
     """Decides ``tau_i``."""

@@ -83,6 +83,7 @@ class ContrastiveEstimator(Estimator):
         self.normalizer, self.temperature = normalizer, temperature
         super().__init__({"normalizer": normalizer, "temperature": temperature}, mode=mode, dtype=dtype)
         self._warned_rho = False
+        self._last: tuple[Tensor, float | Tensor, Tensor, Tensor] | None = None
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -258,7 +259,8 @@ class ContrastiveEstimator(Estimator):
             terms = constant * (alpha + rho) if self.multiply_tau else alpha
             value = torch.where(pairs.count > 0, terms, 0).mean().to(a.dtype)
             gradients = self._feature_gradients(pairs, alpha, constant) if inputs else []
-            self._describe(alpha, constant, pairs, visit)
+            count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
+            self._last = (alpha, constant, pairs.effective, count)
             if learned:
                 assert gradient is not None
                 tau_gradient = self._tau_gradient(alpha, 0.0, call) / alpha.numel()
@@ -286,9 +288,9 @@ class ContrastiveEstimator(Estimator):
     def _feature_gradients(self, pairs: Pairs, alpha: Tensor, tau: float | Tensor) -> list[Tensor]:
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / tau
-        work = pairs.x.dtype
-        scale = torch.as_tensor(coefficient, dtype=work, device=pairs.x.device)
-        return list(pairs.gradients(alpha.to(work), scale))
+        if not isinstance(coefficient, Tensor):
+            coefficient = pairs.x.new_full((), coefficient)
+        return list(pairs.gradients(alpha.to(pairs.x.dtype), coefficient.to(pairs.x.dtype)))
 
     def _valid(self, pairs: Pairs) -> Tensor | None:
         """Anchors without any negative (possible with index2 and group) propose nothing."""
@@ -325,20 +327,25 @@ class ContrastiveEstimator(Estimator):
                 stacklevel=4,
             )
 
-    def _describe(self, alpha: Tensor, tau: float | Tensor, pairs: Pairs, visit: Visit) -> None:
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
+
+        ``log_normalizer``: mean alpha; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
+        anchors; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used; ``new_rows``: samples
+        seen for the first time.
+        """
+        if self._last is None:
+            return {}
+        alpha, tau, effective, count = self._last
         spread = torch.as_tensor(tau, dtype=alpha.dtype, device=alpha.device).flatten()
-        low, middle, high = torch.quantile(spread, spread.new_tensor([0.1, 0.5, 0.9])) if len(spread) > 1 else (
-            spread[0],
-            spread[0],
-            spread[0],
-        )
-        self._metrics = {
+        return {
             "log_normalizer": alpha.mean(),
-            "effective_negatives": pairs.effective,
-            "tau_q10": low,
-            "tau_median": middle,
-            "tau_q90": high,
-            "new_rows": (visit.columns["count"] == 0).any(dim=1).sum() if visit.old is not None else alpha.new_zeros(()),
+            "effective_negatives": effective,
+            "tau_q10": spread.quantile(0.1),
+            "tau_median": spread.quantile(0.5),
+            "tau_q90": spread.quantile(0.9),
+            "new_rows": (count == 0).any(dim=1).sum(),
         }
 
 

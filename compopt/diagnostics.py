@@ -1,0 +1,207 @@
+r"""Exact quantities of a whole data set's features, to hold estimators against. Chunked: never ``n x n``.
+
+All take features ``z1, z2`` of shape ``(n, d)``, row ``i`` of both being sample ``i``, and one batch worth of
+definitions: negatives of ``i`` are all other samples, ``g_i = 1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``. In unimodal
+mode ``views="averaged"`` is objective V2 of SogCLR (one normalizer per sample, the mean of both views' ``g``) and
+``views="separate"`` objective V1. Work is ``O(n^2 d)``, memory ``O(chunk_size n)``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compopt import checks
+from compopt.autograd import with_gradients
+from compopt.contrastive import ContrastiveEstimator
+from compopt.functional import mean_of_views
+from compopt.kernel import Pairs
+
+MODES = ("bimodal", "unimodal")
+VIEWS = ("averaged", "separate")
+CHUNK_SIZE = 512
+
+
+def log_normalizers(
+    z1: Tensor,
+    z2: Tensor,
+    tau: float | Tensor,
+    mode: str = "bimodal",
+    views: str = "averaged",
+    normalize: bool = True,
+    chunk_size: int = CHUNK_SIZE,
+) -> Tensor:
+    """Exact ``log g_i`` (NeuCLIP, eq. 9).
+
+    Args:
+        z1, z2: ``(n, d)``.
+        tau: a number, or a tensor ``(n, 1)`` or ``(n, 2)``.
+        mode, views: see the module.
+        normalize: L2-normalise the features first.
+        chunk_size: rows of the similarity matrix at a time.
+
+    Returns:
+        ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views.
+    """
+    with torch.no_grad():
+        a, b = (_prepare(z, normalize) for z in (z1, z2))
+        return _exact(_pairs(a, b, tau, mode, normalize, chunk_size), mode, views)
+
+
+def global_loss(
+    z1: Tensor,
+    z2: Tensor,
+    tau: float | Tensor,
+    mode: str = "bimodal",
+    views: str = "averaged",
+    normalize: bool = True,
+    chunk_size: int = CHUNK_SIZE,
+) -> Tensor:
+    """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d."""
+    return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size) * tau).mean()
+
+
+def global_gradient(
+    z1: Tensor,
+    z2: Tensor,
+    tau: float | Tensor,
+    mode: str = "bimodal",
+    views: str = "averaged",
+    normalize: bool = True,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each."""
+    with torch.enable_grad():
+        z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
+        a, b = (_prepare(z, normalize) for z in (z1, z2))
+        with torch.no_grad():
+            pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size)
+            alpha = _exact(pairs, mode, views).expand(-1, 2)
+            gradients = pairs.gradients(alpha, a.new_full((), 1 / alpha.numel()))
+        loss = with_gradients(a.new_zeros(()), [a, b], list(gradients))
+        g1, g2 = torch.autograd.grad(loss, (z1, z2))
+    return g1, g2
+
+
+def normalizer_error(
+    est: ContrastiveEstimator,
+    z1: Tensor,
+    z2: Tensor,
+    batch_size: int | None = None,
+    seed: int = 0,
+    chunk_size: int = CHUNK_SIZE,
+) -> Tensor:
+    """Mean squared error of the estimator's log-normalizers against the exact ones (NeuCLIP, appendix B.6).
+
+    A stateful normalizer is judged by what it has stored, over the rows it has seen, each at its own temperature; a
+    stateless one by its estimates on random batches of ``batch_size``.
+
+    Args:
+        est: any estimator.
+        z1, z2: current features of the whole data set it was built for, ``(n, d)``.
+        batch_size: for stateless normalizers, required there.
+        seed: of the random batches.
+
+    Returns:
+        0-d; NaN if no row has been seen.
+    """
+    with torch.no_grad():
+        n, device = len(z1), z1.device
+        everything = torch.arange(n)
+        visit = est._visit(everything, z1)
+        tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
+        mode = est.mode
+        views = "averaged" if est._layout is not None and "log_u" in visit.columns else "separate"
+        a, b = (_prepare(z, est.normalize) for z in (z1, z2))
+        exact = _exact(_pairs(a, b, tau, mode, est.normalize, chunk_size), mode, views)
+        positive = (a * b).sum(1, keepdim=True)
+        stored = est.normalizer.stored(visit.columns, positive, tau, visit.hypers("normalizer"))
+        if stored is not None:
+            seen = (visit.columns["count"] > 0).expand_as(stored)
+            return (stored - exact)[seen].square().mean()
+        if batch_size is None:
+            raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(device)
+        errors = []
+        for rows in order.split(checks.count("batch_size", batch_size)):
+            if len(rows) > 1:
+                alpha = _estimate(est, a[rows], b[rows], rows, tau)
+                errors.append((alpha - exact[rows]).square().flatten())
+        return torch.cat(errors).mean()
+
+
+def gradient_error(
+    est: ContrastiveEstimator,
+    z1: Tensor,
+    z2: Tensor,
+    batch_size: int,
+    repeats: int = 1,
+    seed: int = 0,
+    chunk_size: int = CHUNK_SIZE,
+) -> dict[str, Tensor]:
+    """How far the estimator's batch gradients are, on average, from the exact global gradient.
+
+    The data set is cut into random batches ``repeats`` times; the batch gradients, each placed at its samples, are
+    averaged. With exact normalizers that average is unbiased, so what remains as ``repeats`` grows is the bias of
+    the estimates. Nothing is deposited.
+
+    Returns:
+        ``cosine`` of the angle and ``relative`` error ``|mean - exact| / |exact|``, 0-d.
+    """
+    n = len(z1)
+    with torch.no_grad():
+        visit = est._visit(torch.arange(n), z1)
+        tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
+        views = "averaged" if "log_u" in visit.columns else "separate"
+    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size))
+    total, batches = torch.zeros_like(exact), 0
+    training = est.training
+    est.eval()
+    try:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(repeats):
+            for rows in torch.randperm(n, generator=generator).split(batch_size):
+                if len(rows) < batch_size and batches:
+                    continue  # a short last batch would weigh as much as a full one
+                _, g1, g2 = est.feature_gradients(z1[rows], z2[rows], rows)
+                total[0].index_add_(0, rows, g1)
+                total[1].index_add_(0, rows, g2)
+                batches += 1
+    finally:
+        est.train(training)
+    mean = total / batches
+    if not est.multiply_tau:
+        exact = exact / tau
+    return {
+        "cosine": F.cosine_similarity(mean.flatten(), exact.flatten(), dim=0),
+        "relative": (mean - exact).norm() / exact.norm(),
+    }
+
+
+def _prepare(z: Tensor, normalize: bool) -> Tensor:
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return F.normalize(z, dim=1) if normalize else z
+
+
+def _pairs(a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int) -> Pairs:
+    checks.one_of("mode", mode, MODES)
+    key = torch.arange(len(a), device=a.device)
+    return Pairs(
+        a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size
+    )
+
+
+def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
+    checks.one_of("views", views, VIEWS)
+    return mean_of_views(pairs.log_ghat) if mode == "unimodal" and views == "averaged" else pairs.log_ghat
+
+
+def _estimate(
+    est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor
+) -> Tensor:
+    """What the (stateless) normalizer makes of one batch, ``(B, 2)``."""
+    visit = est._visit(rows, a)
+    own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
+    pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
+    return est.normalizer.estimate(est._call(visit, pairs, own)).alpha.expand(-1, 2)

@@ -107,7 +107,6 @@ class Estimator(Hooks):
         self._pending = 0
         self._handles: dict[int, RemovableHandle] = {}
         self._monitor = Monitor()
-        self._metrics: dict[str, Tensor] = {}
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -406,8 +405,8 @@ class Estimator(Hooks):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d tensors that describe the last call; nothing waits for the device."""
-        return dict(self._metrics)
+        """0-d tensors that describe the last call, by name."""
+        return {}
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
     """``log(eps + g)`` from ``log g``; exact for ``eps = 0``."""
     if isinstance(eps, Tensor):
         return torch.logaddexp(log_g, eps.log())
-    return log_g if eps == 0 else torch.logaddexp(log_g, log_g.new_tensor(math.log(eps)))
+    return log_g if eps == 0 else torch.logaddexp(log_g, log_g.new_full((), math.log(eps)))
 
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:

@@ -12,7 +12,7 @@ from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
 from compopt.estimator import Estimator
-from compopt.groups import GroupSpec
+from compopt.groups import GroupSpec, Hyper
 from compopt.rows import Column
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -96,6 +96,11 @@ class MovingAverageEstimator(Normalizer, Estimator):
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
         return Estimate(alpha=log_u - shift, proposals={"log_u": log_u})
+
+    def stored(
+        self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper
+    ) -> Tensor:
+        return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     def update(self, log_g: Tensor, index: Tensor) -> Tensor:
         """Fold a batch of inner values into the rows and return the updated averages.
