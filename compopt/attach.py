@@ -23,7 +23,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     inner = optimizer
     while inner is not None and not any(inner is other for other in seen):
         if isinstance(getattr(inner, "_optimizer_step_post_hooks", None), dict):
-            return inner  # type: ignore[no-any-return]
+            return inner
         seen.append(inner)
         inner = getattr(inner, "optimizer", None)
     raise TypeError(
@@ -39,7 +39,7 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     steps too; ``None`` where there is none. The hook holds its owner weakly: an optimizer does not keep an
     estimator alive.
     """
-    reference = WeakMethod(commit)  # type: ignore[type-var]
+    reference = WeakMethod(commit)
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs

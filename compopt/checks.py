@@ -20,11 +20,13 @@ def number(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> None:
+    """Greater than 0."""
     if number(name, value) <= 0:
         raise ValueError(f"{name} must be greater than 0, got {value!r}")
 
 
 def non_negative(name: str, value: Any) -> None:
+    """0 or greater."""
     if number(name, value) < 0:
         raise ValueError(f"{name} must be 0 or greater, got {value!r}")
 
@@ -42,12 +44,14 @@ def decay(name: str, value: Any) -> None:
 
 
 def one_of(name: str, value: Any, options: Collection[str]) -> None:
+    """One of a few words."""
     if not isinstance(value, str) or value not in options:
         listed = ", ".join(repr(option) for option in options)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
 def flag(name: str, value: Any) -> None:
+    """True or False, not 0 or 1."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 

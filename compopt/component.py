@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.groups import Groups, GroupSpec, Hyper, parse
+from compopt.groups import Groups, GroupSpec, Hyper, SampleGroups, parse
 from compopt.rows import Column
 
 if TYPE_CHECKING:
@@ -61,16 +61,27 @@ class Component(ABC):
     """
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
-        self.defaults = dict(defaults)
+        self.own_defaults = dict(defaults)
         self.state: dict[str, Tensor] = {}
         self._pending_state: dict[str, Tensor] | None = None
-        self.sample_groups: Groups = [] if n is None else parse(n)
-        for number, group in enumerate(self.sample_groups):
-            checks.known_keys(f"sample group {number}", group, {"n", *self.defaults})
-            for key, value in self.defaults.items():
+        self.owner: object | None = None
+        self.own_groups: Groups = [] if n is None else parse(n)
+        for number, group in enumerate(self.own_groups):
+            checks.known_keys(f"sample group {number}", group, {"n", *self.own_defaults})
+            for key, value in self.own_defaults.items():
                 group.setdefault(key, value)
             self.check(group)
-        self.check(self.defaults)
+        self.check(self.own_defaults)
+
+    def claim(self, owner: object) -> None:
+        """Become a part of one estimator; two would write the same state twice."""
+        if self.owner is not None:
+            raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
+        self.owner = owner
+
+    def joined(self, groups: SampleGroups) -> None:
+        """The groups of this part are now merged into those of an estimator."""
+        self.own_groups = groups.groups
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
@@ -85,11 +96,16 @@ class Component(ABC):
         del directions, dtype
         return []
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
+    def learned(self) -> Iterator[torch.nn.Parameter]:
         """Learned by the user's own optimizer."""
         return iter(())
 
     # -- state that is not rows --------------------------------------------------------------------------------
+
+    @property
+    def has_pending_state(self) -> bool:
+        """A pending copy waits for :meth:`promote`."""
+        return self._pending_state is not None
 
     def working_state(self, training: bool) -> dict[str, Tensor]:
         """The pending copy if there is one (training), else the committed state."""
@@ -112,20 +128,20 @@ class Component(ABC):
             self.state[name] = new
         self._pending_state = None
 
-    def discard(self) -> None:
-        """Forget the pending copy."""
+    def forget(self) -> None:
+        """Drop the pending copy."""
         self._pending_state = None
 
-    def to(self, device: torch.device) -> None:
-        """Move state to the features' device."""
+    def move(self, device: torch.device) -> None:
+        """Take state to the features' device."""
         self.state = {name: value.to(device) for name, value in self.state.items()}
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def saved_state(self) -> dict[str, Tensor]:
         """Committed state that is not rows."""
         return {name: value.clone() for name, value in self.state.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of :meth:`state_dict`; keeps dtype and device."""
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of :meth:`saved_state`; keeps dtype and device."""
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])
 
@@ -137,9 +153,7 @@ class Normalizer(Component):
     def estimate(self, call: Call) -> Estimate:
         """Log-normalizers of this batch and the rows they propose."""
 
-    def stored(
-        self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper
-    ) -> Tensor | None:
+    def stored(self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper) -> Tensor | None:
         """Log-normalizers as the committed rows have them, with the positives of now; ``None``: stateless."""
         del rows, positive, tau, hyper
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.autograd import with_gradients
-from compopt.component import Call, Component, Normalizer, Temperature
+from compopt.component import Call, Normalizer, Temperature
 from compopt.estimator import Estimator, Visit
 from compopt.functional import temperature_gradient
 from compopt.indexing import check_vector
@@ -79,7 +79,7 @@ class ContrastiveEstimator(Estimator):
         for role, part, kind in (("normalizer", normalizer, Normalizer), ("temperature", temperature, Temperature)):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
-            _claim(part, self)
+            part.claim(self)
         self.normalizer, self.temperature = normalizer, temperature
         super().__init__({"normalizer": normalizer, "temperature": temperature}, mode=mode, dtype=dtype)
         self._warned_rho = False
@@ -196,8 +196,8 @@ class ContrastiveEstimator(Estimator):
         visit = self._visit(index, z1, index2)
         visit.distinct = visit.distinct and group is None
         if visit.depositing:
-            for part in self._components.values():
-                part.to(z1.device)
+            for part in (self.normalizer, self.temperature):
+                part.move(z1.device)
         return visit, [key.to(z1.device, non_blocking=True) for key in keys]
 
     def _prepare(self, z: Tensor) -> Tensor:
@@ -347,15 +347,6 @@ class ContrastiveEstimator(Estimator):
             "tau_q90": spread.quantile(0.9),
             "new_rows": (count == 0).any(dim=1).sum(),
         }
-
-
-def _claim(part: Component, owner: Estimator) -> None:
-    """A part belongs to one estimator: its state would otherwise be written twice."""
-    if getattr(part, "_owner", None) is not None:
-        raise ValueError(f"this {type(part).__name__} is already part of another estimator; build a second one")
-    part._owner = owner  # type: ignore[attr-defined]
-    if isinstance(part, Estimator):
-        part._store = None  # its rows move into the owner's table
 
 
 def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:

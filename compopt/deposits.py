@@ -43,8 +43,7 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tenso
     rows = torch.cat([d.rows for d in deposits])
     old = torch.cat([d.old for d in deposits])
     proposals = {
-        name: torch.cat([d.proposals[name].to(layout[name].dtype) for d in deposits])
-        for name in deposits[0].proposals
+        name: torch.cat([d.proposals[name].to(layout[name].dtype) for d in deposits]) for name in deposits[0].proposals
     }
     valid = _joined_validity(deposits, layout[COUNT].width)
     if not (len(deposits) == 1 and deposits[0].distinct):

@@ -112,7 +112,7 @@ def normalizer_error(
         visit = est._visit(everything, z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
         mode = est.mode
-        views = "averaged" if est._layout is not None and "log_u" in visit.columns else "separate"
+        views = "averaged" if "log_u" in visit.columns else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         exact = _exact(_pairs(a, b, tau, mode, est.normalize, chunk_size), mode, views)
         positive = (a * b).sum(1, keepdim=True)
@@ -187,9 +187,7 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
 def _pairs(a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int) -> Pairs:
     checks.one_of("mode", mode, MODES)
     key = torch.arange(len(a), device=a.device)
-    return Pairs(
-        a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size
-    )
+    return Pairs(a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size)
 
 
 def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
@@ -197,9 +195,7 @@ def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
     return mean_of_views(pairs.log_ghat) if mode == "unimodal" and views == "averaged" else pairs.log_ghat
 
 
-def _estimate(
-    est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor
-) -> Tensor:
+def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
     """What the (stateless) normalizer makes of one batch, ``(B, 2)``."""
     visit = est._visit(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from compopt import attach as attaching
-from compopt import checkpoint, checks
+from compopt import checkpoint
 from compopt.component import Component
-from compopt.deposits import COUNT, Deposit, merge
-from compopt.groups import Groups, Hyper, membership, parse
+from compopt.deposits import COUNT, Deposit
+from compopt.groups import Groups, Hyper, SampleGroups
 from compopt.hooks import Hooks
 from compopt.indexing import check_range, check_vector, distinct_values
 from compopt.monitor import Monitor
-from compopt.rows import Column, RowLayout
-from compopt.stores import MemoryStore, RowStore
+from compopt.table import RowTable
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 # Forward calls without a commit after which somebody has probably forgotten step() or attach().
@@ -40,7 +39,7 @@ class Visit:
         depositing: the call is in training mode with gradients enabled.
     """
 
-    estimator: Estimator
+    groups: SampleGroups
     rows: Tensor
     columns: dict[str, Tensor]
     old: Tensor | None
@@ -51,7 +50,7 @@ class Visit:
 
     def hypers(self, component: str) -> Hyper:
         """Hyper-parameters of one component for these rows."""
-        return self.estimator._hypers(component, self.rows, self.dtype)
+        return self.groups.hyper(component, self.rows, self.dtype)
 
     def hyper(self, component: str, key: str) -> Any:
         """One hyper-parameter for these rows."""
@@ -93,16 +92,8 @@ class Estimator(Hooks):
         self.training = True
         self.t = 0
         self._components = dict(components)
-        self._names = _group_names(self._components)
-        self.defaults: dict[str, Any] = {
-            self._names[role][key]: value
-            for role, part in self._components.items()
-            for key, value in part.defaults.items()
-        }
-        self.sample_groups: Groups = self._merge_groups()
-        self._snapshot: Groups = []
-        self._check_groups()
-        self._layout, self._store = self._make_rows()
+        self._groups = SampleGroups(self._components, mode)
+        self._table = self._make_table()
         self._deposits: list[Deposit] = []
         self._pending = 0
         self._handles: dict[int, RemovableHandle] = {}
@@ -110,135 +101,70 @@ class Estimator(Hooks):
 
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _merge_groups(self) -> Groups:
-        """One list of groups from the components' own; they must agree on the sizes."""
-        owners = {role: part for role, part in self._components.items() if part.sample_groups}
-        sizes = {role: [group["n"] for group in part.sample_groups] for role, part in owners.items()}
-        for role, size in sizes.items():
-            first, reference = next(iter(sizes.items()))
-            if size != reference:
-                raise ValueError(f"n differs: {first} has {reference}, {role} has {size}; give both the same n")
-        merged: Groups = [{"n": n} for n in next(iter(sizes.values()))] if sizes else [{}]
-        for role, part in self._components.items():
-            for number, group in enumerate(merged):
-                own = part.sample_groups[number] if part.sample_groups else part.defaults
-                group.update({self._names[role][key]: own[key] for key in part.defaults})
-        for group in merged:
-            self._fill(group)
-        for part in self._components.values():
-            part.sample_groups = merged
-        return merged
+    @property
+    def sample_groups(self) -> Groups:
+        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
+        return self._groups.groups
 
-    def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyper-parameters of one component, under its own names."""
-        return {key: group[name] for key, name in self._names[role].items()}
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
+        return self._groups.defaults
 
-    def _fill(self, group: dict[str, Any]) -> None:
-        for role, part in self._components.items():
-            own = self._own(role, group)
-            part.fill(own, self.mode)
-            group.update({self._names[role][key]: value for key, value in own.items()})
-
-    def _check_groups(self) -> None:
-        """Look at the groups again if anything changed since the last call."""
-        if self.sample_groups == self._snapshot:
-            return
-        known = {"n", *self.defaults}
-        for number, group in enumerate(self.sample_groups):
-            checks.known_keys(f"sample group {number}", group, known)
-            for key in self.defaults:
-                if key not in group:
-                    raise ValueError(f"sample group {number} has lost its hyper-parameter {key!r}")
-            if number < len(self._snapshot) and group.get("n") != self._snapshot[number].get("n"):
-                was = self._snapshot[number].get("n")
-                raise ValueError(f"n of sample group {number} is fixed at {was}; add rows with add_sample_group")
-            for role, part in self._components.items():
-                part.check(self._own(role, group))
-        if self._snapshot and len(self._snapshot) != len(self.sample_groups):
-            raise ValueError(
-                f"there are {len(self.sample_groups)} sample groups instead of {len(self._snapshot)}; "
-                f"add them with add_sample_group"
-            )
-        self._snapshot = [dict(group) for group in self.sample_groups]
-
-    def _override(self, groups: Any) -> None:
-        """Let the groups that a user gave to a preset override its defaults."""
-        if isinstance(groups, int):
-            return
-        merged = [
-            {**own, **given} for own, given in zip(self.sample_groups, parse(groups), strict=True)
-        ]
-        for number, (own, given) in enumerate(zip(self.sample_groups, merged, strict=True)):
-            checks.known_keys(f"sample group {number}", given, own)
-            own.update(given)
-            self._fill(own)
-        self._check_groups()
+    @property
+    def n(self) -> int | None:
+        """Samples in all groups; ``None`` for an estimator without rows."""
+        return self._groups.n
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set, ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
 
         Its samples take the indices after all existing ones. The table is copied once.
         """
-        if self.n is None:
-            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
-        (new,) = parse([group])
-        checks.known_keys(f"sample group {len(self.sample_groups)}", new, {"n", *self.defaults})
-        new = {**self.defaults, **new}
-        self._fill(new)
-        for role, part in self._components.items():
-            part.check(self._own(role, new))
-        self._check_groups()
-        self.sample_groups.append(new)
-        self._snapshot.append(dict(new))
-        if self._store is not None:
-            self._store.grow(self._require_n())
-
-    @property
-    def n(self) -> int | None:
-        """Samples in all groups; ``None`` for an estimator without rows."""
-        if "n" not in self.sample_groups[0]:
-            return None
-        return sum(group["n"] for group in self.sample_groups)
-
-    def _require_n(self) -> int:
-        n = self.n
-        assert n is not None
-        return n
-
-    def _hypers(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
-        return Hyper(self.sample_groups, self._names[role], membership(self.sample_groups, rows), dtype)
+        self._groups.add(group)
+        if self._table is not None:
+            self._table.store.grow(self._groups.n or 0)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _make_rows(self) -> tuple[RowLayout | None, RowStore | None]:
+    def _make_table(self) -> RowTable | None:
         directions = DIRECTIONS[self.mode]
-        columns = [c for part in self._components.values() for c in part.columns(directions, self.dtype)]
-        if not columns:
-            return None, None
-        layout = RowLayout((*columns, Column(COUNT, directions, torch.int32)))
-        return layout, MemoryStore(self._require_n(), layout.words)
+        if not any(part.columns(directions, self.dtype) for part in self._components.values()):
+            return None
+        return RowTable(self._components, self._groups, directions, self.dtype)
 
     def _visit(self, index: Any, like: Tensor, index2: Any = None) -> Visit:
         """Check indices and read their committed rows."""
-        if getattr(self, "_owner", None) is not None:
+        if self._owned:
             raise RuntimeError("this object is part of a ContrastiveEstimator, which reads and writes its rows")
         self._monitor.poll()
-        self._check_groups()
-        given = [check_vector("index", index, len(like))]
+        self._groups.check()
+        given = {"index": check_vector("index", index, len(like))}
         if index2 is not None:
-            given.append(check_vector("index2", index2, len(like)))
-        flags = [check_range(name, x, self.n) for name, x in zip(("index", "index2"), given, strict=False)]
-        distinct = distinct_values(given[0]) == len(given[0]) and index2 is None
-        rows = torch.stack([x.to(like.device, non_blocking=True) for x in given], dim=1)
-        bad = next((flag for flag in flags if flag is not None), None)
-        for flag in flags[1:]:
-            bad = bad if flag is None else bad | flag.to(bad.device)
+            given["index2"] = check_vector("index2", index2, len(like))
+        flags = [check_range(name, value, self.n) for name, value in given.items()]
+        distinct = distinct_values(given["index"]) == len(given["index"]) and index2 is None
+        rows = torch.stack([value.to(like.device, non_blocking=True) for value in given.values()], dim=1)
+        bad: Tensor | None = None
+        for flag in flags:
+            if flag is not None:
+                bad = flag.to(rows.device) if bad is None else bad | flag.to(rows.device)
         if bad is not None:
             self._monitor.watch(bad.to(torch.int32), self._refuse_index)
-            rows = rows.clamp(0, self._require_n() - 1)
+            rows = rows.clamp(0, (self.n or 1) - 1)
         dtype = torch.promote_types(torch.promote_types(like.dtype, torch.float32), self.dtype)
-        columns, old = self._read_rows(rows, dtype)
-        return Visit(self, rows, columns, old, distinct, bad, dtype, self._depositing)
+        columns, old = {COUNT: torch.zeros_like(rows, dtype=torch.int32)}, None
+        depositing = self.training and torch.is_grad_enabled()
+        if self._table is not None:
+            if depositing:
+                self._table.store.to(rows.device)
+            columns, old = self._table.read(rows, dtype)
+        return Visit(self._groups, rows, columns, old, distinct, bad, dtype, depositing)
+
+    @property
+    def _owned(self) -> bool:
+        """This estimator is a component of another one."""
+        return isinstance(self, Component) and self.owner is not None
 
     def _refuse_index(self, bad: int) -> None:
         if bad:
@@ -246,30 +172,6 @@ class Estimator(Hooks):
                 f"an index of an earlier call was outside n={self.n} (its loss was NaN); pass data-set indices, "
                 f"not batch positions, and pass them on the CPU to learn of this at once"
             )
-
-    def _read_rows(self, rows: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
-        if self._layout is None or self._store is None:
-            return {COUNT: torch.zeros_like(rows, dtype=torch.int32)}, None
-        if self._depositing:
-            self._store.to(rows.device)
-        old = self._store.gather(rows.flatten().to(self._store.device)).to(rows.device)
-        views = self._layout.unpack(old)
-        if rows.shape[1] == 2:  # direction 1 lives in the rows of index, direction 2 in those of index2
-            views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
-        return self._decode(views, rows, dtype), old
-
-    def _decode(self, views: Mapping[str, Tensor], rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Columns as floats of the working dtype; rows never visited show their initial value."""
-        assert self._layout is not None
-        columns = {COUNT: views[COUNT]}
-        for role, part in self._components.items():
-            for column in part.columns(DIRECTIONS[self.mode], self.dtype):
-                value = views[column.name].to(dtype)
-                if column.initial is not None:
-                    initial = self._hypers(role, rows, dtype)(column.initial)
-                    value = torch.where(columns[COUNT] == 0, initial, value)
-                columns[column.name] = value
-        return columns
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Committed values by column.
@@ -281,22 +183,16 @@ class Estimator(Hooks):
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
             ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
-        if self._layout is None or self._store is None:
+        if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         batch = len(index) if isinstance(index, Tensor) and index.dim() else 0
         rows = check_vector("index", index, batch).cpu()
         check_range("index", rows, self.n)
-        rows = rows.to(self._store.device)[:, None]
-        views = self._layout.unpack(self._store.gather(rows.flatten()))
-        columns = self._decode(views, rows, self.dtype)
+        columns, _ = self._table.read(rows.to(self._table.store.device)[:, None], self.dtype)
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
 
     # -- deposit and commit ------------------------------------------------------------------------------------
-
-    @property
-    def _depositing(self) -> bool:
-        return self.training and torch.is_grad_enabled()
 
     @property
     def pending(self) -> int:
@@ -315,7 +211,7 @@ class Estimator(Hooks):
                 valid = valid & ~visit.bad
             values = {name: value.detach() for name, value in proposals.items()}
             self._deposits.append(Deposit(visit.rows.flatten(), visit.old, values, valid, visit.distinct))
-        elif all(part._pending_state is None for part in self._components.values()):
+        elif not any(part.has_pending_state for part in self._components.values()):
             return  # a stateless estimator has nothing to commit
         self._pending += 1
         if self._pending == PATIENCE and self.t == 0:
@@ -337,12 +233,8 @@ class Estimator(Hooks):
             return
         self._run("step_pre", (), {})
         with torch.no_grad():
-            if self._deposits:
-                assert self._layout is not None and self._store is not None
-                rows, old, new = merge(self._deposits, self._layout)
-                if found_inf is not None:
-                    new = torch.where(found_inf.to(new.device) > 0, old, new)
-                self._store.scatter(rows, new)
+            if self._table is not None and self._deposits:
+                self._table.commit(self._deposits, found_inf)
             for part in self._components.values():
                 part.promote(found_inf)
         self._deposits.clear()
@@ -355,7 +247,7 @@ class Estimator(Hooks):
         self._deposits.clear()
         self._pending = 0
         for part in self._components.values():
-            part.discard()
+            part.forget()
 
     def attach(self, optimizer: Any) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
@@ -373,7 +265,7 @@ class Estimator(Hooks):
         """
         inner = attaching.unwrap(optimizer)
         handle = self._handles.get(id(inner))
-        if handle is None or handle.id not in inner._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+        if handle is None or handle.id not in inner._optimizer_step_post_hooks:
             handle = attaching.commit_after_step(inner, self._commit)
             self._handles[id(inner)] = handle
         return handle
@@ -392,16 +284,16 @@ class Estimator(Hooks):
     def to(self, device: torch.device | str) -> Estimator:
         """Move rows and other state to a device; they otherwise follow the first features in training mode."""
         device = torch.device(device)
-        if self._store is not None:
-            self._store.to(device)
+        if self._table is not None:
+            self._table.store.to(device)
         for part in self._components.values():
-            part.to(device)
+            part.move(device)
         return self
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """What the user's optimizer must learn (a learned temperature); usually empty."""
         for part in self._components.values():
-            yield from part.parameters()
+            yield from part.learned()
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -433,12 +325,3 @@ class Estimator(Hooks):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
-
-
-def _group_names(components: Mapping[str, Component]) -> dict[str, dict[str, str]]:
-    """Component keys -> group keys; a key that two components share is prefixed with the role."""
-    keys = [key for part in components.values() for key in part.defaults]
-    return {
-        role: {key: f"{role}.{key}" if keys.count(key) > 1 else key for key in part.defaults}
-        for role, part in components.items()
-    }

@@ -16,6 +16,7 @@ Letters (shapes): ``B`` samples, ``D`` directions (2: image -> text and text -> 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 Scalar = float | Tensor
 
 
-def log(x: Scalar) -> Scalar:
+def log(x: Any) -> Any:
     """Natural logarithm of a Python number or a tensor; ``log 0 = -inf``."""
     if isinstance(x, Tensor):
         return x.log()
@@ -63,9 +64,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor) -
     return torch.where(first, log_g, torch.logaddexp(log_u + log_keep, log_g + log_take))
 
 
-def temperature_gradient(
-    alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True
-) -> Tensor:
+def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:
     r"""Derivative ``G`` of one anchor's term of the objective with respect to its ``tau``.
 
     ``multiply_tau``: of ``tau (alpha + rho)``, ``G = alpha + rho - sum_j w_ij h_ij / tau`` (iSogCLR, eq. 13,

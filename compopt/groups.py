@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from compopt import checks
+
+if TYPE_CHECKING:
+    from compopt.component import Component
 
 Groups = list[dict[str, Any]]
 #: A number of samples, or one mapping per data set: ``[{"n": 3_000_000, "gamma": 0.9}, {"n": 12_000_000}]``.
@@ -48,9 +51,7 @@ class Hyper:
         dtype: of the tensors.
     """
 
-    def __init__(
-        self, groups: Groups, names: Mapping[str, str], membership: Tensor | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, groups: Groups, names: Mapping[str, str], membership: Tensor | None, dtype: torch.dtype) -> None:
         self._groups, self._names, self._membership, self._dtype = groups, names, membership, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
@@ -61,7 +62,7 @@ class Hyper:
         """The same keys, read from the first group only."""
         return Hyper(self._groups[:1], self._names, None, self._dtype)
 
-    def choose(self, key: str, table: Mapping[str, float]) -> Any:
+    def choose(self, key: str, table: Mapping[Any, float]) -> Any:
         """A named option as a number per row."""
         return self._spread([table[value] for value in self._values(key)])
 
@@ -88,3 +89,129 @@ def membership(groups: Groups, rows: Tensor) -> Tensor | None:
         end += group["n"]
         number += rows >= end
     return number
+
+
+class SampleGroups:
+    """The groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
+
+    A key that two components share is prefixed with the component's role (``temperature.lr``).
+
+    Attributes:
+        groups: the list that users read and edit.
+        defaults: what fills a group that leaves a key out.
+        names: role -> the component's keys -> keys in the groups.
+    """
+
+    def __init__(self, components: Mapping[str, Component], mode: str) -> None:
+        self._components, self._mode = components, mode
+        keys = [key for part in components.values() for key in part.own_defaults]
+        self.names = {
+            role: {key: f"{role}.{key}" if keys.count(key) > 1 else key for key in part.own_defaults}
+            for role, part in components.items()
+        }
+        self.defaults: dict[str, Any] = {
+            self.names[role][key]: value
+            for role, part in components.items()
+            for key, value in part.own_defaults.items()
+        }
+        self.groups = self._merge()
+        self._snapshot: Groups = []
+        self.check()
+        for part in components.values():
+            part.joined(self)
+
+    def _merge(self) -> Groups:
+        """One list from the components' own; those that have groups must agree on the sizes."""
+        sizes = {role: [g["n"] for g in part.own_groups] for role, part in self._components.items()}
+        sizes = {role: size for role, size in sizes.items() if size}
+        for role, size in sizes.items():
+            first, reference = next(iter(sizes.items()))
+            if size != reference:
+                raise ValueError(f"n differs: {first} has {reference}, {role} has {size}; give both the same n")
+        merged: Groups = [{"n": n} for n in next(iter(sizes.values()))] if sizes else [{}]
+        for number, group in enumerate(merged):
+            for role, part in self._components.items():
+                own = part.own_groups[number] if part.own_groups else part.own_defaults
+                group.update({self.names[role][key]: own[key] for key in part.own_defaults})
+            self._fill(group)
+        return merged
+
+    @property
+    def n(self) -> int | None:
+        """Samples in all groups; ``None`` without rows."""
+        return sum(group["n"] for group in self.groups) if "n" in self.groups[0] else None
+
+    def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters of one component, under its own names."""
+        return {key: group[name] for key, name in self.names[role].items()}
+
+    def _fill(self, group: dict[str, Any]) -> None:
+        for role, part in self._components.items():
+            own = self._own(role, group)
+            part.fill(own, self._mode)
+            group.update({self.names[role][key]: value for key, value in own.items()})
+
+    def check(self) -> None:
+        """Refuse bad edits; costs one comparison when nothing changed."""
+        if self.groups == self._snapshot:
+            return
+        if self._snapshot and len(self._snapshot) != len(self.groups):
+            raise ValueError(
+                f"there are {len(self.groups)} sample groups instead of {len(self._snapshot)}; add them with "
+                f"add_sample_group"
+            )
+        for number, group in enumerate(self.groups):
+            what = f"sample group {number}"
+            checks.known_keys(what, group, {"n", *self.defaults})
+            lost = next((key for key in self.defaults if key not in group), None)
+            if lost is not None:
+                raise ValueError(f"{what} has lost its hyper-parameter {lost!r}; put it back")
+            if self._snapshot and group.get("n") != self._snapshot[number].get("n"):
+                raise ValueError(
+                    f"n of {what} is fixed at {self._snapshot[number].get('n')}, got {group.get('n')!r}; append rows "
+                    f"with add_sample_group"
+                )
+            for role, part in self._components.items():
+                part.check(self._own(role, group))
+        self._snapshot = [dict(group) for group in self.groups]
+
+    def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over saved values, all or none; the list and its dicts stay the same objects."""
+        previous = [dict(group) for group in self.groups]
+        self._assign(groups)
+        try:
+            self.check()
+        except Exception:
+            self._assign(previous)
+            raise
+
+    def _assign(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group, values in zip(self.groups, groups, strict=True):
+            group.clear()
+            group.update(values)
+
+    def override(self, given: Sequence[Mapping[str, Any]]) -> None:
+        """Let the groups that a user gave to a preset override the preset's arguments."""
+        for number, (group, values) in enumerate(zip(self.groups, given, strict=True)):
+            checks.known_keys(f"sample group {number}", values, {"n", *self.defaults})
+            group.update(values)
+            self._fill(group)
+        self.check()
+
+    def add(self, group: Mapping[str, Any]) -> None:
+        """Append one group, completed by the defaults."""
+        if self.n is None:
+            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
+        self.check()
+        (new,) = parse([group])
+        checks.known_keys(f"sample group {len(self.groups)}", new, {"n", *self.defaults})
+        new = {**self.defaults, **new}
+        self._fill(new)
+        for role, part in self._components.items():
+            part.check(self._own(role, new))
+        self.groups.append(new)
+        self._snapshot.append(dict(new))
+
+    def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
+        """Hyper-parameters of one component for these rows, ``(B, R)``."""
+        return Hyper(self.groups, self.names[role], membership(self.groups, rows), dtype)

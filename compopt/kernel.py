@@ -18,10 +18,11 @@ autograd records none of it. There is no host synchronisation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from compopt.strips import RunningSums, Side, Strip
 
 # Stands for "not a pair" in S. Finite, so that 0 * MASKED is 0 and not NaN; far below any similarity / tau.
 MASKED = -1e30
@@ -31,22 +32,6 @@ MAX_UNSHIFTED_SCALE = 40.0
 CPU_STRIP_ROWS = 512
 # Anchors over which the effective number of negatives is measured.
 SPREAD_ROWS = 128
-
-
-@dataclass
-class Strip:
-    """Rows ``start`` to ``stop`` of the exponentiated similarities.
-
-    ``by_row[i, j] = exp((s_ij - row_shift_i) / tau_i)``; ``by_column`` likewise with the column's temperature
-    and shift, ``None`` where it is the same matrix (uniform temperature) or unused (unimodal).
-    """
-
-    start: int
-    stop: int
-    by_row: Tensor
-    row_shift: Tensor | None
-    by_column: Tensor | None = None
-    column_shift: Tensor | None = None
 
 
 class Pairs:
@@ -91,7 +76,6 @@ class Pairs:
         self.y = self.x if unimodal else z2
         self.moments = moments
         self.uniform = isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
-        self.two_sided = not unimodal  # columns are anchors too
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform
         self.recompute = chunk_size is not None
@@ -162,45 +146,44 @@ class Pairs:
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
     def _sweep(self) -> None:
-        rows, columns = len(self.x), len(self.y)
-        self._row_scale, self._column_scale = self._scales()
-        row_sum, column_sum = self.x.new_empty(rows), self.x.new_zeros(columns)
-        row_shift = None if self.uniform else self.x.new_empty(rows)
-        row_dot = self.x.new_zeros(rows) if self.moments else None
-        column_dot = self.x.new_zeros(columns) if self.moments else None
-        row_excluded, column_excluded = self.x.new_empty(rows), self.x.new_zeros(columns)
-        column_shift: Tensor | None = None
+        row_scale, column_scale = self._scales()
+        self._rows = RunningSums(row_scale, self.moments)
+        self._columns = None if self.unimodal else RunningSums(column_scale, self.moments)
+        excluded = self.x.new_zeros(2, len(self.y))
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
             if same is not None:
-                torch.sum(same, 1, dtype=self.x.dtype, out=row_excluded[start:stop])
-                column_excluded += same.sum(0)
-            strip, dots = self._exponentiate(s, start, stop, column_shift)
-            torch.sum(strip.by_row, 1, out=row_sum[start:stop])
-            if row_shift is not None and strip.row_shift is not None:
-                row_shift[start:stop] = strip.row_shift
-            if self.two_sided:
-                if strip.column_shift is not None and column_shift is not None:
-                    shrink = ((column_shift - strip.column_shift) * self._column_scale).exp_()
-                    column_sum *= shrink
-                    if column_dot is not None:
-                        column_dot *= shrink
-                column_sum += (strip.by_row if strip.by_column is None else strip.by_column).sum(0)
-                column_shift = strip.column_shift
-            if row_dot is not None and column_dot is not None:
-                row_dot[start:stop] = dots[0]
-                if dots[1] is not None:
-                    column_dot += dots[1]
+                excluded[0, start:stop] = same.sum(1)
+                excluded[1] += same.sum(0)
+            strip = self._exponentiate(s, start, stop, None if self._columns is None else self._columns.shift)
+            self._rows.add_rows(strip)
+            if self._columns is not None and strip.columns is not None:
+                self._columns.add_columns(strip.columns)
             if start == 0:
-                self.effective = self._effective(strip.by_row, row_sum)
+                self.effective = self._effective(strip.rows.exp, self._rows.total)
             if not self.recompute:
                 self._strips.append(strip)
-        self._collect_counts(row_excluded, column_excluded)
-        self._collect_sums(row_sum, column_sum, row_shift, column_shift)
+        self._collect(excluded)
+
+    def _collect(self, excluded: Tensor) -> None:
+        """Sums per matrix row and column -> the ``(B, 2)`` attributes."""
+        columns = self._columns
+        candidates = len(self.y)
+        if self.distinct:
+            count = float(candidates - (2 if self.unimodal else 1))
+            self.count = self.x.new_full((), count).expand(self.batch, 2)
+        else:
+            self.count = candidates - self._per_anchor(excluded[0], excluded[1])
+        self.log_count = self.count.clamp(min=1).log()
+        self._scale = self._per_anchor(self._rows.scale, None if columns is None else columns.scale)
+        log_total = self._per_anchor(self._rows.log_total(), None if columns is None else columns.log_total())
+        log_sum = log_total - self.positive * self._scale
+        self.log_sum = log_sum if self.distinct else torch.where(self.count > 0, log_sum, 0)
         self.mean_h: Tensor | None = None
-        if row_dot is not None and column_dot is not None:
-            dot = self._per_anchor(row_dot / row_sum, column_dot / column_sum)
-            self.mean_h = torch.where(self.count > 0, dot - self.positive, 0)
+        if self._rows.dot is not None:
+            by_column = None if columns is None or columns.dot is None else columns.dot / columns.total
+            mean_s = self._per_anchor(self._rows.dot / self._rows.total, by_column)
+            self.mean_h = torch.where(self.count > 0, mean_s - self.positive, 0)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         s = self._buffer(0, start, stop)
@@ -210,46 +193,24 @@ class Pairs:
         torch.mm(x, self.y.T, out=s)
         return s, self._mask(s, start, MASKED)
 
-    def _exponentiate(
-        self, s: Tensor, start: int, stop: int, column_shift: Tensor | None
-    ) -> tuple[Strip, tuple[Tensor | None, Tensor | None]]:
-        """Turn a strip of similarities into exponentials, in place where it can; the sums of ``s exp(...)``."""
+    def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Strip:
+        """Turn a strip of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
-            return Strip(start, stop, s.exp_(), None), (None, None)
+            shared = Side(s.exp_(), None, None)
+            return Strip(start, stop, shared, None if self.unimodal else shared)
         shift = s.amax(1)
-        by_row = self._buffer(self._row_buffer, start, stop)
-        torch.sub(s, shift[:, None], out=by_row)
-        by_row.mul_(self._row_scale[start:stop, None]).exp_()
-        row_dot = torch.linalg.vecdot(by_row, s) if self.moments else None
-        if not self.two_sided:
-            return Strip(start, stop, by_row, shift), (row_dot, None)
+        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
+        e.mul_(self._rows.scale[start:stop, None]).exp_()
+        rows = Side(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
+        if self._columns is None:
+            return Strip(start, stop, rows, None)
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
-            by_column = s.sub_(top).mul_(self._column_scale).exp_()
-            return Strip(start, stop, by_row, shift, by_column, top), (None, None)
-        by_column = (s - top).mul_(self._column_scale).exp_()
-        column_dot = torch.linalg.vecdot(by_column, s, dim=0)
-        return Strip(start, stop, by_row, shift, s.copy_(by_column), top), (row_dot, column_dot)
-
-    def _collect_counts(self, row_excluded: Tensor, column_excluded: Tensor) -> None:
-        candidates = len(self.y)
-        if self.distinct:
-            count = float(candidates - (2 if self.unimodal else 1))
-            self.count = self.x.new_full((), count).expand(self.batch, 2)
-        else:
-            self.count = candidates - self._per_anchor(row_excluded, column_excluded)
-        self.log_count = self.count.clamp(min=1).log()
-
-    def _collect_sums(
-        self, row_sum: Tensor, column_sum: Tensor, row_shift: Tensor | None, column_shift: Tensor | None
-    ) -> None:
-        scale = self._per_anchor(self._row_scale, self._column_scale)
-        log_sum = self._per_anchor(row_sum, column_sum).log()
-        if row_shift is not None:
-            log_sum = log_sum + self._per_anchor(row_shift, column_shift) * scale
-        log_sum = log_sum - self.positive * scale
-        self.log_sum = log_sum if self.distinct else torch.where(self.count > 0, log_sum, 0)
+            return Strip(start, stop, rows, Side(s.sub_(top).mul_(self._columns.scale).exp_(), top, None))
+        e = (s - top).mul_(self._columns.scale).exp_()
+        dot = torch.linalg.vecdot(e, s, dim=0)
+        return Strip(start, stop, rows, Side(s.copy_(e), top, dot))
 
     def _effective(self, by_row: Tensor, row_sum: Tensor) -> Tensor:
         e = by_row[:SPREAD_ROWS]
@@ -276,9 +237,8 @@ class Pairs:
             Gradients with respect to ``z1`` and ``z2``, ``(B, d)`` each.
         """
         coefficient = torch.where(self.count > 0, coefficient, 0)
-        scale = self._per_anchor(self._row_scale, self._column_scale)
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
-        log_factor = -(self.positive * scale) - alpha - self.log_count
+        log_factor = -(self.positive * self._scale) - alpha - self.log_count
         grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
         for strip in self._recomputed() if self.recompute else iter(self._strips):
             a = self._combine(strip, log_factor, coefficient)
@@ -293,26 +253,31 @@ class Pairs:
         column_shift: Tensor | None = None
         for start, stop in self._bounds():
             s, _ = self._similarities(start, stop)
-            strip, _ = self._exponentiate(s, start, stop, column_shift)
-            column_shift = strip.column_shift
+            strip = self._exponentiate(s, start, stop, column_shift)
+            column_shift = None if strip.columns is None else strip.columns.shift
             yield strip
 
     def _combine(self, strip: Strip, log_factor: Tensor, coefficient: Tensor) -> Tensor:
         """Scale one strip into coefficients ``A_ij``, in place."""
-        rows = slice(strip.start, strip.stop)
-        row_log = self._row_values(log_factor)[rows]
-        if strip.row_shift is not None:
-            row_log = row_log + strip.row_shift * self._row_scale[rows]
-        by_row = (self._row_values(coefficient)[rows] * row_log.exp())[:, None]
-        if not self.two_sided and not self.symmetric:
-            return strip.by_row.mul_(by_row)
-        column_log = self._column_values(log_factor)
-        if strip.column_shift is not None:
-            column_log = column_log + strip.column_shift * self._column_scale
-        by_column = self._column_values(coefficient) * column_log.exp()
-        if strip.by_column is None:
-            return strip.by_row.mul_(by_row + by_column)
-        return strip.by_row.mul_(by_row).add_(strip.by_column.mul_(by_column))
+
+        def factor(values: Tensor, logs: Tensor, shift: Tensor | None, scale: Tensor) -> Tensor:
+            return values * (logs if shift is None else logs + shift * scale).exp()
+
+        own = slice(strip.start, strip.stop)
+        by_row = factor(
+            self._row_values(coefficient)[own],
+            self._row_values(log_factor)[own],
+            strip.rows.shift,
+            self._rows.scale[own],
+        )[:, None]
+        if self.unimodal and not self.symmetric:
+            return strip.rows.exp.mul_(by_row)
+        shift = None if strip.columns is None else strip.columns.shift
+        scale = self._rows.scale if self._columns is None else self._columns.scale
+        by_column = factor(self._column_values(coefficient), self._column_values(log_factor), shift, scale)
+        if strip.columns is None or strip.columns.exp is strip.rows.exp:
+            return strip.rows.exp.mul_(by_row + by_column)
+        return strip.rows.exp.mul_(by_row).add_(strip.columns.exp.mul_(by_column))
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """``sum_j w_ij``, ``(B, 2)``."""
@@ -323,7 +288,7 @@ class Pairs:
     ) -> tuple[Tensor, Tensor]:
         """Add the ``-grad s_ii`` terms; in unimodal mode add the two roles of each row first."""
         if self.unimodal:
-            grad_x, grad_y = grad_x.add_(grad_y).split(self.batch)
+            grad_x.add_(grad_y)
+            grad_x, grad_y = grad_x[: self.batch], grad_x[self.batch :]
         pull = (coefficient * self.sum_weights(alpha)).sum(1, keepdim=True)
         return grad_x.sub_(pull * self.z2), grad_y.sub_(pull * self.z1)
-

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, sizes
+from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -22,7 +22,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is the control that a
             stateful method must beat.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
-        mode, normalize, multiply_tau, chunk_size: see :class:`~compopt.ContrastiveEstimator`.
+        mode, normalize, multiply_tau, chunk_size, dtype: see :class:`~compopt.ContrastiveEstimator`.
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
@@ -50,6 +50,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
             BatchNormalizer(include_positive),
@@ -58,6 +59,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
             normalize=normalize,
             multiply_tau=multiply_tau,
             chunk_size=chunk_size,
+            dtype=dtype,
         )
 
 
@@ -104,7 +106,7 @@ class SogCLREstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._override(n)
+        self._groups.override(parse(n))
 
 
 class ISogCLREstimator(ContrastiveEstimator):
@@ -158,7 +160,7 @@ class ISogCLREstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._override(n)
+        self._groups.override(parse(n))
 
 
 FASTCLIP_EPS = 1e-14
@@ -243,4 +245,4 @@ class FastCLIPEstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._override(n)
+        self._groups.override(parse(n))

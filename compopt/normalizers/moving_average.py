@@ -12,7 +12,7 @@ from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
 from compopt.estimator import Estimator
-from compopt.groups import GroupSpec, Hyper
+from compopt.groups import GroupSpec, Hyper, SampleGroups
 from compopt.rows import Column
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -77,10 +77,13 @@ class MovingAverageEstimator(Normalizer, Estimator):
         Normalizer.__init__(self, n, {"gamma": gamma, "reference": reference, "eps": eps})
         Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype)
 
+    def joined(self, groups: SampleGroups) -> None:
+        super().joined(groups)
+        if self.owner is not None:  # columns and groups move into the owner's
+            self._groups, self._table = groups, None
+
     def check(self, group: Mapping[str, Any]) -> None:
-        checks.unit_interval(
-            "gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history"
-        )
+        checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
         checks.non_negative("eps", group["eps"])
         checks.one_of("reference", group["reference"], REFERENCES)
 
@@ -97,9 +100,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
         return Estimate(alpha=log_u - shift, proposals={"log_u": log_u})
 
-    def stored(
-        self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper
-    ) -> Tensor:
+    def stored(self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper) -> Tensor:
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     def update(self, log_g: Tensor, index: Tensor) -> Tensor:

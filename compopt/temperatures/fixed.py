@@ -54,7 +54,7 @@ class FixedTemperature(Temperature):
             self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau))))
 
     def check(self, group: Mapping[str, Any]) -> None:
-        if "tau" in self.defaults:
+        if "tau" in self.own_defaults:
             checks.positive("tau", group["tau"])
 
     def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
@@ -65,18 +65,18 @@ class FixedTemperature(Temperature):
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
+    def learned(self) -> Iterator[torch.nn.Parameter]:
         if self.log_inverse is not None:
             yield self.log_inverse
 
-    def to(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         if self.log_inverse is not None and self.log_inverse.device != device:
             self.log_inverse.data = self.log_inverse.data.to(device)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def saved_state(self) -> dict[str, Tensor]:
         return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
         if self.log_inverse is not None:
             with torch.no_grad():
                 self.log_inverse.copy_(state["log_inverse"])

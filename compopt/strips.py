@@ -1,0 +1,65 @@
+"""Streaming log-sum-exp over strips of a similarity matrix, for row anchors and column anchors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Side(NamedTuple):
+    """One strip of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
+
+    ``dot`` is the sum of ``s_ij exp(...)`` over the strip's candidates, or ``None``.
+    """
+
+    exp: Tensor
+    shift: Tensor | None
+    dot: Tensor | None
+
+
+class Strip(NamedTuple):
+    """Matrix rows ``start`` to ``stop``; ``columns`` is ``None`` where columns are no anchors (unimodal)."""
+
+    start: int
+    stop: int
+    rows: Side
+    columns: Side | None
+
+
+class RunningSums:
+    """Sums over candidates for the anchors of one side, against a maximum that may still grow."""
+
+    def __init__(self, scale: Tensor, moments: bool) -> None:
+        self.scale = scale  # 1 / tau per anchor
+        self.total = torch.zeros_like(scale)
+        self.dot = torch.zeros_like(scale) if moments else None
+        self.shift: Tensor | None = None
+
+    def add_rows(self, strip: Strip) -> None:
+        """Anchors ``start`` to ``stop`` have met all their candidates in this strip."""
+        own, side = slice(strip.start, strip.stop), strip.rows
+        torch.sum(side.exp, 1, out=self.total[own])
+        if side.shift is not None:
+            self.shift = torch.empty_like(self.scale) if self.shift is None else self.shift
+            self.shift[own] = side.shift
+        if self.dot is not None and side.dot is not None:
+            self.dot[own] = side.dot
+
+    def add_columns(self, side: Side) -> None:
+        """All anchors have met some more candidates."""
+        if self.shift is not None and side.shift is not None:
+            shrink = ((self.shift - side.shift) * self.scale).exp_()
+            self.total *= shrink
+            if self.dot is not None:
+                self.dot *= shrink
+        self.shift = side.shift
+        self.total += side.exp.sum(0)
+        if self.dot is not None and side.dot is not None:
+            self.dot += side.dot
+
+    def log_total(self) -> Tensor:
+        """``log sum_j exp(s_ij / tau_i)``."""
+        log_total = self.total.log()
+        return log_total if self.shift is None else log_total + self.shift * self.scale
