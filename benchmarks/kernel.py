@@ -317,9 +317,7 @@ def report(env: dict, results: list[dict]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024, 4096, 8192], help="batch sizes B")
     parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
     parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
@@ -351,14 +349,10 @@ def main() -> None:
     results = [measure("bimodal", SMALL, 64, 128, 100 if args.quick else 1000, memory=False)]
     for B in args.sizes:
         print(f"bimodal, B = {B} ...", file=sys.stderr, flush=True)
-        results.append(
-            measure("bimodal", list(BIMODAL), B, args.dim, rounds_for(B, args.seconds), memory=True)
-        )
+        results.append(measure("bimodal", list(BIMODAL), B, args.dim, rounds_for(B, args.seconds), memory=True))
     B = args.unimodal_size
     print(f"unimodal, B = {B} ...", file=sys.stderr, flush=True)
-    results.append(
-        measure("unimodal", list(UNIMODAL), B, args.dim, rounds_for(2 * B, args.seconds), memory=True)
-    )
+    results.append(measure("unimodal", list(UNIMODAL), B, args.dim, rounds_for(2 * B, args.seconds), memory=True))
     text = report(env, results)
     print(text)
     if not args.quick:

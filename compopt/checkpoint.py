@@ -39,14 +39,18 @@ def state_dict(estimator: Estimator) -> dict[str, Any]:
 
 def load_state_dict(estimator: Estimator, state: Mapping[str, Any]) -> None:
     """See :meth:`Estimator.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
     missing = [key for key in KEYS if key not in state]
     if missing:
-        raise ValueError(f"this is not an estimator's state_dict: it lacks {', '.join(missing)}")
+        raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
     if state["version"] > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
         )
     _compare("", config(estimator), state["config"])
+    for role, part in estimator._components.items():
+        part.check_state(state["extra"][role])
     if estimator._table is not None:
         estimator._table.check_state(state["rows"])
     estimator._groups.replace(state["sample_groups"])
@@ -61,7 +65,7 @@ def load_state_dict(estimator: Estimator, state: Mapping[str, Any]) -> None:
 def _compare(where: str, expected: Any, given: Any) -> None:
     """Raise on the first entry that differs, with both values."""
     if isinstance(expected, Mapping) and isinstance(given, Mapping):
-        for key in sorted({*expected, *given}):
+        for key in {**expected, **given}:
             _compare(f"{where}.{key}" if where else key, expected.get(key), given.get(key))
     elif expected != given:
         raise ValueError(f"{where} differs: the checkpoint has {given!r}, this estimator has {expected!r}")

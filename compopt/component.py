@@ -73,14 +73,14 @@ class Component(ABC):
             self.check(group)
         self.check(self.own_defaults)
 
-    def claim(self, owner: object) -> None:
-        """Become a part of one estimator; two would write the same state twice."""
+    def check_free(self) -> None:
+        """A part belongs to one estimator; two would write the same state twice."""
         if self.owner is not None:
             raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
-        self.owner = owner
 
-    def joined(self, groups: SampleGroups) -> None:
-        """The groups of this part are now merged into those of an estimator."""
+    def joined(self, groups: SampleGroups, owner: object) -> None:
+        """This part now belongs to ``owner``, and its groups are merged into ``groups``."""
+        self.owner = owner
         self.own_groups = groups.groups
 
     @abstractmethod
@@ -139,6 +139,21 @@ class Component(ABC):
     def saved_state(self) -> dict[str, Tensor]:
         """Committed state that is not rows."""
         return {name: value.clone() for name, value in self.state.items()}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse saved state that does not fit, before anything is written."""
+        expected = self.saved_state()
+        if set(state) != set(expected):
+            raise ValueError(
+                f"the state of {type(self).__name__} must have the entries {sorted(expected)}, the checkpoint has "
+                f"{sorted(state)}"
+            )
+        for name, value in expected.items():
+            if state[name].shape != value.shape:
+                raise ValueError(
+                    f"{name} of {type(self).__name__} differs: the checkpoint has shape {tuple(state[name].shape)}, "
+                    f"expected {tuple(value.shape)}"
+                )
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of :meth:`saved_state`; keeps dtype and device."""

@@ -52,6 +52,8 @@ def compositional_loss(
         >>> bool((theta - centre).abs().max() < 0.2)
         True
     """
+    if not isinstance(estimator, MovingAverageEstimator):
+        raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
     if not isinstance(g, Tensor) or g.dim() != 1:
         raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
     inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.autograd import with_gradients
-from compopt.component import Call, Normalizer, Temperature
+from compopt.component import Call, Component, Normalizer, Temperature
 from compopt.estimator import Estimator, Visit
 from compopt.functional import temperature_gradient
-from compopt.indexing import check_vector
+from compopt.groups import GroupSpec, parse
+from compopt.inputs import check_features, check_tau, check_vector
 from compopt.kernel import Pairs
+from compopt.strips import RunningSums
 
 MODES = ("bimodal", "unimodal")
-FEATURE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class ContrastiveEstimator(Estimator):
@@ -76,14 +77,23 @@ class ContrastiveEstimator(Estimator):
         checks.flag("multiply_tau", multiply_tau)
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         self.normalize, self.multiply_tau = normalize, multiply_tau
-        for role, part, kind in (("normalizer", normalizer, Normalizer), ("temperature", temperature, Temperature)):
+        parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
+        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature), strict=True):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
-            part.claim(self)
+            part.check_free()
+        super().__init__(parts, mode=mode, dtype=dtype)
         self.normalizer, self.temperature = normalizer, temperature
-        super().__init__({"normalizer": normalizer, "temperature": temperature}, mode=mode, dtype=dtype)
+        for part in parts.values():
+            part.joined(self._groups, owner=self)
         self._warned_rho = False
-        self._last: tuple[Tensor, float | Tensor, Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, float | Tensor, list[RunningSums], Tensor] | None = None
+
+    def _override_groups(self, n: GroupSpec) -> None:
+        """Presets: the groups that the user gave override the arguments."""
+        self._groups.override(parse(n))
+        for part in (self.normalizer, self.temperature):
+            part.joined(self._groups, owner=self)
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -121,7 +131,7 @@ class ContrastiveEstimator(Estimator):
                 f"encode= serves samplers whose negatives lie outside the batch; {type(self.normalizer).__name__} "
                 f"does not ask for any"
             )
-        self._check_features(z1, z2)
+        check_features(z1, z2)
         visit, keys = self._enter(z1, index, index2, group)
         with torch.autocast(z1.device.type, enabled=False):
             a, b = self._prepare(z1), self._prepare(z2)
@@ -151,35 +161,15 @@ class ContrastiveEstimator(Estimator):
 
     # -- before the kernel -------------------------------------------------------------------------------------
 
-    def _check_features(self, z1: Tensor, z2: Tensor) -> None:
-        for name, z in (("z1", z1), ("z2", z2)):
-            if not isinstance(z, Tensor):
-                raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
-            if z.dtype not in FEATURE_DTYPES:
-                raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
-            if z.dim() != 2 or z.shape[1] == 0:
-                raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
-        if z1.shape != z2.shape:
-            raise ValueError(
-                f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
-                f"row i of both belongs to the same sample"
-            )
-        if z1.dtype != z2.dtype:
-            raise TypeError(f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}")
-        if z1.device != z2.device:
-            raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
-        if z1.device.type == "meta":
-            raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
-        if len(z1) < 2:
-            raise ValueError(f"a batch needs at least two distinct samples to have negatives, got {len(z1)}")
-
     def _enter(
         self, z1: Tensor, index: Tensor | None, index2: Tensor | None, group: Tensor | None
     ) -> tuple[Visit, list[Tensor]]:
         """Check all indices, read rows; the keys by which pairs are excluded."""
         if index is None:
             if self.n is not None:
-                raise TypeError(f"index is missing: {type(self).__name__} keeps rows for n={self.n} samples")
+                raise TypeError(
+                    f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
+                )
             index = torch.arange(len(z1))
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
@@ -210,15 +200,10 @@ class ContrastiveEstimator(Estimator):
         if tau is None:
             tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
         elif self.temperature.learns:
-            raise ValueError("tau= overrides a FixedTemperature; this estimator learns its own temperatures")
-        elif not isinstance(tau, Tensor):
-            checks.positive("tau", tau)
-            return float(tau)
-        elif tuple(tau.shape) not in ((), (len(z),), (len(z), 2)):
-            raise ValueError(f"tau must be 0-d, ({len(z)},) or ({len(z)}, 2), got shape {tuple(tau.shape)}")
-        if not isinstance(tau, Tensor):
-            return tau
-        return tau.to(z.device)[:, None] if tau.dim() == 1 else tau.to(z.device)
+            raise ValueError("tau= must be left out: this estimator learns its own temperatures, see est.temperature")
+        else:
+            tau = check_tau(tau, len(z))
+        return tau.to(z.device) if isinstance(tau, Tensor) else tau
 
     # -- around the kernel -------------------------------------------------------------------------------------
 
@@ -260,7 +245,7 @@ class ContrastiveEstimator(Estimator):
             value = torch.where(pairs.count > 0, terms, 0).mean().to(a.dtype)
             gradients = self._feature_gradients(pairs, alpha, constant) if inputs else []
             count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
-            self._last = (alpha, constant, pairs.effective, count)
+            self._last = (alpha, constant, pairs.sides, count)
             if learned:
                 assert gradient is not None
                 tau_gradient = self._tau_gradient(alpha, 0.0, call) / alpha.numel()
@@ -332,16 +317,16 @@ class ContrastiveEstimator(Estimator):
         """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
 
         ``log_normalizer``: mean alpha; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
-        anchors; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used; ``new_rows``: samples
-        seen for the first time.
+        anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used;
+        ``new_rows``: samples seen for the first time.
         """
         if self._last is None:
             return {}
-        alpha, tau, effective, count = self._last
+        alpha, tau, sides, count = self._last
         spread = torch.as_tensor(tau, dtype=alpha.dtype, device=alpha.device).flatten()
         return {
             "log_normalizer": alpha.mean(),
-            "effective_negatives": effective,
+            "effective_negatives": torch.cat([side.effective() for side in sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),

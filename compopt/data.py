@@ -33,6 +33,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> Any:
+        position = range(len(self))[position]  # a negative position names the same sample as its positive twin
         item = self.dataset[position]
         if isinstance(item, dict):
             if "index" in item:

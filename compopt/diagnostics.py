@@ -16,6 +16,7 @@ from compopt import checks
 from compopt.autograd import with_gradients
 from compopt.contrastive import ContrastiveEstimator
 from compopt.functional import mean_of_views
+from compopt.inputs import check_features, check_tau
 from compopt.kernel import Pairs
 
 MODES = ("bimodal", "unimodal")
@@ -44,6 +45,7 @@ def log_normalizers(
     Returns:
         ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views.
     """
+    tau = _check(z1, z2, tau, mode, views, chunk_size)
     with torch.no_grad():
         a, b = (_prepare(z, normalize) for z in (z1, z2))
         return _exact(_pairs(a, b, tau, mode, normalize, chunk_size), mode, views)
@@ -59,6 +61,7 @@ def global_loss(
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
     """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d."""
+    tau = _check(z1, z2, tau, mode, views, chunk_size)
     return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size) * tau).mean()
 
 
@@ -72,6 +75,7 @@ def global_gradient(
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each."""
+    tau = _check(z1, z2, tau, mode, views, chunk_size)
     with torch.enable_grad():
         z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
         a, b = (_prepare(z, normalize) for z in (z1, z2))
@@ -179,19 +183,25 @@ def gradient_error(
     }
 
 
+def _check(z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int) -> float | Tensor:
+    checks.one_of("mode", mode, MODES)
+    checks.one_of("views", views, VIEWS)
+    checks.count("chunk_size", chunk_size)
+    check_features(z1, z2)
+    return check_tau(tau, len(z1))
+
+
 def _prepare(z: Tensor, normalize: bool) -> Tensor:
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     return F.normalize(z, dim=1) if normalize else z
 
 
 def _pairs(a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int) -> Pairs:
-    checks.one_of("mode", mode, MODES)
     key = torch.arange(len(a), device=a.device)
     return Pairs(a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size)
 
 
 def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
-    checks.one_of("views", views, VIEWS)
     return mean_of_views(pairs.log_ghat) if mode == "unimodal" and views == "averaged" else pairs.log_ghat
 
 

@@ -17,7 +17,7 @@ from compopt.component import Component
 from compopt.deposits import COUNT, Deposit
 from compopt.groups import Groups, Hyper, SampleGroups
 from compopt.hooks import Hooks
-from compopt.indexing import check_range, check_vector, distinct_values
+from compopt.inputs import check_range, check_vector, distinct_values
 from compopt.monitor import Monitor
 from compopt.table import RowTable
 
@@ -86,6 +86,8 @@ class Estimator(Hooks):
 
     def __init__(self, components: Mapping[str, Component], *, mode: str, dtype: torch.dtype) -> None:
         super().__init__()
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
         self.mode, self.dtype = mode, dtype
@@ -315,8 +317,9 @@ class Estimator(Hooks):
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
         """
-        state = self._run_replacing("load_state_dict_pre", dict(state_dict))
-        checkpoint.load_state_dict(self, state)
+        if isinstance(state_dict, Mapping):
+            state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
+        checkpoint.load_state_dict(self, state_dict)
         self._run("load_state_dict_post")
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ def parse(n: Any) -> Groups:
         if not isinstance(group, Mapping):
             raise TypeError(f"sample group {position} must be a dict such as {{'n': 1000}}, got {group!r}")
         if "n" not in group:
-            raise ValueError(f"sample group {position} has no 'n', its number of samples: {dict(group)!r}")
+            raise ValueError(f"sample group {position} has no 'n'; give its number of samples: {dict(group)!r}")
         groups.append({**group, "n": checks.count(f"n of sample group {position}", group["n"])})
     return groups
 
@@ -117,8 +117,6 @@ class SampleGroups:
         self.groups = self._merge()
         self._snapshot: Groups = []
         self.check()
-        for part in components.values():
-            part.joined(self)
 
     def _merge(self) -> Groups:
         """One list from the components' own; those that have groups must agree on the sizes."""

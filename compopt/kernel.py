@@ -30,8 +30,6 @@ MASKED = -1e30
 MAX_UNSHIFTED_SCALE = 40.0
 # Rows per strip on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_STRIP_ROWS = 512
-# Anchors over which the effective number of negatives is measured.
-SPREAD_ROWS = 128
 
 
 class Pairs:
@@ -54,7 +52,6 @@ class Pairs:
         log_count: ``log |N_i|`` (of 1 where there are none).
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
-        effective: effective number of negatives ``(sum w)^2 / sum w^2``, over the first 128 anchors, 0-d.
     """
 
     def __init__(
@@ -159,8 +156,6 @@ class Pairs:
             self._rows.add_rows(strip)
             if self._columns is not None and strip.columns is not None:
                 self._columns.add_columns(strip.columns)
-            if start == 0:
-                self.effective = self._effective(strip.rows.exp, self._rows.total)
             if not self.recompute:
                 self._strips.append(strip)
         self._collect(excluded)
@@ -212,10 +207,10 @@ class Pairs:
         dot = torch.linalg.vecdot(e, s, dim=0)
         return Strip(start, stop, rows, Side(s.copy_(e), top, dot))
 
-    def _effective(self, by_row: Tensor, row_sum: Tensor) -> Tensor:
-        e = by_row[:SPREAD_ROWS]
-        p = e / row_sum[: len(e), None]
-        return p.square_().sum(1).reciprocal_().nanmean()
+    @property
+    def sides(self) -> list[RunningSums]:
+        """The sums of each side of the matrix that holds anchors."""
+        return [self._rows] if self._columns is None else [self._rows, self._columns]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, parse, sizes
+from compopt.groups import GroupSpec, sizes
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -54,7 +54,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
     ) -> None:
         super().__init__(
             BatchNormalizer(include_positive),
-            FixedTemperature(tau, learn=learn_tau),
+            FixedTemperature(tau, learn=learn_tau, dtype=dtype),
             mode=mode,
             normalize=normalize,
             multiply_tau=multiply_tau,
@@ -82,6 +82,18 @@ class SogCLREstimator(ContrastiveEstimator):
 
     References:
         Yuan et al., Provable Stochastic Optimization for Global Contrastive Learning, ICML 2022, Algorithm 1.
+
+    Example:
+        >>> import torch, compopt
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> est = compopt.SogCLREstimator(n=100, gamma=0.9, tau=0.07)
+        >>> handle = est.attach(optimizer)
+        >>> x1, x2 = torch.randn(2, 16, 8)
+        >>> est(model(x1), model(x2), torch.arange(16)).backward()
+        >>> optimizer.step()
+        >>> est.read(torch.tensor([0, 50]))["count"].tolist()
+        [1, 0]
     """
 
     def __init__(
@@ -106,7 +118,7 @@ class SogCLREstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._groups.override(parse(n))
+        self._override_groups(n)
 
 
 class ISogCLREstimator(ContrastiveEstimator):
@@ -127,6 +139,15 @@ class ISogCLREstimator(ContrastiveEstimator):
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ISogCLREstimator(n=100, rho=1.0, tau_init=0.07)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(16)).backward()
+        >>> est.step()
+        >>> tuple(est.read(torch.arange(3))["tau"].shape)
+        (3, 2)
     """
 
     def __init__(
@@ -160,7 +181,7 @@ class ISogCLREstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._groups.override(parse(n))
+        self._override_groups(n)
 
 
 FASTCLIP_EPS = 1e-14
@@ -199,6 +220,15 @@ class FastCLIPEstimator(ContrastiveEstimator):
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.FastCLIPEstimator(n=100, version="v3", rho=1.0)
+        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=10)
+        >>> for _ in range(5):
+        ...     schedule.step()  # beside optimizer.step()
+        >>> round(est.sample_groups[0]["gamma"], 3)
+        0.6
     """
 
     def __init__(
@@ -245,4 +275,4 @@ class FastCLIPEstimator(ContrastiveEstimator):
             chunk_size=chunk_size,
             dtype=dtype,
         )
-        self._groups.override(parse(n))
+        self._override_groups(n)

@@ -27,6 +27,10 @@ class Schedule:
     """
 
     def __init__(self, est: Estimator, key: str, fn: Callable[[int], Any]) -> None:
+        if not isinstance(est, Estimator):
+            raise TypeError(f"est must be an estimator with sample_groups, got {type(est).__name__}")
+        if not callable(fn):
+            raise TypeError(f"fn must be a function of the step number, got {fn!r} of type {type(fn).__name__}")
         checks.known_keys(type(est).__name__, {key: None}, est.defaults)
         self.est, self.key, self.fn, self.t = est, key, fn, 0
         self._apply()

@@ -28,12 +28,20 @@ class Strip(NamedTuple):
     columns: Side | None
 
 
+# Anchors per side over which the effective number of negatives is measured.
+SPREAD_ANCHORS = 128
+
+
 class RunningSums:
-    """Sums over candidates for the anchors of one side, against a maximum that may still grow."""
+    """Sums over candidates for the anchors of one side, against a maximum that may still grow.
+
+    ``norms`` holds ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+    """
 
     def __init__(self, scale: Tensor, moments: bool) -> None:
         self.scale = scale  # 1 / tau per anchor
         self.total = torch.zeros_like(scale)
+        self.norms = torch.zeros_like(scale[:SPREAD_ANCHORS])
         self.dot = torch.zeros_like(scale) if moments else None
         self.shift: Tensor | None = None
 
@@ -41,6 +49,9 @@ class RunningSums:
         """Anchors ``start`` to ``stop`` have met all their candidates in this strip."""
         own, side = slice(strip.start, strip.stop), strip.rows
         torch.sum(side.exp, 1, out=self.total[own])
+        if strip.start < SPREAD_ANCHORS:
+            first = self.norms[own]
+            torch.linalg.vector_norm(side.exp[: len(first)], dim=1, out=first)
         if side.shift is not None:
             self.shift = torch.empty_like(self.scale) if self.shift is None else self.shift
             self.shift[own] = side.shift
@@ -52,12 +63,19 @@ class RunningSums:
         if self.shift is not None and side.shift is not None:
             shrink = ((self.shift - side.shift) * self.scale).exp_()
             self.total *= shrink
+            self.norms *= shrink[:SPREAD_ANCHORS]
             if self.dot is not None:
                 self.dot *= shrink
         self.shift = side.shift
         self.total += side.exp.sum(0)
+        norms = torch.linalg.vector_norm(side.exp[:, :SPREAD_ANCHORS], dim=0)
+        torch.hypot(self.norms, norms, out=self.norms)
         if self.dot is not None and side.dot is not None:
             self.dot += side.dot
+
+    def effective(self) -> Tensor:
+        """``(sum w)^2 / sum w^2`` of the first anchors."""
+        return (self.total[:SPREAD_ANCHORS] / self.norms).square()
 
     def log_total(self) -> Tensor:
         """``log sum_j exp(s_ij / tau_i)``."""

@@ -28,37 +28,59 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
     """The arguments that every recipe has, in groups."""
-    root = argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
-    what = root.add_argument_group("what to train").add_mutually_exclusive_group()
-    what.add_argument("--estimator", choices=METHODS, default="sogclr", help="method of a single run")
-    what.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD", help="several methods, one after another")
+    root = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s [options]", description=description, formatter_class=_Help
+    )
+    what = root.add_argument_group("what to train", f"Methods: {', '.join(METHODS)}.").add_mutually_exclusive_group()
+    what.add_argument("--estimator", choices=METHODS, metavar="METHOD", default="sogclr", help="method of a single run")
+    what.add_argument(
+        "--compare", choices=METHODS, metavar="METHOD", nargs="+", help="several methods, one after another"
+    )
     _add_hyperparameters(root, mode)
 
     training = root.add_argument_group("training")
-    training.add_argument("--batch-size", type=int, default=64, help="samples per step")
-    training.add_argument("--epochs", type=int, default=epochs, help="passes over the training set")
-    training.add_argument("--lr", type=float, default=1e-3, help="peak of the one-cycle learning rate (AdamW)")
-    training.add_argument("--weight-decay", type=float, default=0.1, help="decay of weight matrices")
+    training.add_argument("--batch-size", type=int, metavar="N", default=64, help="samples per step")
+    training.add_argument("--epochs", type=int, metavar="N", default=epochs, help="passes over the training set")
     training.add_argument(
-        *("--seed", "--seeds"), type=int, nargs="+", default=[0], dest="seeds", help="one run per seed and method"
+        "--lr", type=float, metavar="X", default=1e-3, help="peak of the one-cycle learning rate (AdamW)"
     )
-    training.add_argument("--split-seed", type=int, default=0, help="which samples are held out")
+    training.add_argument("--weight-decay", type=float, metavar="X", default=0.1, help="decay of weight matrices")
+    training.add_argument(
+        *("--seed", "--seeds"),
+        type=int,
+        metavar="N",
+        nargs="+",
+        default=[0],
+        dest="seeds",
+        help="one run per seed and method",
+    )
+    training.add_argument("--split-seed", type=int, metavar="N", default=0, help="which samples are held out")
 
     measures = root.add_argument_group("measures and output")
-    measures.add_argument("--eval-every", type=int, default=0, help="steps between measures (0: eight per run)")
-    measures.add_argument("--output-dir", type=Path, default=Path(output_dir), help="for metrics, pictures, checkpoints")
+    measures.add_argument(
+        "--eval-every", type=int, metavar="N", default=0, help="steps between measures (0: eight per run)"
+    )
+    measures.add_argument(
+        "--output-dir", type=Path, metavar="DIR", default=Path(output_dir), help="for metrics, pictures, checkpoints"
+    )
     measures.add_argument("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw the pictures")
     measures.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
 
     checkpoints = root.add_argument_group("checkpoints")
-    checkpoints.add_argument("--checkpoint-every", type=int, default=0, help="steps between them (0: at the end only)")
+    checkpoints.add_argument(
+        "--checkpoint-every", type=int, metavar="N", default=0, help="steps between them (0: at the end only)"
+    )
     checkpoints.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output-dir")
-    checkpoints.add_argument("--max-steps", type=int, help="stop each run here; --resume then continues it")
+    checkpoints.add_argument(
+        "--max-steps", type=int, metavar="N", help="stop each run here; --resume then continues it"
+    )
 
     machine = root.add_argument_group("machine")
     machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
-    machine.add_argument("--threads", type=int, help="CPU threads; the same number gives the same bits")
-    machine.add_argument("--cache-dir", type=Path, help="of the rendered glyphs; default $COMPOPT_CACHE or .cache")
+    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
+    machine.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="of the rendered glyphs; default $COMPOPT_CACHE or .cache"
+    )
     return root
 
 
@@ -69,9 +91,20 @@ def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
         "Each method has its own defaults, in parentheses. A value given here replaces them.",
     )
     for name, (kind, meaning) in HYPERPARAMETERS.items():
-        options = {method: METHODS[method].options(mode) for method in METHODS}
-        takers = ", ".join(f"{method} ({values[name]})" for method, values in options.items() if name in values)
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{meaning}: {takers}")
+        values = {method: METHODS[method].options(mode) for method in METHODS}
+        defaults = {method: options[name] for method, options in values.items() if name in options}
+        metavar = name.split("_")[0].upper() if kind is str else "X"
+        text = f"{meaning}: {_takers(defaults)}"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+
+
+def _takers(defaults: dict[str, Any]) -> str:
+    """``all (0.07)``, ``all fastclip (0.5)`` or a list: who takes a hyper-parameter, with which default."""
+    family = [method for method in METHODS if method.startswith("fastclip")]
+    for group, word in ((list(METHODS), "all"), (family, "all fastclip")):
+        if list(defaults) == group and len(set(defaults.values())) == 1:
+            return f"{word} ({next(iter(defaults.values()))})"
+    return ", ".join(f"{method} ({value})" for method, value in defaults.items())
 
 
 def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) -> argparse.Namespace:

@@ -190,7 +190,8 @@ class Run:
             metrics = self.task.evaluate(self.model, final=self.finished)
         loss = self.recent_loss
         self.loss_sum, self.loss_count = torch.zeros(()), 0
-        return {"loss": loss, **metrics}
+        inside = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
+        return {"loss": loss, **metrics, **inside}
 
     @torch.no_grad()
     def normalizer_error(self) -> float:

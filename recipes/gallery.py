@@ -35,12 +35,14 @@ def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int 
     for axis in axes.flat:
         axis.axis("off")
     for axis, query in zip(axes.flat, chosen.tolist(), strict=False):
+        axis.set_anchor("S")
         axis.imshow(255 - task.held_out_images[query].cpu(), cmap="gray", vmin=0, vmax=255)
         retrieved, true = (_name(task, positions[query]) for positions in (found.caption_of_image, task.right))
         _write(axis, retrieved, RIGHT if hit[query] else WRONG)
         if not hit[query]:
             _write(axis, true, "#777777", skip=retrieved.count("\n") + 1)
     title = f"{METHODS[run.config.method].title}: retrieved names, R@1 {100 * found.image_to_text:.1f} %"
+    figure.get_layout_engine().set(h_pad=0.05, hspace=0.30, rect=(0, 0.04, 1, 0.96))
     figure.suptitle(f"{title} (green right; red wrong, true name in grey)", fontweight="bold", fontsize=12)
     return save_figure(figure, path)
 

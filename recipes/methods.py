@@ -102,7 +102,7 @@ METHODS: dict[str, Method] = {
         },
         unimodal={"tau": 0.2, "rho": 0.3, "tau_min": 0.05, "tau_max": 1.0},
     ),
-    "fastclip-v0": _fastclip("v0", "FastCLIP v0"),
+    "fastclip-v0": _fastclip("v0", "FastCLIP v0", tau_lr=0.001),
     "fastclip-v1": _fastclip("v1", "FastCLIP v1"),
     "fastclip-v2": _fastclip("v2", "FastCLIP v2", rho=2.0, tau_lr=0.01),
     "fastclip-v3": _fastclip("v3", "FastCLIP v3", rho=2.0, tau_lr=0.001),

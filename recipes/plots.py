@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compopt import TemperatureDual
 from recipes.engine import Run
 from recipes.methods import METHODS
 from recipes.report import by_method
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
+import matplotlib.pyplot as plt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,9 +104,10 @@ def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
 
 def learned_temperatures(run: Run) -> tuple[Tensor, Tensor] | None:
     """``tau`` (n, D) of the samples seen and their positions, if the run's estimator learns one per sample."""
-    values = run.est.read(torch.arange(run.task.n))
-    if "tau" not in values:
+    temperature = run.est.temperature
+    if not isinstance(temperature, TemperatureDual) or temperature.mode != "individual":
         return None
+    values = run.est.read(torch.arange(run.task.n))
     seen = (values["count"] > 0).nonzero().flatten()
     return values["tau"][seen].cpu(), seen.cpu()
 
@@ -147,7 +149,8 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
         quartiles = [tau[times == k, direction].quantile(torch.tensor([0.25, 0.5, 0.75])) for k in present]
         low, middle, high = torch.stack(quartiles, dim=1).numpy()
         axis.fill_between(present, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.plot(present, middle, color=colour, marker="o", markersize=4, label=f"{name} (r = {_rank(tau[:, direction], times):+.2f})")
+        label = f"{name} (r = {_rank(tau[:, direction], times):+.2f})"
+        axis.plot(present, middle, color=colour, marker="o", markersize=4, label=label)
     axis.set(xlabel="training pairs that share the caption", ylabel="temperature")
     axis.set_title("Temperature and frequency: median, quartiles, rank correlation", loc="left")
     axis.legend()

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def environment() -> dict[str, Any]:
     """Versions, machine and date: what a reader needs to judge the numbers."""
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores",

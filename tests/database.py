@@ -138,7 +138,15 @@ def sogclr(name, reference="none", eps=0.0, multiply_tau=True):
     return EstimatorInfo(
         name,
         lambda mode, n, dtype, tau, gamma, **o: compopt.SogCLREstimator(
-            n, gamma=gamma, tau=tau, reference=reference, eps=eps, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
+            n,
+            gamma=gamma,
+            tau=tau,
+            reference=reference,
+            eps=eps,
+            mode=mode,
+            multiply_tau=multiply_tau,
+            dtype=dtype,
+            **o,
         ),
         lambda mode, n, tau, gamma: Reference(
             group(n, tau, gamma), MovingAverageReference(reference, eps), FixedReference(), mode, multiply_tau
@@ -289,4 +297,6 @@ BY_NAME = {info.name: info for info in DATABASE}
 assert len(BY_NAME) == len(DATABASE), "names must be distinct"
 
 STATEFUL = [info for info in DATABASE if info.has_state]
+GLOBAL = [info for info in DATABASE if info.global_tau]
+NO_GLOBAL = [info for info in DATABASE if not info.global_tau]  # a global tau continues within a window
 WITH_ROWS = [info for info in DATABASE if info.has_rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,8 @@ def compare_state(est, ref, n, info, rtol=1e-10):
     assert columns["count"].tolist() == counts
     assert set(info.columns) <= set(columns), f"read() lacks {set(info.columns) - set(columns)}"
     seen = [i for i in range(n) if counts[i]]
+    if not seen:
+        return
     for name in info.columns:
         want = torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64)
         assert columns[name].shape == (n, ref.columns), (name, columns[name].shape)
@@ -81,10 +85,8 @@ def compare_state(est, ref, n, info, rtol=1e-10):
 def snapshot(est, n) -> dict[str, Tensor]:
     """All that a user can read, cloned: rows, global tau."""
     state = {}
-    try:
+    with suppress(RuntimeError, ValueError, IndexError, TypeError):  # without rows it may refuse to read
         state = {k: v.clone() for k, v in est.read(torch.arange(n)).items()}
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        pass  # an estimator without rows may refuse to read
     tau = getattr(getattr(est, "temperature", None), "tau", None)
     if isinstance(tau, Tensor):
         state["global_tau"] = tau.detach().clone()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
+from tests.database import BY_NAME, DATABASE, MODES, WITH_ROWS
 from tests.helpers import batches, compare_state, make, near, run
 from tests.reference import DualReference, MovingAverageReference
 
@@ -65,10 +65,8 @@ def test_several_deposits_before_a_step(info, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", STATEFUL, ids=str)
+@pytest.mark.parametrize("info", [info for info in WITH_ROWS if not info.global_tau], ids=str)
 def test_the_order_of_the_deposits_does_not_matter(info, mode):
-    if info.global_tau:
-        pytest.skip("a global tau continues within a window")
     window = batches(N, steps=3, seed=3)
     states = []
     for order in (window, window[::-1]):

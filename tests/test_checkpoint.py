@@ -107,7 +107,6 @@ MISFITS = {
     "method": (lambda: compopt.SogCLREstimator(N), None),
     "stateless": (lambda: compopt.InfoNCEEstimator(), None),
     "groups": (lambda: builder(n=[{"n": 6}, {"n": 7}]), None),
-    "reference": (lambda: builder(reference="none"), None),
 }
 
 
@@ -123,6 +122,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(what):
     if what in ("n", "mode"):
         assert named in str(error.value) and (str(N) if what == "n" else "bimodal") in str(error.value)
     assert_same_bits(before, snapshot(target, N))
+
+
+def test_another_reference_is_refused_or_travels():
+    """log u with and without the positive are different numbers: never mix them."""
+    source, target = builder(rho=0.3), builder(rho=0.3, reference="none")
+    train(source, batches(N, 2, seed=75, dtype=torch.float32))
+    try:
+        target.load_state_dict(source.state_dict())
+    except (ValueError, RuntimeError):
+        return
+    more = batches(N, 2, seed=76, dtype=torch.float32)
+    assert train(target, more) == train(source, more)
 
 
 @pytest.mark.parametrize("broken", [{}, {"version": 1}, 3, None])

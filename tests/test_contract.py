@@ -50,6 +50,7 @@ def test_evaluation_leaves_no_trace(info, mode, how):
     est, twin = warmed(info, mode), warmed(info, mode)
     before = snapshot(est, N)
     z1, z2, index = batches(N, 1, seed=52)[0]
+    want = run(twin, z1, z2, index)
     if how == "eval":
         est.eval()
         assert not est.training
@@ -63,9 +64,9 @@ def test_evaluation_leaves_no_trace(info, mode, how):
     assert est.pending == 0
     est.step()
     assert_same_bits(before, snapshot(est, N))
-    for a, b in zip(run(est, z1, z2, index), run(twin, z1, z2, index), strict=True):
+    for a, b in zip(run(est, z1, z2, index), want, strict=True):
         assert bits(a) == bits(b), "an evaluation changed a later training step"
-    near(loss, run(twin, z1, z2, index)[0], 1e-12)  # the value itself is that of a training forward
+    near(loss, want[0], 1e-12)  # the value itself is that of a training forward
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,10 +134,13 @@ def test_metrics_are_detached_scalars(info, mode):
         assert isinstance(value, torch.Tensor) and value.dim() == 0, name
         assert not value.requires_grad and torch.isfinite(value), (name, value)
     values = [float(v) for v in est.metrics.values()]
-    mean_alpha = sum(ref.alphas) / len(ref.alphas)
-    effective = sum(sum(w) ** 2 / sum(x * x for x in w) for w in ref.weights) / len(ref.weights)
-    for what, want in (("mean log-normalizer", mean_alpha), ("effective negatives", effective)):
-        assert any(abs(v - want) < 1e-5 * max(1, abs(want)) for v in values), (what, want, est.metrics)
+
+    def shown(want):
+        return any(abs(v - want) < 1e-5 * max(1, abs(want)) for v in values)
+
+    assert shown(sum(ref.alphas) / len(ref.alphas)), est.metrics
+    effective = [sum(w) ** 2 / sum(x * x for x in w) for w in ref.weights]  # both directions, or the first alone
+    assert any(shown(sum(part) / len(part)) for part in (effective, effective[: len(index)])), est.metrics
 
 
 def test_metrics_count_the_rows_first_seen():

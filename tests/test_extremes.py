@@ -19,15 +19,24 @@ def constant(kind):
     return torch.stack([E0, -E0]), torch.stack([-E0, E0]), 2 / TAU, 1 / TAU  # "crossed": positives -1, negatives 1
 
 
-@pytest.mark.parametrize("reference", ["none", "positive"])
-@pytest.mark.parametrize("kind", ["identical", "opposite", "crossed"])
-def test_constant_features(kind, reference):
+@pytest.mark.parametrize(
+    "kind, reference, steps",
+    [
+        ("identical", "none", STEPS),
+        ("opposite", "positive", STEPS),
+        ("crossed", "positive", 1000),
+        ("identical", "positive", 1000),
+        ("opposite", "none", 1000),
+        ("crossed", "none", 1000),
+    ],
+)
+def test_constant_features(kind, reference, steps):
     z1, z2, log_ghat, log_mean = constant(kind)
     est = compopt.SogCLREstimator(2, gamma=0.1, tau=TAU, reference=reference)
     index = torch.arange(2)
     z1.requires_grad_()
     bad = torch.zeros(())
-    for t in range(STEPS):
+    for t in range(steps):
         loss = est(z1, z2, index)
         if t % 100 == 0:
             (gradient,) = torch.autograd.grad(loss, z1)
@@ -36,7 +45,7 @@ def test_constant_features(kind, reference):
         est.step()
     assert bad == 0
     columns = est.read(index)
-    assert columns["count"].tolist() == [STEPS, STEPS]
+    assert columns["count"].tolist() == [steps, steps]
     want = log_mean if reference == "none" else log_ghat
     torch.testing.assert_close(columns["log_u"], torch.full((2, 2), want), rtol=1e-6, atol=1e-3)
     torch.testing.assert_close(loss.detach(), torch.tensor(TAU * log_ghat), rtol=1e-5, atol=1e-5)
@@ -87,7 +96,7 @@ def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
     est = compopt.ISogCLREstimator(
         2, gamma=0.5, rho=0.1, lr=1e-3, tau_init=TAU, tau_min=0.005, tau_max=0.5, optimizer=optimizer
     )
-    for _ in range(1000):
+    for _ in range(300):
         loss = est(z1, z2, torch.arange(2))
         est.step()
     columns = est.read(torch.arange(2))
@@ -103,7 +112,7 @@ def test_infonce_at_the_smallest_tau(include_positive):
         loss = compopt.InfoNCEEstimator(tau=TAU, include_positive=include_positive)(z1, z2, torch.arange(2))
         (gradient,) = torch.autograd.grad(loss, z1)
         want = np.logaddexp(0.0, gap / TAU) if include_positive else gap / TAU
-        assert abs(float(loss) - TAU * want) < 1e-5 and torch.isfinite(gradient).all()
+        assert abs(loss.item() - TAU * want) < 1e-5 and torch.isfinite(gradient).all()
 
 
 def test_stale_rows_do_not_overflow_the_weights():

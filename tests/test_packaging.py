@@ -130,9 +130,7 @@ def test_examples_in_docstrings_run(name):
 
 def test_there_are_examples():
     """Each preset shows its use."""
-    for (
-        name
-    ) in "SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator ContrastiveEstimator".split():
+    for name in "SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator ContrastiveEstimator".split():
         assert ">>>" in getattr(compopt, name).__doc__, name
 
 

@@ -12,7 +12,7 @@ from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
 from compopt.estimator import Estimator
-from compopt.groups import GroupSpec, Hyper, SampleGroups
+from compopt.groups import GroupSpec, Hyper, SampleGroups, parse
 from compopt.rows import Column
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -74,13 +74,12 @@ class MovingAverageEstimator(Normalizer, Estimator):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        Normalizer.__init__(self, n, {"gamma": gamma, "reference": reference, "eps": eps})
+        Normalizer.__init__(self, parse(n), {"gamma": gamma, "reference": reference, "eps": eps})
         Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype)
 
-    def joined(self, groups: SampleGroups) -> None:
-        super().joined(groups)
-        if self.owner is not None:  # columns and groups move into the owner's
-            self._groups, self._table = groups, None
+    def joined(self, groups: SampleGroups, owner: object) -> None:
+        super().joined(groups, owner)
+        self._groups, self._table = groups, None  # columns and groups move into the owner's
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
@@ -120,6 +119,10 @@ class MovingAverageEstimator(Normalizer, Estimator):
             RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it.
             IndexError, TypeError, ValueError: see :class:`~compopt.Estimator`.
         """
+        if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
+            raise TypeError(f"log_g must be a floating-point tensor (B,), got {getattr(log_g, 'dtype', type(log_g))}")
+        if log_g.dim() != 1:
+            raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
         visit = self._visit(index, like=log_g)
         log_g = log_g.detach().to(visit.dtype)[:, None]
         log_u = F.moving_average(

@@ -11,7 +11,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Temperature
-from compopt.groups import GroupSpec, Hyper
+from compopt.groups import GroupSpec, Hyper, SampleGroups
 from compopt.rows import Column
 
 # iSogCLR, appendix C, and its authors' code (max_grad)
@@ -123,10 +123,12 @@ class TemperatureDual(Temperature):
                 value = min(max(value, group["tau_min"] or value), group["tau_max"] or value)
             group[key] = value
         self.check(group)
-        if self.mode == "global" and not self.state:
-            self._start(group["tau_init"])
 
-    def _start(self, tau: float) -> None:
+    def joined(self, groups: SampleGroups, owner: object) -> None:
+        super().joined(groups, owner)
+        if self.mode == "individual":
+            return
+        tau = groups.groups[0]["tau_init"]
         names = ("exp_avg", "exp_avg_sq") if self.optimizer == "adam" else ("exp_avg",)
         # float64: one number, and its steps may be far below float32's resolution of tau
         self.state = {name: torch.zeros((), dtype=torch.float64) for name in (*names, "updates")}

@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.component import Temperature
 from compopt.groups import Hyper
+from compopt.inputs import check_tau
 
 LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
@@ -25,6 +26,7 @@ class FixedTemperature(Temperature):
             (the mean of ``G`` with ``rho = 0``).
         learn: keep ``log(1/tau)`` as a parameter that ``est.parameters()`` hands to the user's optimizer, as CLIP
             does; ``tau`` is clamped to at least 0.01 where it is used.
+        dtype: of that parameter.
 
     State: nothing per sample; the parameter when ``learn=True`` (part of ``state_dict``).
 
@@ -35,15 +37,16 @@ class FixedTemperature(Temperature):
         Radford et al., CLIP, 2021 (the learned scale).
     """
 
-    def __init__(self, tau: float | Tensor = 0.07, learn: bool = False) -> None:
+    def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
         self.tensor: Tensor | None = None
         self.log_inverse: torch.nn.Parameter | None = None
         checks.flag("learn", learn)
         if isinstance(tau, Tensor):
-            if tau.dim() != 0 or not tau.is_floating_point():
+            check_tau(tau, batch=0)
+            if tau.dim() != 0:
                 raise ValueError(
-                    f"tau must be a number or a 0-d floating-point tensor, got shape {tuple(tau.shape)} of "
-                    f"{tau.dtype}; temperatures per anchor go into the call: est(z1, z2, index, tau=tau)"
+                    f"tau must be a number or a 0-d tensor, got shape {tuple(tau.shape)}; temperatures per anchor go "
+                    f"into the call: est(z1, z2, index, tau=tau)"
                 )
             if learn:
                 raise ValueError("tau is a tensor and learn=True; give a number, or drop learn")
@@ -51,7 +54,7 @@ class FixedTemperature(Temperature):
         super().__init__(None, {} if isinstance(tau, Tensor) or learn else {"tau": tau})
         if learn:
             checks.positive("tau", tau)
-            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau))))
+            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype))
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:

@@ -1,0 +1,93 @@
+"""What users hand in at a call: features, temperatures, data-set indices.
+
+Values are checked where that is free, on the host; an index on a device is flagged there instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compopt import checks
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_vector(name: str, value: Any, batch: int) -> Tensor:
+    """A 1-D integer tensor of ``batch`` entries, as int64."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must hold integers (int64 data-set positions), got {value.dtype}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")
+    if len(value) != batch:
+        raise ValueError(f"{name} has {len(value)} entries for a batch of {batch} samples; pass one per sample")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
+    return value.to(torch.int64)
+
+
+def check_range(name: str, value: Tensor, n: int | None) -> Tensor | None:
+    """IndexError on the host; on a device, a 0-d flag that says whether any entry is out of range."""
+    if n is None:
+        return None
+    if value.device.type != "cpu":
+        return ((value < 0) | (value >= n)).any()
+    if len(value) == 0:
+        return None
+    low, high = value.aminmax()
+    if low < 0 or high >= n:
+        wrong = int(high) if high >= n else int(low)
+        raise IndexError(f"{name} {wrong} is outside n={n}; pass data-set indices, not batch positions")
+    return None
+
+
+def distinct_values(value: Tensor) -> int | None:
+    """How many different values there are; ``None`` where asking would wait for a device."""
+    if value.device.type != "cpu":
+        return None
+    return int(np.unique(value.numpy()).size)
+
+
+def check_features(z1: Any, z2: Any) -> None:
+    """Two floating-point matrices ``(B, d)`` of one shape, dtype and device, at least two rows."""
+    for name, z in (("z1", z1), ("z2", z2)):
+        if not isinstance(z, Tensor):
+            raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
+        if z.dtype not in _FLOATS:
+            raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
+        if z.dim() != 2 or z.shape[1] == 0:
+            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
+    if z1.shape != z2.shape:
+        raise ValueError(
+            f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
+            f"row i of both belongs to the same sample"
+        )
+    if z1.dtype != z2.dtype:
+        raise TypeError(f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}")
+    if z1.device != z2.device:
+        raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
+    if z1.device.type == "meta":
+        raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
+    if len(z1) < 2:
+        raise ValueError(f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives")
+
+
+def check_tau(tau: Any, batch: int) -> float | Tensor:
+    """A positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, 2)``; returned with 0 or 2 axes."""
+    if not isinstance(tau, Tensor):
+        checks.positive("tau", tau)
+        return float(tau)
+    if not tau.is_floating_point():
+        raise TypeError(f"tau must be a floating-point tensor, got {tau.dtype}")
+    if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, 2)):
+        raise ValueError(f"tau must be 0-d, ({batch},) or ({batch}, 2), got shape {tuple(tau.shape)}")
+    if tau.device.type == "cpu" and not bool(((tau > 0) & tau.isfinite()).all()):
+        wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()[0].item()
+        raise ValueError(f"tau must be greater than 0 and finite, got {wrong!r}")
+    return tau[:, None] if tau.dim() == 1 else tau

@@ -1,0 +1,300 @@
+"""attach(): one commit after each real update, and only then."""
+
+import warnings
+
+import pytest
+import torch
+
+import compopt
+from tests.helpers import assert_same_bits, batches, run, snapshot
+
+N = 13
+
+
+class Wrapper:
+    """What accelerate and DeepSpeed do: an object with `.optimizer` and no hook tables."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        return self.optimizer.step()
+
+
+def setting(optimizer_class=torch.optim.SGD, **options):
+    """One parameter, its optimizer, an estimator."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    options = {"lr": 0.1, **options}
+    return parameter, optimizer_class([parameter], **options), compopt.SogCLREstimator(N, tau=0.1)
+
+
+def commits(est):
+    """How many rows were committed so far, visits counted."""
+    return int(est.read(torch.arange(N))["count"].sum())
+
+
+def deposit(est, parameter, seed=1):
+    """Forward and backward through the parameter; six distinct samples."""
+    z1, z2, index = batches(N, 1, seed=seed, dtype=torch.float32)[0]
+    loss = est(z1 * parameter, z2, index)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_one_commit_per_step(optimizer_class):
+    parameter, optimizer, est = setting(optimizer_class)
+    est.attach(optimizer)
+    for t in range(1, 4):
+        deposit(est, parameter)
+        assert est.pending == 1 and commits(est) == 6 * (t - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert est.pending == 0 and commits(est) == 6 * t
+
+
+def test_accumulation_commits_once_with_all_deposits():
+    parameter, optimizer, est = setting()
+    est.attach(optimizer)
+    for _ in range(3):
+        deposit(est, parameter)
+    assert commits(est) == 0
+    optimizer.step()
+    assert commits(est) == 6  # the same six samples: count + 1 per step
+    optimizer.step()  # fires with nothing pending (ZeRO: once per parameter group)
+    assert commits(est) == 6
+
+
+def test_attached_equals_stepped_by_hand():
+    states = []
+    for attached in (True, False):
+        parameter, optimizer, est = setting()
+        if attached:
+            est.attach(optimizer)
+        for t in range(4):
+            deposit(est, parameter, seed=t)
+            optimizer.step()
+            if not attached:
+                est.step()
+            optimizer.zero_grad()
+        states.append(snapshot(est, N))
+    assert_same_bits(*states)
+
+
+def test_attaching_twice_is_attaching_once():
+    parameter, optimizer, est = setting()
+    calls = []
+    est.register_step_post_hook(lambda *_: calls.append(1))
+    est.attach(optimizer)
+    est.attach(optimizer)
+    est.attach(Wrapper(optimizer))
+    deposit(est, parameter)
+    optimizer.step()
+    assert commits(est) == 6
+    assert sum(calls) == 1
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_remove_detaches():
+    parameter, optimizer, est = setting()
+    handle = est.attach(optimizer)
+    handle.remove()
+    deposit(est, parameter)
+    optimizer.step()
+    assert est.pending == 1 and commits(est) == 0
+    assert len(optimizer._optimizer_step_post_hooks) == 0
+    handle.remove()  # twice is harmless
+    est.attach(optimizer)  # and one may attach again
+    optimizer.step()
+    assert commits(est) == 6
+
+
+def test_two_estimators_on_one_optimizer():
+    parameter, optimizer, first = setting()
+    second = compopt.SogCLREstimator(N, tau=0.2)
+    first.attach(optimizer)
+    handle = second.attach(optimizer)
+    for est in (first, second):
+        deposit(est, parameter)
+    optimizer.step()
+    assert commits(first) == commits(second) == 6
+    handle.remove()
+    for est in (first, second):
+        deposit(est, parameter)
+    optimizer.step()
+    assert commits(first) == 12 and commits(second) == 6
+
+
+def test_wrappers_are_unwrapped():
+    parameter, optimizer, est = setting()
+    est.attach(Wrapper(Wrapper(optimizer)))
+    deposit(est, parameter)
+    optimizer.step()
+    assert commits(est) == 6
+
+
+@pytest.mark.parametrize("junk", [None, 3, "adam", object(), torch.nn.Linear(2, 2), Wrapper(None), Wrapper(object())])
+def test_junk_is_refused(junk):
+    _, _, est = setting()
+    with pytest.raises((TypeError, ValueError)) as error:
+        est.attach(junk)
+    assert type(junk).__name__ in str(error.value) or type(getattr(junk, "optimizer", None)).__name__ in str(
+        error.value
+    )
+
+
+def test_a_wrapper_around_itself_is_refused_in_finite_time():
+    _, _, est = setting()
+    loop = Wrapper(None)
+    loop.optimizer = loop
+    with pytest.raises((TypeError, ValueError)):
+        est.attach(loop)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler(fused):
+    """An injected inf skips the update. Fused: the hook fires all the same, found_inf drops the rows.
+
+    Unfused: nothing fires; the rows wait for the next commit (documented), where they are the same samples here.
+    """
+    parameter, optimizer, est = setting(torch.optim.AdamW, fused=fused)
+    est.attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    committed = []
+    for t in range(4):
+        z1, z2, index = batches(N, 1, seed=t, dtype=torch.float32, repeats=False)[0]
+        scaler.scale(est(z1 * parameter, z2, index)).backward()
+        if t == 1:
+            parameter.grad[0] = float("inf")
+        before = parameter.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, parameter.detach()) == (t == 1)
+        committed.append(commits(est))
+        assert est.pending == (0 if fused or t != 1 else 1)
+    assert committed[0] == 6 and committed[1] == 6, "a skipped update commits nothing"
+    skipped, following = (set(batches(N, 1, seed=t, repeats=False)[0][2].tolist()) for t in (1, 2))
+    assert committed[2] == 6 + (6 if fused else len(skipped | following))
+    assert committed[3] == committed[2] + 6
+
+
+def test_discard_settles_an_unfused_skip():
+    parameter, optimizer, est = setting(torch.optim.AdamW)
+    est.attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(est(*[x * parameter for x in batches(N, 1, dtype=torch.float32)[0][:2]], torch.arange(6))).backward()
+    parameter.grad[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    est.discard()
+    deposit(est, parameter)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert commits(est) == 6
+
+
+def test_a_skip_drops_the_pending_global_temperature():
+    parameter, optimizer, _ = setting(torch.optim.AdamW, fused=True)
+    est = compopt.FastCLIPEstimator(N, version="v3")
+    est.attach(optimizer)
+    before = est.temperature.tau.clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for inf in (True, False):
+        z1, z2, index = batches(N, 1, dtype=torch.float32)[0]
+        scaler.scale(est(z1 * parameter, z2, index)).backward()
+        if inf:
+            parameter.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(est.temperature.tau, before) == inf
+        assert commits(est) == (0 if inf else 6)
+
+
+def test_lbfgs_commits_once_per_step():
+    """The closure runs the forward many times; all deposits of a step are committed once."""
+    parameter, optimizer, est = setting(torch.optim.LBFGS, max_iter=3)
+    est.attach(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        return deposit(est, parameter)
+
+    optimizer.step(closure)
+    assert est.pending == 0 and commits(est) == 6
+
+
+def test_under_a_learning_rate_scheduler():
+    parameter, optimizer, est = setting()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    est.attach(optimizer)
+    for _ in range(2):
+        deposit(est, parameter)
+        optimizer.step()
+        scheduler.step()
+    assert commits(est) == 12
+
+
+def test_evaluation_between_steps_commits_nothing_of_its_own():
+    parameter, optimizer, est = setting()
+    est.attach(optimizer)
+    with torch.no_grad():
+        z1, z2, index = batches(N, 1, dtype=torch.float32)[0]
+        est(z1, z2, index)
+    optimizer.step()
+    assert commits(est) == 0
+
+
+@pytest.fixture
+def accelerator():
+    """An accelerator on CPU with accumulation 2."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_accelerate(accelerator):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert not hasattr(optimizer, "_optimizer_step_post_hooks")
+    est = compopt.SogCLREstimator(N, tau=0.1)
+    est.attach(optimizer)
+    seen = []
+    for z1, z2, index in batches(N, 4, dtype=torch.float32, repeats=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(est(model(z1), model(z2), index))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append((est.pending, commits(est) > 0))
+    assert [pending for pending, _ in seen] == [1, 0, 1, 0]
+    assert [done for _, done in seen] == [False, True, True, True]
+
+
+def test_deposits_that_only_grow_are_warned_about():
+    """Attached to an optimizer that never steps (DeepSpeed replaced it): say so, once in a while, not each time."""
+    _, optimizer, est = setting()
+    est.attach(optimizer)
+    z1, z2, index = batches(N, 1, dtype=torch.float32)[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2000):
+            run(est, z1, z2, index)
+    text = [str(w.message) for w in caught]
+    assert any("step" in m or "attach" in m for m in text), text
+    assert len(text) < 50, f"{len(text)} warnings"
+
+
+def test_ordinary_accumulation_is_not_warned_about():
+    parameter, optimizer, est = setting()
+    est.attach(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            for _ in range(8):
+                deposit(est, parameter)
+            optimizer.step()

@@ -1,0 +1,159 @@
+"""Corners of autograd: shared inputs, layouts, frozen sides, second derivatives, inputs changed after the forward."""
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, MODES
+from tests.helpers import batches, features, generator, make, near, run
+
+N = 13
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_tensor_for_both_sides(mode):
+    """est(z, z, index): the gradient is the sum of both roles."""
+    z, _, index = batches(N, 1, seed=1)[0]
+    _, g1, g2 = run(make(BY_NAME["sogclr"], mode, N)[0], z, z, index)
+    shared = z.clone().requires_grad_()
+    make(BY_NAME["sogclr"], mode, N)[0](shared, shared, index).backward()
+    near(shared.grad, g1 + g2, 1e-13)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_memory_layout_does_not_matter(mode, dtype):
+    """Columns of a wider matrix, a transposed matrix, a row stride: the same loss and gradients."""
+    z1, z2, index = batches(N, 1, seed=2, dtype=dtype)[0]
+    want = run(make(BY_NAME["sogclr"], mode, N, dtype=torch.float32)[0], z1, z2, index)
+    wide = torch.zeros(6, 11, dtype=dtype)
+    wide[:, 2:6] = z1
+    turned = z2.T.contiguous()
+    wide.requires_grad_()
+    turned.requires_grad_()
+    loss = make(BY_NAME["sogclr"], mode, N, dtype=torch.float32)[0](wide[:, 2:6], turned.T, index)
+    loss.backward()
+    rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    near(loss, want[0], 1e-6)
+    near(wide.grad[:, 2:6], want[1], rtol)
+    near(turned.grad.T, want[2], rtol)
+    assert not wide.grad[:, 6:].any()
+
+
+def test_an_index_view_or_smaller_layout():
+    """A strided index; the caller's index is not changed and not kept by reference."""
+    z1, z2 = features(4, 4, seed=3)
+    wide = torch.arange(12)
+    index = wide[::3]
+    est = compopt.SogCLREstimator(N, tau=0.1, dtype=torch.float64)
+    run(est, z1, z2, index)
+    assert index.tolist() == [0, 3, 6, 9]
+    wide.fill_(1)  # a loader that reuses its buffer
+    est.step()
+    assert est.read(torch.arange(12))["count"].nonzero().flatten().tolist() == [0, 3, 6, 9]
+
+
+def test_features_are_not_changed_or_kept():
+    """An encoder that reuses its output buffer between forward and step does no harm."""
+    z1, z2, index = batches(N, 1, seed=4)[0]
+    a, b = z1.clone(), z2.clone()
+    est, twin = make(BY_NAME["isogclr"], "bimodal", N)[0], make(BY_NAME["isogclr"], "bimodal", N)[0]
+    with torch.no_grad():
+        est.train()
+    est(a, b, index)
+    assert torch.equal(a, z1) and torch.equal(b, z2)
+    a.zero_()
+    b.zero_()
+    est.step()
+    twin(z1, z2, index)
+    twin.step()
+    assert torch.equal(est.read(index)["log_u"], twin.read(index)["log_u"])
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    """alpha and w are constants of the closed form: a double backward would be silently wrong."""
+    z1, z2, index = batches(N, 1, seed=5)[0]
+    z1.requires_grad_()
+    loss = make(BY_NAME["infonce-no-positive"], "bimodal", N)[0](z1, z2, index)
+    (gradient,) = torch.autograd.grad(loss, z1, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(gradient.sum(), z1)
+
+
+def test_two_losses_of_one_estimator_before_one_backward():
+    """Forward twice, then backward through the sum."""
+    (a1, a2, i), (b1, b2, j) = batches(N, 2, seed=6)
+    want = [run(make(BY_NAME["sogclr"], "bimodal", N)[0], *x) for x in ((a1, a2, i), (b1, b2, j))]
+    leaves = [x.clone().requires_grad_() for x in (a1, a2, b1, b2)]
+    est, _ = make(BY_NAME["sogclr"], "bimodal", N)
+    (3.0 * est(leaves[0], leaves[1], i) - est(leaves[2], leaves[3], j)).backward()
+    for leaf, expected in zip(leaves, (3 * want[0][1], 3 * want[0][2], -want[1][1], -want[1][2]), strict=True):
+        near(leaf.grad, expected, 1e-13)
+
+
+def test_a_backward_after_the_step():
+    """step() may run before backward (accelerate with DeepSpeed commits inside it): the gradient is the forward's."""
+    z1, z2, index = batches(N, 1, seed=7)[0]
+    want = run(make(BY_NAME["isogclr"], "bimodal", N)[0], z1, z2, index)
+    z1.requires_grad_()
+    est, _ = make(BY_NAME["isogclr"], "bimodal", N)
+    loss = est(z1, z2, index)
+    est.step()
+    loss.backward()
+    near(z1.grad, want[1], 1e-14)
+
+
+def test_only_tau_requires_grad():
+    """Frozen towers, a learned temperature."""
+    tau = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), compopt.FixedTemperature(tau), dtype=torch.float64)
+    z1, z2, index = batches(N, 1, seed=8)[0]
+    est(z1, z2, index).backward()
+    step = 1e-6
+    values = []
+    for sign in (1, -1):
+        moved = compopt.FixedTemperature(0.2 + sign * step)
+        other = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), moved, dtype=torch.float64)
+        values.append(float(other(z1, z2, index)))
+    near(tau.grad, (values[0] - values[1]) / (2 * step), 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "infonce-not-multiplied"])
+def test_finite_differences(name, mode):
+    """A stateless loss is a function: its gradient is the slope of its value."""
+    est, _ = make(BY_NAME[name], mode, N, tau=0.3)
+    z1, z2, index = batches(N, 2, seed=9)[1]
+    _, g1, g2 = run(est, z1, z2, index)
+    g = generator(0)
+    for _ in range(3):
+        d1, d2 = (torch.randn(z1.shape, generator=g, dtype=torch.float64) for _ in range(2))
+        step = 1e-6
+        up, down = (float(est(z1 + s * d1, z2 + s * d2, index)) for s in (step, -step))
+        near((up - down) / (2 * step), (g1 * d1).sum() + (g2 * d2).sum(), 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_samples_and_one_dimension(mode):
+    """The smallest batch."""
+    z1 = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
+    est, ref = make(BY_NAME["sogclr"], mode, N, tau=0.5)
+    got, want = run(est, z1, z1, torch.tensor([4, 7])), ref.forward(z1, z1, torch.tensor([4, 7]))
+    for a, b in zip(got, want, strict=True):
+        near(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_other_integer_indices_are_refused_or_equal(dtype):
+    z1, z2 = features(4, 4, seed=10)
+    est = compopt.SogCLREstimator(N, tau=0.1, dtype=torch.float64)
+    want = run(est, z1, z2, torch.tensor([1, 5, 2, 9]))
+    est.discard()
+    try:
+        got = run(est, z1, z2, torch.tensor([1, 5, 2, 9], dtype=dtype))
+    except (TypeError, ValueError) as error:
+        assert "index" in str(error)
+        return
+    near(got[0], want[0], 1e-14)
+    est.step()
+    assert est.read(torch.arange(N))["count"].nonzero().flatten().tolist() == [1, 2, 5, 9]

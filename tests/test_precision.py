@@ -1,0 +1,125 @@
+"""float32 near float64; bf16, fp16 and autocast: similarities in float32, gradients float32 until scaled."""
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, DATABASE, MODES
+from tests.helpers import batches, features, make, near, run
+
+N = 13
+
+
+@pytest.mark.parametrize("tau, rtol", [(0.07, 3e-5), (0.011, 3e-4)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_float32_is_near_float64(info, mode, tau, rtol):
+    """The same float32 numbers go into both, so only arithmetic differs: about 1e-7 / tau per similarity."""
+    single, _ = make(info, mode, N, dtype=torch.float32, tau=tau, gamma=0.6)
+    _, ref = make(info, mode, N, tau=tau, gamma=0.6)
+    for z1, z2, index in batches(N, 6, seed=80, dtype=torch.float32):
+        loss, g1, g2 = run(single, z1, z2, index)
+        assert loss.dtype == g1.dtype == g2.dtype == torch.float32
+        want = ref.forward(z1, z2, index)
+        near(loss, want[0], rtol, atol=rtol)
+        near(g1, want[1], rtol)
+        near(g2, want[2], rtol)
+        single.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.bfloat16, 2**-7), (torch.float16, 2**-9)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["infonce", "sogclr", "isogclr"])
+def test_half_precision_features(name, mode, dtype, rtol):
+    """The loss is as exact as float32; the gradient is rounded once."""
+    info = BY_NAME[name]
+    est, _ = make(info, mode, N, dtype=torch.float32)
+    _, ref = make(info, mode, N)
+    for z1, z2, index in batches(N, 3, seed=81, dtype=dtype):
+        loss, g1, g2 = run(est, z1, z2, index)
+        assert g1.dtype == dtype and loss.dtype == torch.float32
+        want = ref.forward(z1.double(), z2.double(), index)
+        near(loss, want[0], 2e-5, atol=2e-5)
+        near(g1, want[1], rtol)
+        near(g2, want[2], rtol)
+        est.step()
+        ref.step()
+
+
+def test_small_gradients_survive_a_loss_scale():
+    """fp16 gradients below its range are multiplied by grad_output before they are rounded."""
+    z1, z2 = features(8, 4, seed=1, dtype=torch.float16)
+    z1, z2 = z1 * 40, z2 * 40  # long features: gradients of order 1e-4 / 40 / 8
+    est = compopt.InfoNCEEstimator(tau=0.07)
+    _, ref = make(BY_NAME["infonce"], "bimodal", N)
+    want = ref.forward(z1.double(), z2.double(), torch.arange(8))
+    tiny = torch.tensor(2.0**-12)  # on top of it, so that the unscaled product would underflow
+    _, g1, _ = run(est, z1, z2, torch.arange(8), grad_output=tiny * 2.0**16)
+    near(g1, want[1] * 2.0**4, 2**-8)
+    z1 = z1.detach().requires_grad_()
+    loss = est(z1, z2, torch.arange(8))
+    (loss * 2.0**-20 * 2.0**24).backward()
+    near(z1.grad, want[1] * 2.0**4, 2**-8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "sogclr", "isogclr-adam", "clip-learned"])
+def test_autocast_does_not_lower_the_estimators_precision(name, mode):
+    """Inside an autocast region float32 features still give the float32 result."""
+    info = BY_NAME[name]
+    a, _ = make(info, mode, N, dtype=torch.float32)
+    b, _ = make(info, mode, N, dtype=torch.float32)
+    for z1, z2, index in batches(N, 3, seed=82, dtype=torch.float32):
+        want = run(a, z1, z2, index)
+        z1, z2 = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = b(z1, z2, index)
+        loss.backward()
+        for x, y in zip((loss, z1.grad, z2.grad), want, strict=True):
+            near(x, y, 1e-6)
+        a.step()
+        b.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_encoder_under_autocast(mode):
+    torch.manual_seed(0)
+    encoder = torch.nn.Linear(6, 4)
+    x1, x2 = features(8, 6, seed=2, dtype=torch.float32)
+    est = compopt.SogCLREstimator(8, tau=0.1, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        z1, z2 = encoder(x1), encoder(x2)
+        assert z1.dtype == torch.bfloat16
+        loss = est(z1, z2, torch.arange(8))
+    loss.backward()
+    _, ref = make(BY_NAME["sogclr"], mode, 8, tau=0.1)
+    want, g1, g2 = ref.forward(z1.double(), z2.double(), torch.arange(8))
+    near(loss, want, 1e-5, atol=1e-5)
+    near(encoder.weight.grad, g1.T @ x1.double() + g2.T @ x2.double(), 0.03)
+    est.step()
+
+
+def test_mixed_feature_dtypes_are_refused_or_promoted():
+    z1, z2 = features(4, 4, seed=3)
+    est = compopt.InfoNCEEstimator(tau=0.1)
+    try:
+        loss = est(z1.float(), z2, torch.arange(4))
+    except (TypeError, ValueError) as error:
+        assert "dtype" in str(error) or "float" in str(error)
+    else:
+        near(loss, run(est, z1.float().double(), z2, torch.arange(4))[0], 1e-5)
+
+
+def test_float32_rows_with_float64_features():
+    """dtype= is the rows' precision; the features decide the arithmetic."""
+    z1, z2, index = batches(N, 1, seed=83)[0]
+    est = compopt.SogCLREstimator(N, tau=0.07)
+    _, ref = make(BY_NAME["sogclr"], "bimodal", N)
+    loss, g1, _ = run(est, z1, z2, index)
+    want, w1, _ = ref.forward(z1, z2, index)
+    assert g1.dtype == torch.float64
+    near(loss, want, 1e-6)
+    near(g1, w1, 1e-5)
+    est.step()
+    assert est.read(index)["log_u"].dtype == torch.float32

@@ -1,0 +1,219 @@
+"""Presets are compositions: each equals its twin built from DESIGN section 3."""
+
+import math
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, MODES
+from tests.helpers import batches, compare_state, group_key, near, run
+from tests.reference import DualReference, FixedReference, GlobalDualReference, MovingAverageReference, Reference
+from tests.test_agreement import compare_forward
+
+N = 13
+DEFAULTS = {
+    "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
+    "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_rho_warning():
+    """Batches of six cannot reach rho = 6; that warning has its own test."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_isogclr_defaults_by_mode(mode):
+    """gamma 0.9, lr 1e-2, momentum 0.9, reference "positive"; the rest by mode."""
+    est = compopt.ISogCLREstimator(N, mode=mode, dtype=torch.float64)
+    group = {"n": N, "gamma": 0.9, "lr": 1e-2, **DEFAULTS[mode]}
+    ref = Reference([group], MovingAverageReference("positive"), DualReference("momentum", 0.9), mode)
+    for z1, z2, index in batches(N, 8, seed=1):
+        compare_forward(BY_NAME["isogclr"], est, ref, z1, z2, index)
+        est.step()
+        ref.step()
+        compare_state(est, ref, N, BY_NAME["isogclr"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sogclr_defaults(mode):
+    est = compopt.SogCLREstimator(N, mode=mode, dtype=torch.float64)
+    ref = Reference([{"n": N, "gamma": 0.9, "tau": 0.07}], MovingAverageReference("none"), FixedReference(), mode)
+    for z1, z2, index in batches(N, 4, seed=2):
+        compare_forward(BY_NAME["sogclr"], est, ref, z1, z2, index)
+        est.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("cls", ["SogCLREstimator", "ISogCLREstimator", "FastCLIPEstimator", "InfoNCEEstimator"])
+def test_presets_are_contrastive_estimators(cls):
+    assert issubclass(getattr(compopt, cls), compopt.ContrastiveEstimator)
+    assert issubclass(compopt.ContrastiveEstimator, compopt.Estimator)
+
+
+@pytest.mark.parametrize("cls", ["SogCLREstimator", "ISogCLREstimator", "FastCLIPEstimator", "InfoNCEEstimator"])
+def test_typos_are_not_swallowed(cls):
+    positional = () if cls == "InfoNCEEstimator" else (N,)
+    with pytest.raises(TypeError):
+        getattr(compopt, cls)(*positional, distirbuted=True)
+
+
+def value_of(est, name):
+    """A hyper-parameter of the only group."""
+    return est.sample_groups[0][group_key(est.sample_groups[0], name)]
+
+
+def fastclip(version):
+    """The estimator, float64, with a gamma that shows."""
+    est = compopt.FastCLIPEstimator(N, version=version, dtype=torch.float64)
+    est.sample_groups[0][group_key(est.sample_groups[0], "gamma")] = 0.6
+    return est
+
+
+def follow_fastclip(est, ref, info):
+    """Six steps, both."""
+    for z1, z2, index in batches(N, 6, seed=3):
+        compare_forward(info, est, ref, z1, z2, index)
+        est.step()
+        ref.step()
+        compare_state(est, ref, N, info)
+
+
+def dual_group(est):
+    """The dual's hyper-parameters as the preset set them."""
+    names = ("rho", "lr", "tau_init", "tau_min", "tau_max", "max_grad")
+    return {"n": N, "gamma": 0.6, **{name: value_of(est, name) for name in names}}
+
+
+def test_fastclip_v1_is_a_constant_temperature():
+    est = fastclip("v1")
+    before = value_of(est, "tau")
+    ref = Reference(
+        [{"n": N, "gamma": 0.6, "tau": before}], MovingAverageReference("positive", 1e-14), FixedReference()
+    )
+    follow_fastclip(est, ref, BY_NAME["sogclr-positive"])
+    assert value_of(est, "tau") == before and "tau" not in est.read(torch.arange(2))
+
+
+def test_fastclip_v2_is_individual_temperatures():
+    est = fastclip("v2")
+    ref = Reference([dual_group(est)], MovingAverageReference("positive", 1e-14), DualReference("adam"))
+    follow_fastclip(est, ref, BY_NAME["isogclr-adam"])
+    assert est.read(torch.arange(2))["tau"].shape == (2, 2)
+
+
+def test_fastclip_v3_is_one_learned_temperature():
+    est = fastclip("v3")
+    group = dual_group(est)
+    ref = Reference([group], MovingAverageReference("positive", 1e-14), GlobalDualReference(group["tau_init"], "adam"))
+    start = float(est.temperature.tau)
+    follow_fastclip(est, ref, BY_NAME["global-dual"])
+    assert est.temperature.tau.dim() == 0 and float(est.temperature.tau) != start
+    assert "tau" not in est.read(torch.arange(2))
+
+
+def test_fastclip_v3_is_the_default():
+    assert compopt.FastCLIPEstimator(N).temperature.tau.dim() == 0
+    with pytest.raises(ValueError, match="v7"):
+        compopt.FastCLIPEstimator(N, version="v7")
+
+
+def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
+    """Value mean alpha; tau moves; the features' gradient is that of weights w / tau."""
+    est = fastclip("v0")
+    parameters = list(est.parameters())
+    if parameters:  # learned by the user's optimizer: log(1 / tau)
+        tau = math.exp(-float(parameters[0]))
+    else:
+        tau = float(est.temperature.tau)
+    ref = Reference(
+        [{"n": N, "gamma": 0.6, "tau": tau}],
+        MovingAverageReference("positive", 1e-14),
+        FixedReference(),
+        multiply_tau=False,
+    )
+    z1, z2, index = batches(N, 1, seed=4)[0]
+    loss, g1, g2 = run(est, z1, z2, index)
+    want = ref.forward(z1, z2, index)
+    rtol = 1e-10 if not parameters or parameters[0].dtype == torch.float64 else 1e-5
+    near(loss, want[0], rtol)
+    near(g1, want[1], rtol)
+    near(g2, want[2], rtol)
+    est.step()
+    if parameters:
+        near(parameters[0].grad, -tau * ref.tau_grad, 1e-5)
+    else:
+        assert float(est.temperature.tau) != tau
+        assert (float(est.temperature.tau) < tau) == (ref.tau_grad > 0)
+
+
+def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
+    """F.cross_entropy both ways, up to the constant log(B - 1)."""
+    est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
+    z1, z2, _ = batches(N, 1, seed=5)[0]
+    scale = list(est.parameters())[0].detach().double().exp().requires_grad_()
+    z1.requires_grad_()
+    normalize = torch.nn.functional.normalize
+    logits = scale * normalize(z1) @ normalize(z2).T
+    target = torch.arange(len(z1))
+    cross_entropy = torch.nn.functional.cross_entropy
+    want = (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
+    want.backward()
+    loss, g1, _ = run(est, z1, z2, target)
+    near(loss, want - math.log(len(z1) - 1), 1e-6)
+    near(g1, z1.grad, 1e-5)
+    near(list(est.parameters())[0].grad, scale.grad * scale, 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tau_at_the_call(mode):
+    """A temperature given at the call takes the place of the estimator's."""
+    z1, z2, index = batches(N, 1, seed=6)[0]
+    a = run(compopt.SogCLREstimator(N, tau=0.07, mode=mode, dtype=torch.float64), z1, z2, index, tau=0.3)
+    b = run(compopt.SogCLREstimator(N, tau=0.3, mode=mode, dtype=torch.float64), z1, z2, index)
+    for x, y in zip(a, b, strict=True):
+        near(x, y)
+    tau = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    est = compopt.SogCLREstimator(N, tau=0.07, mode=mode, dtype=torch.float64)
+    c = run(est, z1, z2, index, tau=tau)
+    ref = Reference([{"n": N, "gamma": 0.9, "tau": 0.3}], MovingAverageReference("none"), FixedReference(), mode)
+    ref.forward(z1, z2, index)
+    near(c[0], b[0])
+    near(tau.grad, ref.tau_grad)
+
+
+def test_rho_beyond_reach_is_warned_about_once():
+    """rho >= log|N_i|: G can never be negative enough; said once."""
+    import warnings
+
+    est = compopt.ISogCLREstimator(N, rho=6.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for z1, z2, index in batches(N, 4, seed=7, dtype=torch.float32):
+            run(est, z1, z2, index)
+            est.step()
+    assert len([w for w in caught if "rho" in str(w.message)]) == 1
+    reachable = compopt.ISogCLREstimator(N, rho=1.0)  # log 5 = 1.6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(reachable, *batches(N, 1, seed=7, dtype=torch.float32)[0])
+
+
+def test_any_normalizer_with_any_temperature():
+    """The same numbers whether built from the parts or from the preset."""
+    preset = compopt.ISogCLREstimator(N, gamma=0.7, rho=0.3, lr=0.02, tau_init=0.2, tau_max=0.4, reference="none")
+    built = compopt.ContrastiveEstimator(
+        normalizer=compopt.MovingAverageEstimator(N, gamma=0.7, reference="none"),
+        temperature=compopt.TemperatureDual(N, rho=0.3, lr=0.02, tau_init=0.2, tau_max=0.4),
+    )
+    for z1, z2, index in batches(N, 4, seed=8, dtype=torch.float32):
+        for x, y in zip(run(preset, z1, z2, index), run(built, z1, z2, index), strict=True):
+            assert torch.equal(x, y)
+        preset.step()
+        built.step()
