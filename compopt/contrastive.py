@@ -137,7 +137,7 @@ class ContrastiveEstimator(Estimator):
             a, b = self._prepare(z1), self._prepare(z2)
             temperature = self._temperature(visit, tau, a)
             value, inputs, gradients = self._evaluate(a, b, temperature, visit, keys)
-        self._watch_features(a, b)
+        self._watch_features(a, b, value)
         value = visit.guard(value)
         return with_gradients(value, inputs, gradients) if inputs else value
 
@@ -173,22 +173,32 @@ class ContrastiveEstimator(Estimator):
             index = torch.arange(len(z1))
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-        keys = [check_vector("index", index, len(z1))]
-        if index2 is not None:
-            keys.append(check_vector("index2", index2, len(z1)))
-        if group is not None:
-            keys.append(check_vector("group", group, len(z1)))
-        for name, key in zip(("index", "index2" if index2 is not None else "group", "group"), keys, strict=False):
-            if key.device.type == "cpu" and len(key) and bool((key == key[0]).all()):
+        given = {"index": index, "index2": index2, "group": group}
+        keys = {name: check_vector(name, key, len(z1)) for name, key in given.items() if key is not None}
+        one_sample: list[Tensor] = []
+        for name, key in keys.items():
+            if key.device.type != "cpu":
+                one_sample.append((key == key[0]).all())
+            elif (first := key.numpy()[0]) == key.numpy().min() == key.numpy().max():
                 raise ValueError(
-                    f"{name} is {int(key[0])} for the whole batch; a batch needs at least two distinct samples"
+                    f"{name} is {first} for the whole batch; a batch must have at least two distinct samples"
                 )
         visit = self._visit(index, z1, index2)
         visit.distinct = visit.distinct and group is None
+        for flag in one_sample:
+            visit.bad = flag if visit.bad is None else visit.bad | flag
+            self._monitor.watch(flag.to(torch.int32), self._refuse_batch)
         if visit.depositing:
             for part in (self.normalizer, self.temperature):
                 part.move(z1.device)
-        return visit, [key.to(z1.device, non_blocking=True) for key in keys]
+        return visit, [key.to(z1.device, non_blocking=True) for key in keys.values()]
+
+    def _refuse_batch(self, one_sample: int) -> None:
+        if one_sample:
+            raise ValueError(
+                "an index, index2 or group of an earlier call was one value for the whole batch (its loss was NaN); a "
+                "batch must have at least two distinct samples"
+            )
 
     def _prepare(self, z: Tensor) -> Tensor:
         """Features in working precision, normalised, with their graph."""
@@ -242,7 +252,7 @@ class ContrastiveEstimator(Estimator):
             if visit.depositing:
                 self._deposit(visit, proposals, self._valid(pairs))
             terms = constant * (alpha + rho) if self.multiply_tau else alpha
-            value = torch.where(pairs.count > 0, terms, 0).mean().to(a.dtype)
+            value = (terms if pairs.distinct else torch.where(pairs.count > 0, terms, 0)).mean().to(a.dtype)
             gradients = self._feature_gradients(pairs, alpha, constant) if inputs else []
             count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
             self._last = (alpha, constant, pairs.sides, count)
@@ -268,7 +278,7 @@ class ContrastiveEstimator(Estimator):
         assert pairs.mean_h is not None
         sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
         g = temperature_gradient(alpha, rho, sum_wh, call.tau, self.multiply_tau)
-        return torch.where(pairs.count > 0, g, 0)
+        return g if pairs.distinct else torch.where(pairs.count > 0, g, 0)
 
     def _feature_gradients(self, pairs: Pairs, alpha: Tensor, tau: float | Tensor) -> list[Tensor]:
         share = 1.0 / alpha.numel()
@@ -299,7 +309,9 @@ class ContrastiveEstimator(Estimator):
                 stacklevel=4,
             )
 
-    def _watch_features(self, a: Tensor, b: Tensor) -> None:
+    def _watch_features(self, a: Tensor, b: Tensor, value: Tensor) -> None:
+        if value.device.type == "cpu" and math.isfinite(value.item()):
+            return  # a bad feature reaches every anchor's sum
         with torch.no_grad():
             bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
             self._monitor.watch(bad.sum(), self._warn_features)

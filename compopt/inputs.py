@@ -40,9 +40,9 @@ def check_range(name: str, value: Tensor, n: int | None) -> Tensor | None:
         return ((value < 0) | (value >= n)).any()
     if len(value) == 0:
         return None
-    low, high = value.aminmax()
+    low, high = int(value.numpy().min()), int(value.numpy().max())
     if low < 0 or high >= n:
-        wrong = int(high) if high >= n else int(low)
+        wrong = high if high >= n else low
         raise IndexError(f"{name} {wrong} is outside n={n}; pass data-set indices, not batch positions")
     return None
 

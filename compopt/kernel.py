@@ -105,13 +105,9 @@ class Pairs:
         for start in range(0, len(self.x), self.strip_rows):
             yield start, min(start + self.strip_rows, len(self.x))
 
-    def _scales(self) -> tuple[Tensor, Tensor]:
-        """1/tau per matrix row and per matrix column."""
-        if isinstance(self.tau, float):
-            scale = self.x.new_full((self.batch, 2), 1 / self.tau)
-        else:
-            scale = self.tau.to(self.x.dtype).expand(self.batch, 2).reciprocal()
-        return self._row_values(scale), self._column_values(scale)
+    def _real(self, per_anchor: Tensor) -> Tensor:
+        """Zero for anchors without negatives, which group and index2 can leave."""
+        return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
 
     def _mask(self, s: Tensor, start: int, value: float) -> Tensor | None:
         """Overwrite the entries of a strip that are not negative pairs; their number per row, if it varies."""
@@ -143,10 +139,13 @@ class Pairs:
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
     def _sweep(self) -> None:
-        row_scale, column_scale = self._scales()
-        self._rows = RunningSums(row_scale, self.moments)
-        self._columns = None if self.unimodal else RunningSums(column_scale, self.moments)
-        excluded = self.x.new_zeros(2, len(self.y))
+        if isinstance(self.tau, float):
+            self._scale = self.x.new_full((1, 1), 1 / self.tau).expand(self.batch, 2)
+        else:
+            self._scale = self.tau.to(self.x.dtype).reciprocal().expand(self.batch, 2)
+        self._rows = RunningSums(self._row_values(self._scale), self.moments)
+        self._columns = None if self.unimodal else RunningSums(self._scale[:, 1], self.moments)
+        excluded = self.x.new_zeros(0 if self.distinct else 2, len(self.y))
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
             if same is not None:
@@ -170,15 +169,13 @@ class Pairs:
         else:
             self.count = candidates - self._per_anchor(excluded[0], excluded[1])
         self.log_count = self.count.clamp(min=1).log()
-        self._scale = self._per_anchor(self._rows.scale, None if columns is None else columns.scale)
         log_total = self._per_anchor(self._rows.log_total(), None if columns is None else columns.log_total())
-        log_sum = log_total - self.positive * self._scale
-        self.log_sum = log_sum if self.distinct else torch.where(self.count > 0, log_sum, 0)
+        self.log_sum = self._real(log_total - self.positive * self._scale)
         self.mean_h: Tensor | None = None
         if self._rows.dot is not None:
             by_column = None if columns is None or columns.dot is None else columns.dot / columns.total
             mean_s = self._per_anchor(self._rows.dot / self._rows.total, by_column)
-            self.mean_h = torch.where(self.count > 0, mean_s - self.positive, 0)
+            self.mean_h = self._real(mean_s - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         s = self._buffer(0, start, stop)
@@ -231,7 +228,7 @@ class Pairs:
         Returns:
             Gradients with respect to ``z1`` and ``z2``, ``(B, d)`` each.
         """
-        coefficient = torch.where(self.count > 0, coefficient, 0)
+        coefficient = self._real(coefficient.expand(self.batch, 2))
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
         log_factor = -(self.positive * self._scale) - alpha - self.log_count
         grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
@@ -276,7 +273,7 @@ class Pairs:
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """``sum_j w_ij``, ``(B, 2)``."""
-        return torch.where(self.count > 0, (self.log_ghat - alpha).exp(), 0)
+        return self._real((self.log_ghat - alpha).exp())
 
     def _with_positives(
         self, grad_x: Tensor, grad_y: Tensor, alpha: Tensor, coefficient: Tensor

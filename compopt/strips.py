@@ -40,9 +40,9 @@ class RunningSums:
 
     def __init__(self, scale: Tensor, moments: bool) -> None:
         self.scale = scale  # 1 / tau per anchor
-        self.total = torch.zeros_like(scale)
-        self.norms = torch.zeros_like(scale[:SPREAD_ANCHORS])
-        self.dot = torch.zeros_like(scale) if moments else None
+        self.total = scale.new_zeros(len(scale))
+        self.norms = scale.new_zeros(len(scale[:SPREAD_ANCHORS]))
+        self.dot = scale.new_zeros(len(scale)) if moments else None
         self.shift: Tensor | None = None
 
     def add_rows(self, strip: Strip) -> None:
@@ -53,7 +53,7 @@ class RunningSums:
             first = self.norms[own]
             torch.linalg.vector_norm(side.exp[: len(first)], dim=1, out=first)
         if side.shift is not None:
-            self.shift = torch.empty_like(self.scale) if self.shift is None else self.shift
+            self.shift = torch.empty_like(self.total) if self.shift is None else self.shift
             self.shift[own] = side.shift
         if self.dot is not None and side.dot is not None:
             self.dot[own] = side.dot

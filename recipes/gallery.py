@@ -31,7 +31,7 @@ def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int 
     order = torch.randperm(len(hit), generator=torch.Generator().manual_seed(seed))
     half = columns * rows // 2
     chosen = torch.cat([order[hit[order]][:half], order[~hit[order]][:half]])
-    figure, axes = new_figure(1.5 * columns, 2.0 * rows, rows, columns)
+    figure, axes = new_figure(1.5 * columns, 2.05 * rows, rows, columns)
     for axis in axes.flat:
         axis.axis("off")
     for axis, query in zip(axes.flat, chosen.tolist(), strict=False):
@@ -42,7 +42,7 @@ def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int 
         if not hit[query]:
             _write(axis, true, "#777777", skip=retrieved.count("\n") + 1)
     title = f"{METHODS[run.config.method].title}: retrieved names, R@1 {100 * found.image_to_text:.1f} %"
-    figure.get_layout_engine().set(h_pad=0.05, hspace=0.30, rect=(0, 0.04, 1, 0.96))
+    figure.get_layout_engine().set(h_pad=0.02, hspace=0.0, rect=(0, 0.03, 1, 0.97))
     figure.suptitle(f"{title} (green right; red wrong, true name in grey)", fontweight="bold", fontsize=12)
     return save_figure(figure, path)
 

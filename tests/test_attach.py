@@ -1,5 +1,6 @@
 """attach(): one commit after each real update, and only then."""
 
+import copy
 import warnings
 
 import pytest
@@ -244,6 +245,45 @@ def test_evaluation_between_steps_commits_nothing_of_its_own():
         est(z1, z2, index)
     optimizer.step()
     assert commits(est) == 0
+
+
+def test_a_deep_copy_is_attached_on_its_own():
+    """A copy (an EMA twin, a sweep) does not inherit the attachment, and can be attached."""
+    parameter, optimizer, est = setting()
+    est.attach(optimizer)
+    twin = copy.deepcopy(est)
+    for each in (est, twin):
+        deposit(each, parameter)
+    optimizer.step()
+    assert commits(est) == 6 and commits(twin) == 0 and twin.pending == 1
+    twin.attach(optimizer)
+    optimizer.step()
+    assert commits(est) == 6 and commits(twin) == 6
+
+
+def test_the_optimizer_does_not_keep_the_estimator_alive():
+    import gc
+    import weakref
+
+    parameter, optimizer, est = setting()
+    est.attach(optimizer)
+    alive = weakref.ref(est)
+    del est
+    gc.collect()
+    assert alive() is None
+    optimizer.step()  # the hook that remains does nothing
+
+
+def test_the_estimator_does_not_mistake_a_new_optimizer_for_an_old_one():
+    """Optimizers come and go at the same address."""
+    parameter, optimizer, est = setting()
+    for t in range(1, 6):
+        est.attach(optimizer)
+        deposit(est, parameter)
+        optimizer.step()
+        assert commits(est) == 6 * t
+        optimizer = None  # freed before the next one is made
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
 
 
 @pytest.fixture

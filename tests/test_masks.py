@@ -132,3 +132,19 @@ def test_swapping_the_modalities_swaps_the_gradients(info):
     near(loss, swapped)
     near(g1, h1)
     near(g2, h2)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "sogclr-positive", "isogclr-adam", "infonce", "infonce-no-positive"])
+def test_an_anchor_without_negatives(name):
+    """Sample 0 shares its group with 1 and its caption with 2: nothing to contrast, nothing to learn, no NaN."""
+    info = BY_NAME[name]
+    est, _ = make(info, "bimodal", N)
+    z1, z2 = features(3, 4, seed=10)
+    loss, g1, g2 = run(
+        est, z1, z2, torch.tensor([0, 1, 2]), index2=torch.tensor([7, 8, 7]), group=torch.tensor([5, 5, 6])
+    )
+    assert torch.isfinite(loss) and torch.isfinite(g1).all() and torch.isfinite(g2).all()
+    assert not g1[0].any() and not g2[0].any() and g1[1].any()
+    est.step()
+    if info.has_rows:
+        assert est.read(torch.tensor([0, 1, 2]))["count"].tolist()[:2] == [0, 1]

@@ -148,3 +148,48 @@ def test_one_group_equals_two_equal_groups():
             est.step()
         results.append(loss)
     near(results[0], results[1], 1e-14)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_with_their_own_eps_and_gamma_1(mode):
+    """eps = 0 beside eps > 0, gamma = 1 beside gamma < 1: the logarithms of 0 stay harmless."""
+    groups = [{"n": N1, "eps": 0.2, "gamma": 1.0}, {"n": N2, "eps": 0.0, "gamma": 0.4}]
+    est = compopt.SogCLREstimator(groups, tau=0.1, mode=mode, reference="positive", dtype=torch.float64)
+
+    class OwnEps(MovingAverageReference):
+        def updated(self, ref, row, column, g):
+            self.eps = ref.hyper(row, "eps")
+            return super().updated(ref, row, column, g)
+
+    ref = Reference([{"tau": 0.1, **g} for g in groups], OwnEps("positive"), FixedReference(), mode)
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 8, seed=11)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_two_modalities_in_different_groups(name):
+    """index in the first data set, index2 in the second: each direction follows its own row's group."""
+    est, ref = PAIRS[name]("bimodal")
+    for t in range(5):
+        index = torch.randperm(N1)[:4]
+        z1, z2, _ = batches(N1 + N2, 1, batch=4, seed=20 + t)[0]
+        compare_forward(BY_NAME[name], est, ref, z1, z2, index, index2=index + N1)
+        est.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_group_with_its_own_reference(mode):
+    """log u of one data set holds s, of the other h."""
+    groups = [{"n": N1, "reference": "none"}, {"n": N2, "reference": "positive"}]
+    est = compopt.SogCLREstimator(groups, gamma=0.5, tau=0.1, mode=mode, dtype=torch.float64)
+    pure = {
+        name: compopt.SogCLREstimator(N1 + N2, gamma=0.5, tau=0.1, reference=name, mode=mode, dtype=torch.float64)
+        for name in ("none", "positive")
+    }
+    for z1, z2, index in batches(N1 + N2, 6, seed=12):
+        for each in (est, *pure.values()):
+            run(each, z1, z2, index)
+            each.step()
+    got, none, positive = (e.read(torch.arange(N1 + N2))["log_u"] for e in (est, pure["none"], pure["positive"]))
+    near(got[:N1], none[:N1])
+    near(got[N1:], positive[N1:])

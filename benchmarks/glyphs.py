@@ -1,0 +1,246 @@
+"""The study behind the table of methods: glyphs, every method at its best setting, over several seeds.
+
+::
+
+    python -m benchmarks.glyphs tune      # each method's grid, over one common grid of temperatures
+    python -m benchmarks.glyphs final     # each method's best setting, on other seeds and another split
+    python -m benchmarks.glyphs regimes   # both steps, where state should pay: small batches, small tau, more epochs
+    python -m benchmarks.glyphs report    # results/glyphs.md and .png from what there is
+
+Each finished run is one line of ``results/glyphs.jsonl``; a configuration that is there already is not run again,
+so any command can be stopped and repeated.  Settings are tuned on seed 100 and split 1 and then reported on seeds
+0, 1, 2 and split 0, so that the choice cannot profit from the held-out pairs that judge it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "glyphs.jsonl"
+TUNE_SEED, TUNE_SPLIT = 100, 1
+FINAL_SEEDS, FINAL_SPLIT = (0, 1, 2), 0
+METRIC = "r1"
+
+Grid = dict[str, tuple[Any, ...]]
+TAUS = (0.03, 0.05, 0.07, 0.1, 0.15)
+FEW_TAUS = (0.05, 0.07, 0.1)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method in one regime, with the grid its setting is chosen from."""
+
+    regime: str
+    method: str
+    grid: Grid
+    batch_size: int = 64
+    epochs: int = 2
+
+    def jobs(self) -> list[Job]:
+        """One tuning run per point of the grid."""
+        points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [Job(self.method, options, self.batch_size, self.epochs) for options in points]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: everything its result depends on."""
+
+    method: str
+    options: dict[str, Any]
+    batch_size: int = 64
+    epochs: int = 2
+    seed: int = TUNE_SEED
+    split: int = TUNE_SPLIT
+    limit: int = field(default=0)
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def moving_averages(taus: Sequence[float]) -> dict[str, Grid]:
+    """Grids of the methods with state."""
+    dual = {"rho": (1.0, 2.0, 3.0)}
+    return {
+        "sogclr": {"tau": taus, "gamma": (0.5, 0.8, 0.95), "reference": ("none", "positive")},
+        "isogclr": {"tau": taus, **dual, "tau_lr": (0.002, 0.01)},
+        "fastclip-v3": {"tau": taus, **dual, "tau_lr": (1e-4, 1e-3)},
+    }
+
+
+def main_arms() -> list[Arm]:
+    """Batch 64, two epochs, and InfoNCE with four times the batch for comparison."""
+    baselines = ("infonce", "infonce-no-positive", "clip")
+    arms = [Arm("main", method, {"tau": TAUS}) for method in baselines]
+    arms += [Arm("main", method, grid) for method, grid in moving_averages(TAUS).items()]
+    return [*arms, Arm("main", "infonce", {"tau": TAUS}, batch_size=256)]
+
+
+def regime_arms() -> list[Arm]:
+    """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
+    regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
+        "batch 8": ({"batch_size": 8}, FEW_TAUS),
+        "batch 16": ({"batch_size": 16}, FEW_TAUS),
+        "batch 32": ({"batch_size": 32}, FEW_TAUS),
+        "tau 0.01": ({}, (0.01,)),
+        "tau 0.02": ({}, (0.02,)),
+        "8 epochs": ({"epochs": 8}, FEW_TAUS),
+    }
+    arms = []
+    for regime, (setting, taus) in regimes.items():
+        arms += [Arm(regime, method, {"tau": taus}, **setting) for method in ("infonce", "infonce-no-positive")]
+        sogclr = {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}
+        isogclr = {"tau": taus[-2:], "rho": (1.0, 2.0), "tau_lr": (0.002,)}
+        arms += [Arm(regime, "sogclr", sogclr, **setting), Arm(regime, "isogclr", isogclr, **setting)]
+    return arms
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+def finished(path: Path) -> dict[str, dict[str, Any]]:
+    """Results by job key; a line cut short by a kill is skipped."""
+    results = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            result = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        results[Job(**result["job"]).key] = result
+    return results
+
+
+def carry_out(jobs: Iterable[Job], args: argparse.Namespace) -> None:
+    """Run the jobs that have no result yet, several at a time, each in a process of its own."""
+    done = finished(args.results)
+    todo = {job.key: job for job in jobs if job.key not in done}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+    with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(todo), unit="run") as bar:
+        futures = [pool.submit(_subprocess, job, args.threads) for job in todo.values()]
+        try:
+            for future in as_completed(futures):
+                result = future.result()
+                with lock, open(args.results, "a") as file:
+                    file.write("\n" * _cut_short(args.results) + json.dumps(result) + "\n")
+                bar.set_postfix_str(f"{result['job']['method']} {100 * result['final'][METRIC]:.1f}%")
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _cut_short(path: Path) -> bool:
+    """Whether the file ends in the middle of a line."""
+    text = path.read_bytes()
+    return bool(text) and not text.endswith(b"\n")
+
+
+def _subprocess(job: Job, threads: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.glyphs", "run-one", job.key, "--threads", str(threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{job.key} failed:\n{process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def run_one(job: Job, threads: int) -> dict[str, Any]:
+    """Train and measure, in this process."""
+    import torch
+
+    from recipes import glyphs
+    from recipes.engine import Config, Control, Run
+    from recipes.methods import METHODS
+    from recipes.tasks import GlyphNames
+
+    torch.set_num_threads(threads)
+    task = GlyphNames(glyphs.load(), split_seed=job.split, limit=job.limit)
+    options = METHODS[job.method].options(task.mode, job.options)
+    config = Config(job.method, options, job.batch_size, job.epochs, seed=job.seed, data=task.description)
+    run = Run(task, config, Control(eval_every=0)).train()
+    facts = {"torch": torch.__version__, "threads": threads, "date": time.strftime("%Y-%m-%d")}
+    return {"job": asdict(job), "final": run.final, "seconds": round(run.seconds, 2), "steps": run.step, **facts}
+
+
+# -- choosing ------------------------------------------------------------------------------------------------------
+
+
+def best(arm: Arm, results: dict[str, dict[str, Any]], limit: int = 0) -> dict[str, Any] | None:
+    """The result of the arm's best finished tuning run, None before the first."""
+    tuned = [results[key] for job in arm.jobs() if (key := replace(job, limit=limit).key) in results]
+    return max(tuned, key=lambda result: result["final"][METRIC], default=None)
+
+
+def final_jobs(arm: Arm, results: dict[str, dict[str, Any]], limit: int = 0) -> list[Job]:
+    """The arm's best setting on the seeds and the split that are reported."""
+    chosen = best(arm, results, limit)
+    if chosen is None:
+        return []
+    job = Job(**chosen["job"])
+    return [replace(job, seed=seed, split=FINAL_SPLIT) for seed in FINAL_SEEDS]
+
+
+def _limited(arms: Iterable[Arm], limit: int) -> list[Job]:
+    return [replace(job, limit=limit) for arm in arms for job in arm.jobs()]
+
+
+def _chosen(arms: list[Arm], args: argparse.Namespace) -> list[Arm]:
+    """The arms that the arguments ask for, their grids cut short in a trial."""
+    arms = [arm for arm in arms if not args.methods or arm.method in args.methods]
+    arms = [arm for arm in arms if not args.regimes or arm.regime in args.regimes]
+    if not args.trial:
+        return arms
+    return [replace(arm, epochs=1, grid={name: values[:1] for name, values in arm.grid.items()}) for arm in arms]
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="python -m benchmarks.glyphs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    root.add_argument("command", choices=("tune", "final", "regimes", "report", "run-one"))
+    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
+    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
+    root.add_argument("--methods", nargs="+", help="only these methods")
+    root.add_argument("--regimes", nargs="+", help="only these regimes, for example 'batch 8'")
+    root.add_argument("--results", type=Path, default=RESULTS, help="file of the finished runs")
+    root.add_argument("--trial", type=int, default=0, metavar="N", help="N pairs, one epoch, one setting per method")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if args.command == "run-one":
+        print(json.dumps(run_one(Job(**json.loads(args.job)), args.threads)))
+        return
+    main_, regimes = _chosen(main_arms(), args), _chosen(regime_arms(), args)
+    if args.command in ("tune", "regimes"):
+        carry_out(_limited(main_ if args.command == "tune" else regimes, args.trial), args)
+    if args.command in ("final", "regimes"):
+        arms, results = (main_ if args.command == "final" else regimes), finished(args.results)
+        carry_out([job for arm in arms for job in final_jobs(arm, results, args.trial)], args)
+    if args.command == "report":
+        from benchmarks.glyphs_report import write
+
+        write([*main_, *regimes], args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a shift by the wrong maximum loses: masked candidates, the positive, other rows, unnormalised features."""
+
+import math
+
+import pytest
+import torch
+
+import compopt
+from tests.database import MODES
+from tests.helpers import features, near
+
+TAU = 0.005
+E0 = torch.tensor([1.0, 0.0, 0.0])
+ESTIMATORS = {
+    "batch": lambda **o: compopt.InfoNCEEstimator(tau=TAU, include_positive=False, **o),
+    "none": lambda **o: compopt.SogCLREstimator(8, gamma=0.5, tau=TAU, reference="none", **o),
+    "positive": lambda **o: compopt.SogCLREstimator(8, gamma=0.5, tau=TAU, reference="positive", **o),
+    "dual": lambda **o: compopt.ISogCLREstimator(
+        8, rho=0.0, lr=0.0, tau_init=TAU, tau_min=TAU, tau_max=0.5, max_grad=1e6, **o
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_masked_candidates_do_not_set_the_scale(name, mode, chunk_size):
+    """Three copies of sample 1 (s = 1, masked) and one opposite negative (s = -1): log ghat = -2 / tau = -400.
+
+    exp(-400) is zero in float32: whoever shifts by the largest of all candidates, masked ones too, finds log 0.
+    """
+    z = torch.stack([E0, E0, E0, -E0])
+    index = torch.tensor([1, 1, 1, 2])
+    est = ESTIMATORS[name](mode=mode, chunk_size=chunk_size)
+    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
+    loss = est(z1, z2, index)
+    loss.backward()
+    near(loss, TAU * (-2 / TAU), 1e-5)
+    assert torch.isfinite(z1.grad).all() and torch.isfinite(z2.grad).all()
+    est.step()
+    if name != "batch":
+        want = -1 / TAU if name == "none" else -2 / TAU
+        near(est.read(torch.tensor([1, 2]))["log_u"], torch.full((2, est.read(index)["log_u"].shape[1]), want), 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_anchor_has_its_own_scale(mode):
+    """Anchors of very different log ghat side by side, against float64."""
+    angle = torch.tensor([0.0, 0.02, 1.5, 3.1, 4.6])
+    z1 = torch.stack([angle.cos(), angle.sin()], 1)
+    z2 = torch.stack([(angle * 1.01).cos(), (angle * 1.01).sin()], 1)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        est = compopt.SogCLREstimator(5, tau=TAU, mode=mode, dtype=dtype)
+        loss = est(z1.to(dtype), z2.to(dtype), torch.arange(5))
+        est.step()
+        results.append((loss, est.read(torch.arange(5))["log_u"]))
+    near(results[0][0], results[1][0], 1e-5)
+    near(results[0][1], results[1][1], 1e-5, atol=1e-3)
+    a, b = (torch.nn.functional.normalize(z.double()) for z in (z1, z2))
+    off = ~torch.eye(5, dtype=torch.bool)
+    log_u = []
+    for own, other in ((a, b), (b, a)):
+        s = own @ other.T
+        scores = s if mode == "bimodal" else torch.cat([s, own @ own.T], 1)
+        mask = off if mode == "bimodal" else torch.cat([off, off], 1)
+        row = torch.logsumexp((scores / TAU).masked_fill(~mask, -torch.inf), 1) - math.log(int(mask.sum(1)[0]))
+        log_u.append(row)
+    log_u = torch.stack(log_u, 1)
+    if mode == "unimodal":
+        log_u = torch.logsumexp(log_u, 1, keepdim=True) - math.log(2)
+    near(results[1][1], log_u)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 100.0])
+@pytest.mark.parametrize("include_positive", [True, False])
+def test_unnormalised_features_of_any_length(scale, include_positive):
+    """normalize=False: logits up to 1e6; log-sum-exp in float64 says what is right.
+
+    alpha itself is a float32 number of the logits' size, so the weights carry its rounding.
+    """
+    n = 7
+    z1, z2 = features(n, 5, seed=1, dtype=torch.float32)
+    z1, z2 = z1 * scale, z2 * scale
+    est = compopt.InfoNCEEstimator(tau=0.05, include_positive=include_positive, normalize=False, multiply_tau=False)
+    a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+    loss = est(a, b, torch.arange(n))
+    loss.backward()
+    x, y = z1.double().requires_grad_(), z2.double().requires_grad_()
+    logits = x @ y.T / 0.05
+    keep = torch.ones(n, n, dtype=torch.bool) if include_positive else ~torch.eye(n, dtype=torch.bool)
+    want = 0
+    for rows in (logits, logits.T):
+        h = rows - rows.diagonal()[:, None]
+        want = want + torch.logsumexp(h.masked_fill(~keep, -torch.inf), 1).mean() / 2 - math.log(n - 1) / 2
+    want.backward()
+    near(loss, want, 1e-4)
+    rtol = 5e-7 * float(logits.detach().abs().max())
+    near(a.grad, x.grad, rtol)
+    near(b.grad, y.grad, rtol)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float16_logits_beyond_its_range(mode):
+    """s / tau = 200 is fine, but sums of products of long float16 features would overflow float16 itself."""
+    z1, z2 = features(6, 64, seed=2, dtype=torch.float64)
+    z1, z2 = (z1 * 100).half(), (z2 * 100).half()
+    est = compopt.InfoNCEEstimator(tau=TAU, include_positive=False, mode=mode)
+    exact = compopt.InfoNCEEstimator(tau=TAU, include_positive=False, mode=mode)
+    near(est(z1, z2, torch.arange(6)), exact(z1.double(), z2.double(), torch.arange(6)), 1e-4)
