@@ -37,8 +37,8 @@ FINAL_SEEDS, FINAL_SPLIT = (0, 1, 2), 0
 METRIC = "r1"
 
 Grid = dict[str, tuple[Any, ...]]
-TAUS = (0.03, 0.05, 0.07, 0.1, 0.15)
-FEW_TAUS = (0.05, 0.07, 0.1)
+TAUS = (0.03, 0.05, 0.08, 0.12)
+FEW_TAUS = (0.05, 0.08, 0.12)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Job:
 
 def moving_averages(taus: Sequence[float]) -> dict[str, Grid]:
     """Grids of the methods with state."""
-    dual = {"rho": (1.0, 2.0, 3.0)}
+    dual = {"rho": (1.0, 2.5)}
     return {
         "sogclr": {"tau": taus, "gamma": (0.5, 0.8, 0.95), "reference": ("none", "positive")},
         "isogclr": {"tau": taus, **dual, "tau_lr": (0.002, 0.01)},
@@ -95,18 +95,17 @@ def main_arms() -> list[Arm]:
 def regime_arms() -> list[Arm]:
     """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
-        "batch 8": ({"batch_size": 8}, FEW_TAUS),
+        "batch 8, 1 epoch": ({"batch_size": 8, "epochs": 1}, FEW_TAUS),
         "batch 16": ({"batch_size": 16}, FEW_TAUS),
         "batch 32": ({"batch_size": 32}, FEW_TAUS),
-        "tau 0.01": ({}, (0.01,)),
         "tau 0.02": ({}, (0.02,)),
-        "8 epochs": ({"epochs": 8}, FEW_TAUS),
+        "5 epochs": ({"epochs": 5}, FEW_TAUS[1:]),
     }
     arms = []
     for regime, (setting, taus) in regimes.items():
         arms += [Arm(regime, method, {"tau": taus}, **setting) for method in ("infonce", "infonce-no-positive")]
         sogclr = {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}
-        isogclr = {"tau": taus[-2:], "rho": (1.0, 2.0), "tau_lr": (0.002,)}
+        isogclr = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,)}
         arms += [Arm(regime, "sogclr", sogclr, **setting), Arm(regime, "isogclr", isogclr, **setting)]
     return arms
 
