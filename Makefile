@@ -6,12 +6,11 @@ BIN := $(VENV)/bin
 
 # Further arguments, for example:
 #   make test PYTEST_ARGS="-k kernel -x"
-#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"      (no CUDA libraries)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_METHODS ?= infonce infonce-no-positive clip sogclr isogclr fastclip-v3
-DEMO_ARGS ?= --batch-size 64 --epochs 1
+DEMO_ARGS ?= --batch-size 64 --epochs 1 --output-dir runs/demo
 
 # Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)

@@ -37,8 +37,8 @@ FINAL_SEEDS, FINAL_SPLIT = (0, 1, 2), 0
 METRIC = "r1"
 
 Grid = dict[str, tuple[Any, ...]]
-TAUS = (0.03, 0.05, 0.08, 0.12)
-FEW_TAUS = (0.05, 0.08, 0.12)
+TAUS = (0.05, 0.08, 0.12)
+FEW_TAUS = TAUS
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def regime_arms() -> list[Arm]:
         "batch 16": ({"batch_size": 16}, FEW_TAUS),
         "batch 32": ({"batch_size": 32}, FEW_TAUS),
         "tau 0.02": ({}, (0.02,)),
-        "5 epochs": ({"epochs": 5}, FEW_TAUS[1:]),
+        "5 epochs": ({"epochs": 5}, FEW_TAUS[1:2]),
     }
     arms = []
     for regime, (setting, taus) in regimes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from compopt.monitor import Monitor
 from compopt.table import RowTable
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
-# Forward calls without a commit after which somebody has probably forgotten step() or attach().
-PATIENCE = 256
+# Calls without a commit after which somebody has probably forgotten step() or attach(): before the first commit, and
+# ever (long accumulation is legitimate, a leak is not).
+PATIENCE, LONG_PATIENCE = 256, 8192
 
 
 @dataclass
@@ -216,9 +218,9 @@ class Estimator(Hooks):
         elif not any(part.has_pending_state for part in self._components.values()):
             return  # a stateless estimator has nothing to commit
         self._pending += 1
-        if self._pending == PATIENCE and self.t == 0:
+        if self._pending == (PATIENCE if self.t == 0 else LONG_PATIENCE):
             warnings.warn(
-                f"{PATIENCE} calls have deposited and none was committed: call est.step() after "
+                f"{self._pending} calls have deposited and none was committed: call est.step() after "
                 f"optimizer.step(), or est.attach(optimizer) (after deepspeed.initialize or prepare)",
                 stacklevel=3,
             )
@@ -321,6 +323,11 @@ class Estimator(Hooks):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         checkpoint.load_state_dict(self, state_dict)
         self._run("load_state_dict_post")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
+        fresh = {"_hooks": {family: OrderedDict() for family in self._hooks}, "_handles": {}, "_monitor": Monitor()}
+        return {**self.__dict__, **fresh}
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
