@@ -50,9 +50,9 @@ def _head(results: Results) -> str:
             "- **commands**: `python -m benchmarks.glyphs tune`, `final`, `regimes`, `report`",
             "",
             "R@1 on held-out pairs in percent, mean ± standard deviation over seeds. Settings were chosen on another",
-            "seed and another split. The gain is against the better of the two stateless baselines, InfoNCE and InfoNCE",
-            "without the positive, ± the standard error of the difference. Two epochs at a peak learning rate of 1e-3,",
-            "batch 64, unless stated.",
+            "seed and another split. The gain is against the better of the two stateless baselines, InfoNCE and",
+            "InfoNCE without the positive, ± the standard error of the difference. Two epochs at a peak learning",
+            "rate of 1e-3, batch 64, unless stated.",
         ]
     )
 

@@ -32,3 +32,23 @@ def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor])
     A second derivative raises: the weights are estimates, and their derivative is not that of the objective.
     """
     return _ClosedForm.apply(value, len(gradients), *gradients, *inputs)
+
+
+class _LowerBound(torch.autograd.Function):
+    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
+        ctx.save_for_backward(x >= low)
+        return x.clamp(min=low)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside | (grad_output < 0), grad_output, 0), None
+
+
+def lower_bound(x: Tensor, low: float) -> Tensor:
+    """``max(x, low)`` for a learned quantity: unlike ``clamp``, it can find its way back from below."""
+    return _LowerBound.apply(x, low)

@@ -92,6 +92,7 @@ class Estimator(Hooks):
             raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
+        _refuse_many_ranks()
         self.mode, self.dtype = mode, dtype
         self.training = True
         self.t = 0
@@ -335,3 +336,13 @@ class Estimator(Hooks):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
+
+
+def _refuse_many_ranks() -> None:
+    """Gradients over a part of the global batch would silently be others than on one rank."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"this version works in one process, got a process group of {distributed.get_world_size()}: negatives and "
+            f"state would silently be those of each rank alone; use one process"
+        )

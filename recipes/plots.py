@@ -18,6 +18,7 @@ from recipes.report import by_method
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,6 +153,7 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
         label = f"{name} (r = {_rank(tau[:, direction], times):+.2f})"
         axis.plot(present, middle, color=colour, marker="o", markersize=4, label=label)
     axis.set(xlabel="training pairs that share the caption", ylabel="temperature")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title("Temperature and frequency: median, quartiles, rank correlation", loc="left")
     axis.legend()
     return save_figure(figure, path)

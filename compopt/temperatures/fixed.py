@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.autograd import lower_bound
 from compopt.component import Temperature
 from compopt.groups import Hyper
 from compopt.inputs import check_tau
@@ -25,7 +26,7 @@ class FixedTemperature(Temperature):
             grad it receives the derivative of the returned objective with ``alpha`` and ``w`` held as estimated
             (the mean of ``G`` with ``rho = 0``).
         learn: keep ``log(1/tau)`` as a parameter that ``est.parameters()`` hands to the user's optimizer, as CLIP
-            does; ``tau`` is clamped to at least 0.01 where it is used.
+            does; ``tau`` is clamped to at least 0.01 where it is used (and can return from below).
         dtype: of that parameter.
 
     State: nothing per sample; the parameter when ``learn=True`` (part of ``state_dict``).
@@ -64,7 +65,7 @@ class FixedTemperature(Temperature):
         if self.tensor is not None:
             return self.tensor
         if self.log_inverse is not None:
-            return torch.exp(-self.log_inverse).clamp(min=LEARNED_TAU_MIN)
+            return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
 
