@@ -68,9 +68,10 @@ def _regime_sections(arms: Sequence[Arm], results: Results, limit: int) -> list[
 
 
 def arm_name(arm: Arm) -> str:
-    """Title of the method, with the batch size where it is not the usual one of its regime."""
+    """Title of the method, with its variant, and the batch size where it is not the usual one of its regime."""
+    variant = f", {arm.variant}" if arm.variant else ""
     big = f", batch {arm.batch_size}" if arm.regime == "main" and arm.batch_size != 64 else ""
-    return METHODS[arm.method].title + big
+    return METHODS[arm.method].title + variant + big
 
 
 def _finals(arm: Arm, results: Results, limit: int) -> list[dict[str, Any]]:
