@@ -29,7 +29,6 @@ class Call:
         tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
         pairs: the statistics of the batch.
         unimodal: rows are shared by both views.
-        multiply_tau: the objective is ``tau (alpha + rho)`` rather than ``alpha``.
     """
 
     rows: Mapping[str, Tensor]
@@ -38,7 +37,6 @@ class Call:
     tau: float | Tensor
     pairs: Pairs
     unimodal: bool
-    multiply_tau: bool
 
 
 @dataclass

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compopt import checks
+from compopt import checks, objective
 from compopt.autograd import with_gradients
 from compopt.component import Call, Component, Normalizer, Temperature
 from compopt.estimator import Estimator, Visit
-from compopt.functional import temperature_gradient
 from compopt.groups import GroupSpec, parse
 from compopt.inputs import check_features, check_tau, check_vector
 from compopt.kernel import Pairs
@@ -240,26 +239,22 @@ class ContrastiveEstimator(Estimator):
             call = self._call(visit, pairs, constant)
             estimate = self.normalizer.estimate(call)
             alpha = estimate.alpha.expand(-1, 2)
-            hyper = visit.hypers("temperature")
-            rho = self.temperature.rho(hyper)
-            self._warn_rho(rho, pairs, visit)
-            proposals = dict(estimate.proposals)
-            gradient = self._tau_gradient(alpha, rho, call) if pairs.moments else None
-            if self.temperature.learns and visit.depositing:
-                assert gradient is not None
-                call.hyper = hyper
-                proposals.update(self.temperature.update(call, gradient))
+            call.hyper = visit.hypers("temperature")
+            rho = self.temperature.rho(call.hyper)
+            self._warn_rho(pairs)
             if visit.depositing:
+                proposals = dict(estimate.proposals)
+                if self.temperature.learns:
+                    g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau)
+                    proposals.update(self.temperature.update(call, g))
                 self._deposit(visit, proposals, self._valid(pairs))
-            terms = constant * (alpha + rho) if self.multiply_tau else alpha
-            value = (terms if pairs.distinct else torch.where(pairs.count > 0, terms, 0)).mean().to(a.dtype)
-            gradients = self._feature_gradients(pairs, alpha, constant) if inputs else []
+            value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
+            gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if inputs else []
+            for tensor in learned:
+                g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau)
+                gradients.append(objective.reduce_like(g, tensor))
             count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
             self._last = (alpha, constant, pairs.sides, count)
-            if learned:
-                assert gradient is not None
-                tau_gradient = self._tau_gradient(alpha, 0.0, call) / alpha.numel()
-                gradients.append(_sum_to(tau_gradient, learned[0]))
         return value, inputs + learned, gradients
 
     def _call(self, visit: Visit, pairs: Pairs, tau: float | Tensor) -> Call:
@@ -270,22 +265,7 @@ class ContrastiveEstimator(Estimator):
             tau=tau,
             pairs=pairs,
             unimodal=self.mode == "unimodal",
-            multiply_tau=self.multiply_tau,
         )
-
-    def _tau_gradient(self, alpha: Tensor, rho: Any, call: Call) -> Tensor:
-        pairs = call.pairs
-        assert pairs.mean_h is not None
-        sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
-        g = temperature_gradient(alpha, rho, sum_wh, call.tau, self.multiply_tau)
-        return g if pairs.distinct else torch.where(pairs.count > 0, g, 0)
-
-    def _feature_gradients(self, pairs: Pairs, alpha: Tensor, tau: float | Tensor) -> list[Tensor]:
-        share = 1.0 / alpha.numel()
-        coefficient = share if self.multiply_tau else share / tau
-        if not isinstance(coefficient, Tensor):
-            coefficient = pairs.x.new_full((), coefficient)
-        return list(pairs.gradients(alpha.to(pairs.x.dtype), coefficient.to(pairs.x.dtype)))
 
     def _valid(self, pairs: Pairs) -> Tensor | None:
         """Anchors without any negative (possible with index2 and group) propose nothing."""
@@ -296,8 +276,8 @@ class ContrastiveEstimator(Estimator):
 
     # -- what the user should hear -----------------------------------------------------------------------------
 
-    def _warn_rho(self, rho: Any, pairs: Pairs, visit: Visit) -> None:
-        if self._warned_rho or not self.temperature.learns or not visit.distinct:
+    def _warn_rho(self, pairs: Pairs) -> None:
+        if self._warned_rho or not self.temperature.learns or not pairs.distinct:
             return
         largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
         limit = math.log(len(pairs.y) - (2 if pairs.unimodal else 1)) if len(pairs.y) > 2 else 0.0
@@ -344,8 +324,3 @@ class ContrastiveEstimator(Estimator):
             "tau_q90": spread.quantile(0.9),
             "new_rows": (count == 0).any(dim=1).sum(),
         }
-
-
-def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """Reduce ``(B, 2)`` to the shape a temperature was broadcast from."""
-    return gradient.sum_to_size(like.shape).to(like.dtype) if like.dim() else gradient.sum().to(like.dtype)
