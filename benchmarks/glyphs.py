@@ -86,10 +86,10 @@ def main_arms() -> list[Arm]:
         Arm("main", "clip", {"tau": (*TAUS, 0.18)}),
         Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("none",)}),
         Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("positive",)}, variant="reference positive"),
-        Arm("main", "isogclr", dual),
+        Arm("main", "isogclr", {**dual, "reference": ("positive",)}, variant="reference positive"),
         Arm("main", "isogclr", {**dual, "reference": ("none",)}, variant="reference none"),
         Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
-        Arm("main", "infonce", {"tau": (0.08, 0.12, 0.18)}, batch_size=256),
+        Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
     ]
 
 
@@ -174,7 +174,13 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
     options = METHODS[job.method].options(task.mode, job.options)
     config = Config(job.method, options, job.batch_size, job.epochs, seed=job.seed, data=task.description)
     run = Run(task, config, Control(eval_every=0)).train()
-    facts = {"torch": torch.__version__, "threads": threads, "date": time.strftime("%Y-%m-%d")}
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    facts = {
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "threads": threads,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     return {"job": asdict(job), "final": run.final, "seconds": round(run.seconds, 2), "steps": run.step, **facts}
 
 

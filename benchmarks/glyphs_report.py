@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.glyphs import METRIC, ROOT, Arm, best, final_jobs, finished
+from benchmarks.glyphs import METRIC, Arm, best, final_jobs, finished
 from recipes.methods import METHODS
 from recipes.plots import COLOURS, STYLE
 from recipes.report import environment, markdown_table, mean_spread
@@ -37,15 +36,13 @@ def _head(results: Results) -> str:
     facts = environment()
     dates = sorted(result["date"] for result in results.values())
     threads = sorted({str(result["threads"]) for result in results.values()})
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    commits = ", ".join(dict.fromkeys(result["commit"] for result in results.values()))
     return "\n".join(
         [
             "# Glyphs: every method at its best setting",
             "",
             f"- **hardware**: {facts['machine']}; threads per run: {', '.join(threads)}",
-            f"- **versions**: Python {facts['python']}, torch {facts['torch']}; **commit** {commit or 'unknown'}",
+            f"- **versions**: Python {facts['python']}, torch {facts['torch']}; **commit** {commits}",
             f"- **runs**: {len(results)}, {dates[0] if dates else '-'} to {dates[-1] if dates else '-'}",
             "- **commands**: `python -m benchmarks.glyphs tune`, `final`, `regimes`, `report`",
             "",

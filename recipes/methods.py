@@ -59,29 +59,31 @@ def _fastclip(version: str, title: str, **learned: float) -> Method:
         options = {"lr" if name == "tau_lr" else name: getattr(o, name) for name in learned}
         return compopt.FastCLIPEstimator(n, version=version, gamma=1.0, tau=o.tau, mode=mode, **options)
 
-    return Method(title, build, {"tau": 0.07, "gamma_min": 0.2, "gamma_decay": 0.5, **learned})
+    return Method(title, build, {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned})
 
 
+# Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
+# glyphs at batch 64 (benchmarks/results/glyphs.md).
 METHODS: dict[str, Method] = {
     "infonce": Method(
         "InfoNCE",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=True, mode=mode),
-        {"tau": 0.07},
+        {"tau": 0.12},
     ),
     "infonce-no-positive": Method(
         "InfoNCE without the positive",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode),
-        {"tau": 0.07},
+        {"tau": 0.05},
     ),
     "clip": Method(
         "CLIP (learned temperature)",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode),
-        {"tau": 0.07},
+        {"tau": 0.18},
     ),
     "sogclr": Method(
         "SogCLR",
         lambda n, mode, o: compopt.SogCLREstimator(n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode),
-        {"tau": 0.07, "gamma": 0.8, "reference": "none"},
+        {"tau": 0.08, "gamma": 0.5, "reference": "none"},
     ),
     "isogclr": Method(
         "iSogCLR",
@@ -97,15 +99,15 @@ METHODS: dict[str, Method] = {
             mode=mode,
         ),
         {
-            **{"tau": 0.07, "gamma": 0.8, "reference": "positive"},
-            **{"rho": 2.0, "tau_lr": 0.01, "tau_min": 0.01, "tau_max": 0.5},
+            **{"tau": 0.08, "gamma": 0.8, "reference": "none"},
+            **{"rho": 2.5, "tau_lr": 0.01, "tau_min": 0.01, "tau_max": 0.5},
         },
         unimodal={"tau": 0.2, "rho": 0.3, "tau_min": 0.05, "tau_max": 1.0},
     ),
     "fastclip-v0": _fastclip("v0", "FastCLIP v0", tau_lr=0.001),
     "fastclip-v1": _fastclip("v1", "FastCLIP v1"),
     "fastclip-v2": _fastclip("v2", "FastCLIP v2", rho=2.0, tau_lr=0.01),
-    "fastclip-v3": _fastclip("v3", "FastCLIP v3", rho=2.0, tau_lr=0.001),
+    "fastclip-v3": _fastclip("v3", "FastCLIP v3", rho=1.0, tau_lr=0.0001),
 }
 
 

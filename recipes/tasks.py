@@ -80,7 +80,8 @@ class GlyphFaces:
 
     A sample is a character with at least two faces.  Each visit draws two of them and shifts each by up to two
     pixels.  The probes read one image per character: the bank and the regression's training set are the
-    training characters, the queries are held-out characters.
+    training characters in their first face (mostly DejaVu Sans), the queries are held-out characters in their
+    last (mostly a serif), so that what is common to the faces has to be known.
 
     Args:
         data: all pairs.
@@ -103,8 +104,8 @@ class GlyphFaces:
         self.n, self.device = len(self.count), torch.device(device)
         self.description = f"glyph faces, split {split_seed}, n = {self.n}"
         self.images = data.images[order].to(device)
-        self.bank, self.bank_labels = _one_per_character(data, split.train, device)
-        self.queries, self.query_labels = _one_per_character(data, split.held_out, device)
+        self.bank, self.bank_labels = _one_per_character(data, split.train, 0, device)
+        self.queries, self.query_labels = _one_per_character(data, split.held_out, -1, device)
 
     def model(self) -> nn.Module:
         return Projected()
@@ -131,12 +132,15 @@ class GlyphFaces:
         return in_chunks(model, self.images[first]), in_chunks(model, self.images[first + 1])
 
 
-def _one_per_character(data: glyphs.Glyphs, pairs: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """The first image of every character that has a script, and the scripts."""
+def _one_per_character(
+    data: glyphs.Glyphs, pairs: Tensor, face: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """The first (``face=0``) or last (``-1``) image of every character that has a script, and the scripts."""
     captions = data.caption[pairs]
     order = captions.argsort(stable=True)
     count = captions[order].unique_consecutive(return_counts=True)[1]
-    chosen = pairs[order[count.cumsum(0) - count]]
+    end = count.cumsum(0)
+    chosen = pairs[order[end - 1 if face else end - count]]
     labels = data.script[data.caption[chosen]]
     return data.images[chosen[labels >= 0]].to(device), labels[labels >= 0].to(device)
 
