@@ -50,12 +50,13 @@ class Arm:
     grid: Grid
     batch_size: int = 64
     epochs: int = 2
+    limit: int = 0  # training pairs; 0: all
     variant: str = ""
 
     def jobs(self) -> list[Job]:
         """One tuning run per point of the grid."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-        return [Job(self.method, options, self.batch_size, self.epochs) for options in points]
+        return [Job(self.method, options, self.batch_size, self.epochs, limit=self.limit) for options in points]
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,8 @@ def regime_arms() -> list[Arm]:
     """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
         "batch 16": ({"batch_size": 16}, REGIME_TAUS),
-        "batch 8, 1 epoch": ({"batch_size": 8, "epochs": 1}, REGIME_TAUS),
+        "batch 16, 8k pairs, 12 epochs": ({"batch_size": 16, "limit": 8192, "epochs": 12}, REGIME_TAUS),
         "tau 0.02": ({}, (0.02,)),
-        "5 epochs": ({"epochs": 5}, (0.08,)),
     }
     arms = []
     for regime, (setting, taus) in regimes.items():
@@ -189,7 +189,7 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
 
 def best(arm: Arm, results: dict[str, dict[str, Any]], limit: int = 0) -> dict[str, Any] | None:
     """The result of the arm's best finished tuning run, None before the first."""
-    tuned = [results[key] for job in arm.jobs() if (key := replace(job, limit=limit).key) in results]
+    tuned = [results[key] for job in arm.jobs() if (key := replace(job, limit=limit or job.limit).key) in results]
     return max(tuned, key=lambda result: result["final"][METRIC], default=None)
 
 
@@ -203,7 +203,7 @@ def final_jobs(arm: Arm, results: dict[str, dict[str, Any]], limit: int = 0) -> 
 
 
 def _limited(arms: Iterable[Arm], limit: int) -> list[Job]:
-    return [replace(job, limit=limit) for arm in arms for job in arm.jobs()]
+    return [replace(job, limit=limit or job.limit) for arm in arms for job in arm.jobs()]
 
 
 def _chosen(arms: list[Arm], args: argparse.Namespace) -> list[Arm]:
