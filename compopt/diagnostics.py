@@ -8,6 +8,8 @@ mode ``views="averaged"`` is objective V2 of SogCLR (one normalizer per sample, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -95,6 +97,7 @@ def normalizer_error(
     batch_size: int | None = None,
     seed: int = 0,
     chunk_size: int = CHUNK_SIZE,
+    anchors: int | None = None,
 ) -> Tensor:
     """Mean squared error of the estimator's log-normalizers against the exact ones (NeuCLIP, appendix B.6).
 
@@ -105,33 +108,36 @@ def normalizer_error(
         est: any estimator.
         z1, z2: current features of the whole data set it was built for, ``(n, d)``.
         batch_size: for stateless normalizers, required there.
-        seed: of the random batches.
+        seed: of the random batches and of the anchors.
+        chunk_size: rows of the similarity matrix at a time.
+        anchors: judge a random sample of so many, against all candidates (the paper takes 10,000); ``None``: all.
 
     Returns:
         0-d; NaN if no row has been seen.
     """
     with torch.no_grad():
-        n, device = len(z1), z1.device
-        everything = torch.arange(n)
-        visit = est._visit(everything, z1)
+        n = len(z1)
+        visit = est._visit(torch.arange(n), z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
-        mode = est.mode
         views = "averaged" if "log_u" in visit.columns else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
-        exact = _exact(_pairs(a, b, tau, mode, est.normalize, chunk_size), mode, views)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(n, generator=generator)[: n if anchors is None else checks.count("anchors", anchors)]
+        order = order.to(a.device)
+        exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
+        exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
         positive = (a * b).sum(1, keepdim=True)
         stored = est.normalizer.stored(visit.columns, positive, tau, visit.hypers("normalizer"))
         if stored is not None:
-            seen = (visit.columns["count"] > 0).expand_as(stored)
-            return (stored - exact)[seen].square().mean()
+            seen = (visit.columns["count"] > 0).expand_as(stored)[order]
+            return (stored[order] - exact)[seen].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(device)
         errors = []
-        for rows in order.split(checks.count("batch_size", batch_size)):
-            if len(rows) > 1:
-                alpha = _estimate(est, a[rows], b[rows], rows, tau)
-                errors.append((alpha - exact[rows]).square().flatten())
+        for at in torch.arange(len(order)).split(checks.count("batch_size", batch_size)):
+            if len(at) > 1:
+                alpha = _estimate(est, a[order[at]], b[order[at]], order[at], tau)
+                errors.append((alpha - exact[at]).square().flatten())
         return torch.cat(errors).mean()
 
 
@@ -199,6 +205,29 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
 def _pairs(a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int) -> Pairs:
     key = torch.arange(len(a), device=a.device)
     return Pairs(a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size)
+
+
+def _exact_of_anchors(rows: Tensor, a: Tensor, b: Tensor, tau: float | Tensor, mode: str, chunk_size: int) -> Tensor:
+    """Exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), 2)``."""
+    n, bimodal = len(a), mode == "bimodal"
+    tau = torch.as_tensor(tau, dtype=a.dtype, device=a.device).expand(n, 2)
+    columns = []
+    for direction, (own, other) in enumerate(((a, b), (b, a))):
+        candidates = other if bimodal else torch.cat([own, other])
+        negatives = n - 1 if bimodal else 2 * n - 2
+        parts = []
+        for at in rows.split(chunk_size):
+            s = own[at] @ candidates.T
+            line = torch.arange(len(at), device=s.device)
+            positive = s[line, at if bimodal else at + n].clone()
+            for column in (at,) if bimodal else (at, at + n):
+                s[line, column] = -torch.inf
+            top = s.amax(1, keepdim=True)
+            scale = tau[at, direction]
+            total = s.sub_(top).div_(scale[:, None]).exp_().sum(1)
+            parts.append(total.log() + (top[:, 0] - positive) / scale - math.log(negatives))
+        columns.append(torch.cat(parts))
+    return torch.stack(columns, dim=1)
 
 
 def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:

@@ -63,27 +63,31 @@ def _fastclip(version: str, title: str, **learned: float) -> Method:
 
 
 # Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
-# glyphs at batch 64 (benchmarks/results/glyphs.md).
+# glyphs at batch 64 (benchmarks/results/glyphs.md). Unimodal values were not tuned.
 METHODS: dict[str, Method] = {
     "infonce": Method(
         "InfoNCE",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=True, mode=mode),
         {"tau": 0.12},
+        unimodal={"tau": 0.1},
     ),
     "infonce-no-positive": Method(
         "InfoNCE without the positive",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode),
         {"tau": 0.05},
+        unimodal={"tau": 0.1},
     ),
     "clip": Method(
         "CLIP (learned temperature)",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode),
         {"tau": 0.18},
+        unimodal={"tau": 0.1},
     ),
     "sogclr": Method(
         "SogCLR",
         lambda n, mode, o: compopt.SogCLREstimator(n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode),
         {"tau": 0.08, "gamma": 0.5, "reference": "none"},
+        unimodal={"tau": 0.1},
     ),
     "isogclr": Method(
         "iSogCLR",

@@ -81,7 +81,7 @@ class GlyphFaces:
     A sample is a character with at least two faces.  Each visit draws two of them and shifts each by up to two
     pixels.  The probes read one image per character: the bank and the regression's training set are the
     training characters in their first face (mostly DejaVu Sans), the queries are held-out characters in their
-    last (mostly a serif), so that what is common to the faces has to be known.
+    last (mostly a bold, serif or STIX one), so that what the faces share has to be known.
 
     Args:
         data: all pairs.

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="TIMES",
         help="how often per run the estimator's log-normalizers are held against the exact ones of the training set, "
-        f"which costs up to half a minute each time (default: {ERROR_TIMES} with --compare, else 0)",
+        f"which costs some seconds each time (default: {ERROR_TIMES} with --compare, else 0)",
     )
     return root
 

@@ -146,3 +146,24 @@ def test_batch_gradient_against_the_global_gradient():
     result = getattr(diagnostics, names[0])(est, z1, z2, batch_size=N)
     values = [float(v) for v in (result.values() if isinstance(result, dict) else result)]
     assert any(abs(v - 1) < 1e-9 for v in values) and any(abs(v) < 1e-9 for v in values), result
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("stateful", [True, False])
+def test_normalizer_error_of_sampled_anchors(mode, stateful):
+    """All anchors sampled is no sample; a sample is close, and its candidates are the whole data set."""
+    n = 400
+    torch.manual_seed(3)
+    z1, z2 = torch.randn(2, n, 6, dtype=torch.float64)
+    if stateful:
+        est = compopt.SogCLREstimator(n, mode=mode, dtype=torch.float64)
+        est.feature_gradients(z1, z2, torch.arange(n))
+        est.step()
+        z1 = z1 + 0.3 * torch.randn_like(z1)
+    else:
+        est = compopt.InfoNCEEstimator(0.1, include_positive=False, mode=mode)
+    everything = compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=20)
+    as_many = compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=20, anchors=n)
+    some = compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=20, anchors=200)
+    torch.testing.assert_close(as_many, everything, rtol=1e-10, atol=0)
+    assert abs(some / everything - 1) < 0.35
