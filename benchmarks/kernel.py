@@ -101,14 +101,14 @@ def unimodal_products(B: int, d: int) -> Runner:
 
 
 def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-    logits = z1 @ z2.T / TAU
+    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / TAU
     target = torch.arange(len(z1))
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
 def nt_xent(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
     B = len(z1)
-    z = torch.cat([z1, z2])
+    z = F.normalize(torch.cat([z1, z2]), dim=1)
     logits = (z @ z.T / TAU).fill_diagonal_(-torch.inf)
     return F.cross_entropy(logits, torch.arange(2 * B).roll(B))
 
@@ -298,7 +298,7 @@ def report(env: dict, results: list[dict]) -> str:
         "",
         "A call is a loss with both feature gradients. Each cell is the median (first to third quartile)",
         "over the rounds; ratios pair the calls of one round. Features are float32, random, normalised, and",
-        "new in every round; the estimators normalise them again (their default), the other contenders do not. Peak memory is what one",
+        "new in every round; every loss normalises them again, as losses do. Peak memory is what one",
         "call adds to a fresh process (resident, beyond inputs and BLAS workspace), its two B x d gradients",
         "included; the last column leaves these out and counts in float32 B x B matrices. A load average",
         "well above 0 before the run means that other work shared the machine.",
