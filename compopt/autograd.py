@@ -16,18 +16,22 @@ class _ClosedForm(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
         # tensors: the gradients, then the inputs they belong to
         ctx.save_for_backward(*tensors[:count])
+        ctx.dtypes = [tensor.dtype for tensor in tensors[count:]]
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors
-        scaled = (gradient * grad_output.to(gradient.dtype) for gradient in gradients)
+        scaled = (
+            (gradient * grad_output.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
         return (None, None, *(None for _ in gradients), *scaled)
 
 
 def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """``value`` as a node of the graph of ``inputs`` with the given gradients.
+    """``value`` as a node of the graph of ``inputs`` with the given gradients, cast to their dtypes only when scaled.
 
     A second derivative raises: the weights are estimates, and their derivative is not that of the objective.
     """

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks, objective
@@ -21,6 +20,7 @@ from compopt.kernel import Pairs
 from compopt.strips import RunningSums
 
 MODES = ("bimodal", "unimodal")
+NORM_MIN = 1e-12  # as F.normalize
 
 
 class ContrastiveEstimator(Estimator):
@@ -133,12 +133,20 @@ class ContrastiveEstimator(Estimator):
         check_features(z1, z2)
         visit, keys = self._enter(z1, index, index2, group)
         with torch.autocast(z1.device.type, enabled=False):
-            a, b = self._prepare(z1), self._prepare(z2)
+            (a, norm1), (b, norm2) = self._prepare(z1), self._prepare(z2)
             temperature = self._temperature(visit, tau, a)
-            value, inputs, gradients = self._evaluate(a, b, temperature, visit, keys)
+            learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
+            inputs = [z1, z2] if z1.requires_grad or z2.requires_grad else []
+            if not torch.is_grad_enabled():
+                inputs, learned = [], []
+            with torch.no_grad():
+                value, gradients = self._evaluate(a, b, temperature, visit, keys, bool(inputs), learned)
+                for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
+                    if norm is not None and inputs:
+                        gradients[at] = objective.through_normalization(gradients[at], unit, norm)
         self._watch_features(a, b, value)
         value = visit.guard(value)
-        return with_gradients(value, inputs, gradients) if inputs else value
+        return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
 
     def feature_gradients(
         self, z1: Tensor, z2: Tensor, index: Tensor | None = None, **options: Any
@@ -199,10 +207,13 @@ class ContrastiveEstimator(Estimator):
                 "batch must have at least two distinct samples"
             )
 
-    def _prepare(self, z: Tensor) -> Tensor:
-        """Features in working precision, normalised, with their graph."""
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        return F.normalize(z, dim=1) if self.normalize else z
+    def _prepare(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features in working precision without their graph, normalised, and the norms they had."""
+        z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
+        if not self.normalize:
+            return z, None
+        norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
+        return z / norm, norm
 
     def _temperature(self, visit: Visit, tau: Tensor | float | None, z: Tensor) -> float | Tensor:
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
@@ -217,45 +228,48 @@ class ContrastiveEstimator(Estimator):
     # -- around the kernel -------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, keys: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Value, the tensors of the graph it depends on, and its gradients with respect to them."""
-        needs = torch.is_grad_enabled()
-        learned = [tau] if needs and isinstance(tau, Tensor) and tau.requires_grad else []
-        inputs = [a, b] if needs and (a.requires_grad or b.requires_grad) else []
-        with torch.no_grad():
-            constant = tau.detach() if isinstance(tau, Tensor) else tau
-            pairs = Pairs(
-                a.detach(),
-                b.detach(),
-                constant,
-                keys,
-                distinct=visit.distinct,
-                unimodal=self.mode == "unimodal",
-                bounded=self.normalize,
-                chunk_size=self.chunk_size,
-                moments=bool(learned) or self.temperature.learns,
-            )
-            call = self._call(visit, pairs, constant)
-            estimate = self.normalizer.estimate(call)
-            alpha = estimate.alpha.expand(-1, 2)
-            call.hyper = visit.hypers("temperature")
-            rho = self.temperature.rho(call.hyper)
-            self._warn_rho(pairs)
-            if visit.depositing:
-                proposals = dict(estimate.proposals)
-                if self.temperature.learns:
-                    g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau)
-                    proposals.update(self.temperature.update(call, g))
-                self._deposit(visit, proposals, self._valid(pairs))
-            value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
-            gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if inputs else []
-            for tensor in learned:
-                g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau)
-                gradients.append(objective.reduce_like(g, tensor))
-            count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
-            self._last = (alpha, constant, pairs.sides, count)
-        return value, inputs + learned, gradients
+        self,
+        a: Tensor,
+        b: Tensor,
+        tau: float | Tensor,
+        visit: Visit,
+        keys: list[Tensor],
+        features: bool,
+        learned: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
+        constant = tau.detach() if isinstance(tau, Tensor) else tau
+        pairs = Pairs(
+            a,
+            b,
+            constant,
+            keys,
+            distinct=visit.distinct,
+            unimodal=self.mode == "unimodal",
+            bounded=self.normalize,
+            chunk_size=self.chunk_size,
+            moments=bool(learned) or self.temperature.learns,
+        )
+        call = self._call(visit, pairs, constant)
+        estimate = self.normalizer.estimate(call)
+        alpha = estimate.alpha.expand(-1, 2)
+        call.hyper = visit.hypers("temperature")
+        rho = self.temperature.rho(call.hyper)
+        self._warn_rho(pairs)
+        if visit.depositing:
+            proposals = dict(estimate.proposals)
+            if self.temperature.learns:
+                g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau)
+                proposals.update(self.temperature.update(call, g))
+            self._deposit(visit, proposals, self._valid(pairs))
+        value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
+        gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if features else []
+        for tensor in learned:
+            g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau)
+            gradients.append(objective.reduce_like(g, tensor))
+        count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
+        self._last = (alpha, constant, pairs.sides, count)
+        return value, gradients
 
     def _call(self, visit: Visit, pairs: Pairs, tau: float | Tensor) -> Call:
         return Call(

@@ -31,6 +31,12 @@ def feature_gradients(pairs: Pairs, alpha: Tensor, tau: Scalar, multiply_tau: bo
     return list(pairs.gradients(alpha.to(pairs.x.dtype), coefficient.to(pairs.x.dtype)))
 
 
+def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
+    """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
+    radial = torch.linalg.vecdot(gradient, unit).unsqueeze(1)
+    return gradient.sub_(radial * unit).div_(norm)
+
+
 def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
     """Mean of ``G`` over the anchors, summed to the shape that ``tau`` was broadcast from."""
     gradient = gradient / gradient.numel()
