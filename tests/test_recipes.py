@@ -1,0 +1,59 @@
+"""The recipes: a run that was stopped in the middle of an epoch ends with the bits of one that was not."""
+
+import pytest
+import torch
+
+from recipes import glyphs
+from recipes.engine import Config, Control, Run
+from recipes.methods import METHODS
+from recipes.tasks import GlyphFaces, GlyphNames
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    data = glyphs.load(tmp_path_factory.mktemp("glyphs"))
+    return {"bimodal": GlyphNames(data, split_seed=0, limit=320), "unimodal": GlyphFaces(data, split_seed=0)}
+
+
+def config(task, method):
+    epochs = 2 if task.mode == "bimodal" else 1
+    return Config(method, METHODS[method].options(task.mode, {}), batch_size=32, epochs=epochs, seed=3, data="test")
+
+
+def bits(value):
+    """A nested state as something that compares bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items() if key not in ("seconds", "history")}
+    return [bits(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def train(task, method, steps, **control):
+    run = Run(task, config(task, method), Control(eval_every=0, max_steps=steps, **control))
+    return run.train()
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("method", ["clip", "sogclr", "isogclr", "fastclip-v3"])
+def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
+    task, last, stop = tasks[mode], 14, 7  # bimodal: ten steps an epoch
+    whole = train(task, method, last)
+    assert bits(train(task, method, last).state_dict()) == bits(whole.state_dict()), "the same seed, other bits"
+    checkpoint = tmp_path / "run.pt"
+    train(task, method, stop, checkpoint=checkpoint)
+    resumed = train(task, method, last, checkpoint=checkpoint, resume=True)
+    assert bits(resumed.state_dict()) == bits(whole.state_dict())
+    assert resumed.step == last
+
+
+def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
+    task, checkpoint = tasks["bimodal"], tmp_path / "run.pt"
+    train(task, "sogclr", 2, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="method"):
+        train(task, "isogclr", 4, checkpoint=checkpoint, resume=True)
+
+
+def test_the_data_are_what_the_readme_says(tasks):
+    data = glyphs.load()
+    assert 54_000 < len(data.images) < 54_200
