@@ -81,6 +81,7 @@ class Pairs:
         self._row_buffer = 0 if self.uniform or (unimodal and not moments) else 1
         self._buffers: list[Tensor] = []
         self._strips: list[Strip] = []
+        self._spare: Tensor | None = None
         self.positive = (z1 * z2).sum(1, keepdim=True).expand(-1, 2)
         self._sweep()
 
@@ -137,6 +138,12 @@ class Pairs:
             rows = min(self.strip_rows, len(self.x)) if self.recompute else len(self.x)
             self._buffers.append(self.x.new_empty(rows, len(self.y)))
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
+
+    def _scratch(self, rows: int) -> Tensor:
+        """One strip of work space, the same for all strips: fresh pages would cost as much as the arithmetic."""
+        if self._spare is None:
+            self._spare = self.x.new_empty(min(self.strip_rows, len(self.x)), len(self.y))
+        return self._spare[:rows]
 
     def _sweep(self) -> None:
         if isinstance(self.tau, float):
@@ -200,7 +207,7 @@ class Pairs:
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
             return Strip(start, stop, rows, Side(s.sub_(top).mul_(self._columns.scale).exp_(), top, None))
-        e = (s - top).mul_(self._columns.scale).exp_()
+        e = torch.sub(s, top, out=self._scratch(len(s))).mul_(self._columns.scale).exp_()
         dot = torch.linalg.vecdot(e, s, dim=0)
         return Strip(start, stop, rows, Side(s.copy_(e), top, dot))
 
@@ -268,7 +275,7 @@ class Pairs:
         scale = self._rows.scale if self._columns is None else self._columns.scale
         by_column = factor(self._column_values(coefficient), self._column_values(log_factor), shift, scale)
         if strip.columns is None or strip.columns.exp is strip.rows.exp:
-            return strip.rows.exp.mul_(by_row + by_column)
+            return strip.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
         return strip.rows.exp.mul_(by_row).add_(strip.columns.exp.mul_(by_column))
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
@@ -283,4 +290,4 @@ class Pairs:
             grad_x.add_(grad_y)
             grad_x, grad_y = grad_x[: self.batch], grad_x[self.batch :]
         pull = (coefficient * self.sum_weights(alpha)).sum(1, keepdim=True)
-        return grad_x.sub_(pull * self.z2), grad_y.sub_(pull * self.z1)
+        return grad_x.addcmul_(pull, self.z2, value=-1), grad_y.addcmul_(pull, self.z1, value=-1)

@@ -34,7 +34,7 @@ def feature_gradients(pairs: Pairs, alpha: Tensor, tau: Scalar, multiply_tau: bo
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
     """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
     radial = torch.linalg.vecdot(gradient, unit).unsqueeze(1)
-    return gradient.sub_(radial * unit).div_(norm)
+    return gradient.addcmul_(radial, unit, value=-1).div_(norm)
 
 
 def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
