@@ -11,7 +11,7 @@ from compopt.component import Component
 from compopt.deposits import COUNT, Deposit, merge
 from compopt.groups import SampleGroups
 from compopt.rows import Column, RowLayout
-from compopt.stores import MemoryStore, RowStore
+from compopt.stores import DirectRows, MemoryStore, Rows, RowStore
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
@@ -34,7 +34,12 @@ class RowTable:
         self._owner = {c.name: role for role, part in components.items() for c in part.columns(directions, dtype)}
         columns = [c for part in components.values() for c in part.columns(directions, dtype)]
         self.layout = RowLayout((*columns, Column(COUNT, directions, torch.int32)))
-        self.store: RowStore = MemoryStore(groups.n or 0, self.layout.words)
+        self.rows: Rows = DirectRows(MemoryStore(groups.n or 0, self.layout.words))
+
+    @property
+    def store(self) -> RowStore:
+        """Where this process keeps its rows."""
+        return self.rows.store
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
         """Columns ``(B, D)`` in the working dtype (``count`` as stored) and the gathered blocks.
@@ -44,7 +49,7 @@ class RowTable:
                 second's.
             dtype: of the returned columns.
         """
-        block = self.store.gather(rows.flatten().to(self.store.device)).to(rows.device)
+        block = self.rows.fetch(rows.flatten())
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
@@ -64,8 +69,7 @@ class RowTable:
         rows, old, new = merge(deposits, self.layout)
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
-        device = self.store.device
-        self.store.scatter(rows.to(device), new.to(device))
+        self.rows.commit(rows, new)
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of every column of every row, ``(n, D)``."""

@@ -1,6 +1,6 @@
-"""Where rows live. A store holds ``n`` rows of 16-byte words and knows two verbs: gather and scatter."""
+"""Where rows live: stores hold rows of 16-byte words, ``Rows`` is how a table reads and commits them."""
 
-from compopt.stores.base import RowStore
-from compopt.stores.memory import MemoryStore
+from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.memory import DirectRows, MemoryStore
 
-__all__ = ["MemoryStore", "RowStore"]
+__all__ = ["DirectRows", "MemoryStore", "RowStore", "Rows", "Ticket"]

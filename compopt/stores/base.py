@@ -1,4 +1,4 @@
-"""The interface of every placement."""
+"""The interfaces of every placement: the rows of one process, and how a table reaches them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class RowStore(ABC):
     """``n`` rows of ``words`` 16-byte words. Rows start as zeros, which every column reads as "never seen".
 
-    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` is only called with distinct rows; the two
-    are the whole hot path, and neither costs more when ``n`` grows.
+    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` writes equal values where a row occurs twice;
+    the two are the whole hot path, and neither costs more when ``n`` grows.
     """
 
     n: int
@@ -29,15 +29,15 @@ class RowStore(ABC):
 
     @abstractmethod
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to distinct rows."""
+        """Write a block to rows."""
 
     @abstractmethod
     def grow(self, n: int) -> None:
         """Append zero rows until there are ``n``."""
 
-    @abstractmethod
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""
+        del device
 
     @abstractmethod
     def block(self, start: int, stop: int) -> Tensor:
@@ -46,3 +46,43 @@ class RowStore(ABC):
     @abstractmethod
     def write_block(self, start: int, block: Tensor) -> None:
         """Overwrite a range of rows (checkpoints)."""
+
+    def close(self) -> None:
+        """Give back what the store holds beside memory (files, mappings)."""
+
+
+class Ticket(ABC):
+    """Rows under way, see :meth:`Rows.prefetch`."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """The rows' committed values as of now, ``(R, words)`` on the requested device; call it once."""
+
+    def drop(self) -> None:
+        """Nobody will take it."""
+
+
+class Rows(ABC):
+    """How a table reaches a store: every read sees every commit made before it, whatever runs in between."""
+
+    store: RowStore
+
+    @abstractmethod
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Committed rows ``(R,)`` -> block ``(R, words)`` on the device of ``rows``."""
+
+    @abstractmethod
+    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        """Start fetching rows ``(R,)``, given on the CPU, to a device; returns at once."""
+
+    @abstractmethod
+    def commit(self, rows: Tensor, block: Tensor) -> None:
+        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can."""
+
+    def settle(self) -> None:
+        """Wait until every commit is in the store."""
+
+    def close(self) -> None:
+        """Settle, stop threads, close the store."""
+        self.settle()
+        self.store.close()

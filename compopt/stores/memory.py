@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compopt.stores.base import RowStore
+from compopt.stores.base import Rows, RowStore, Ticket
 
 
 class MemoryStore(RowStore):
@@ -47,3 +47,30 @@ class MemoryStore(RowStore):
 
     def write_block(self, start: int, block: Tensor) -> None:
         self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
+
+
+class DirectRows(Rows):
+    """Rows beside the features: a read is one kernel, and prefetching has nothing to hide."""
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        return self.store.gather(rows.to(self.store.device)).to(rows.device)
+
+    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        return _Later(self, rows, device)
+
+    def commit(self, rows: Tensor, block: Tensor) -> None:
+        device = self.store.device
+        self.store.scatter(rows.to(device), block.to(device))
+
+
+class _Later(Ticket):
+    """Fetches when it is taken."""
+
+    def __init__(self, source: Rows, rows: Tensor, device: torch.device) -> None:
+        self._source, self._rows, self._device = source, rows, device
+
+    def take(self) -> Tensor:
+        return self._source.fetch(self._rows.to(self._device, non_blocking=True))

@@ -1,0 +1,147 @@
+"""The ranks of one process group, or the single process without one: who I am, and the few collectives we use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
+
+
+class Ranks:
+    """Collectives over one group. With one rank every method is the identity and communicates nothing.
+
+    Control messages (sizes, indices, refusals) are host integers and travel over a CPU group, so that no rank
+    waits for its accelerator to learn them; features and statistics travel over the group's own backend.
+
+    Args:
+        group: a process group; ``None`` is the default group if ``torch.distributed`` is initialised, else this
+            process alone.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        ready = dist.is_available() and dist.is_initialized()
+        if group is not None and not ready:
+            raise ValueError("process_group was given but torch.distributed is not initialised")
+        self.group = group if group is not None or not ready else dist.group.WORLD
+        self.rank = dist.get_rank(self.group) if ready else 0
+        self.size = dist.get_world_size(self.group) if ready else 1
+        if self.rank < 0:
+            raise ValueError("this process is not in process_group; build the estimator on the group's ranks only")
+        self._host: ProcessGroup | None = None
+        if self.size > 1:
+            self._host = self.group if _works_on_cpu(self.group) else self.new_host_group()
+
+    def new_host_group(self) -> ProcessGroup | None:
+        """Another CPU group of the same ranks (collective); for collectives from a thread of their own."""
+        if self.size == 1:
+            return None
+        members = dist.get_process_group_ranks(self.group)
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    # -- host ---------------------------------------------------------------------------------------------------
+
+    def gather_host(self, message: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """CPU tensors of one shape ``(...)`` from all ranks, ``(K, ...)``."""
+        if self.size == 1:
+            return message[None]
+        return _all_gather(message, group or self._host, self.size)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather_host(torch.zeros((), dtype=torch.int64))
+
+    def agree(self, action: Callable[[], Any]) -> Any:
+        """Run ``action`` everywhere; if it raised anywhere, raise everywhere, so that no rank waits for another.
+
+        The rank that failed raises its own error, the others a ``RuntimeError`` that names it.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} failed: {message}")
+        return result
+
+    # -- device -------------------------------------------------------------------------------------------------
+
+    def gather(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Rows of several tensors from all ranks in one message, concatenated in the order of the ranks.
+
+        Args:
+            tensors: each ``(b, ...)`` with this rank's own ``b``; same trailing shapes and dtypes on all ranks.
+            sizes: ``b`` of every rank.
+
+        Returns:
+            Each ``(sum of sizes, ...)``, bit for bit.
+        """
+        if self.size == 1:
+            return list(tensors)
+        rows, most = len(tensors[0]), max(sizes)
+        parts = [t.detach().contiguous().view(rows, -1).view(torch.uint8) if rows else None for t in tensors]
+        widths = [t[0:1].numel() * t.itemsize if rows else _row_bytes(t) for t in tensors]
+        message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)
+        start = 0
+        for part, width in zip(parts, widths, strict=True):
+            if part is not None:
+                message[:rows, start : start + width] = part
+            start += width
+        gathered = _all_gather(message, self.group, self.size)
+        if all(size == most for size in sizes):
+            gathered = gathered.view(-1, gathered.shape[-1])
+        else:
+            gathered = torch.cat([gathered[k, :size] for k, size in enumerate(sizes)])
+        result, start = [], 0
+        for tensor, width in zip(tensors, widths, strict=True):
+            own = gathered[:, start : start + width].contiguous().view(tensor.dtype)
+            result.append(own.view(len(gathered), *tensor.shape[1:]))
+            start += width
+        return result
+
+    def sum_bits(self, words: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""
+        if self.size > 1:
+            dist.all_reduce(words.view(torch.int64), group=group or self.group)
+        return words
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    """Bytes of one row of a tensor that may have none."""
+    count = 1
+    for size in tensor.shape[1:]:
+        count *= size
+    return count * tensor.itemsize
+
+
+def _all_gather(message: Tensor, group: ProcessGroup | None, size: int) -> Tensor:
+    """``(...)`` -> ``(K, ...)``; torch renamed the collective."""
+    gathered = message.new_empty((size, *message.shape))
+    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collect(gathered.view(-1), message.contiguous().view(-1), group=group)
+    return gathered
+
+
+def _works_on_cpu(group: ProcessGroup | None) -> bool:
+    """Whether the group has a backend for CPU tensors (gloo or mpi, alone or beside nccl)."""
+    try:
+        return any(name in dist.get_backend_config(group).lower() for name in ("gloo", "mpi"))
+    except (AttributeError, RuntimeError, ValueError):
+        return "gloo" in str(dist.get_backend(group)).lower()
