@@ -15,7 +15,7 @@ from compopt.groups import Groups, GroupSpec, Hyper, SampleGroups, parse
 from compopt.rows import Column
 
 if TYPE_CHECKING:
-    from compopt.kernel import Pairs
+    from compopt.anchors import AnchorStatistics
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Call:
     count: Tensor
     hyper: Hyper
     tau: float | Tensor
-    pairs: Pairs
+    pairs: AnchorStatistics
     unimodal: bool
 
 

@@ -20,7 +20,8 @@ def compositional_loss(
     plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles.
 
     Args:
-        g: unbiased samples of the inner functions with their graph, ``(B,)``, all > 0.
+        g: unbiased samples of the inner functions with their graph, ``(B,)``, all > 0. With several ranks each
+            passes its own; the value is that of all of them, and gradients are multiplied by the number of ranks.
         index: which ``i``, ``(B,)`` int64.
         estimator: holds ``log u``; commit it with its ``step()`` or ``attach``.
         f: the outer function, element-wise and differentiable.
@@ -59,11 +60,12 @@ def compositional_loss(
     inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))
     if inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
-    log_u = estimator.update(inner.log(), index)
+    log_u, visit = estimator._update(inner.log(), index)
     with torch.enable_grad():
         u = log_u.exp().requires_grad_()
         value = f(u).mean()
         (slope,) = torch.autograd.grad(value, u)
     if not (torch.is_grad_enabled() and g.requires_grad):
         return value.detach()
-    return with_gradients(value.detach(), [g], [slope.to(g.dtype)])
+    # frameworks average gradients over ranks; this rank's share of the global mean must survive that
+    return with_gradients(value.detach(), [g], [(slope[visit.own] * len(visit.sizes)).to(g.dtype)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +12,23 @@ import torch
 from torch import Tensor
 
 from compopt import checks, objective
+from compopt.anchors import AnchorStatistics
 from compopt.autograd import with_gradients
 from compopt.component import Call, Component, Normalizer, Temperature
-from compopt.estimator import Estimator, Visit
+from compopt.estimator import Estimator
+from compopt.gathered import GatheredPairs
 from compopt.groups import GroupSpec, parse
 from compopt.inputs import check_features, check_tau, check_vector
 from compopt.kernel import Pairs
+from compopt.placement import Placement
+from compopt.ranks import ProcessGroup
 from compopt.strips import RunningSums
+from compopt.visit import Visit
 
 MODES = ("bimodal", "unimodal")
 NORM_MIN = 1e-12  # as F.normalize
+# Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
+_FAR = 1 << 40
 
 
 class ContrastiveEstimator(Estimator):
@@ -43,6 +51,12 @@ class ContrastiveEstimator(Estimator):
         multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
         chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
             memory for one more matrix product.
+        process_group: the ranks whose batches form the global batch; ``None``: the default group, if
+            ``torch.distributed`` is initialised.
+        offload: where rows live: ``None``, on the features' device; ``"cpu"``, in host memory; ``"disk"``, in a file
+            that the ranks of a node share. Never changes a result.
+        offload_dir: folder of that file, on a local disk.
+        shard: each rank keeps ``n / K`` rows, whatever the placement, instead of all.
         dtype: of the rows, float32 or float64.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
@@ -69,6 +83,10 @@ class ContrastiveEstimator(Estimator):
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         checks.one_of("mode", mode, MODES)
@@ -81,7 +99,8 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
-        super().__init__(parts, mode=mode, dtype=dtype)
+        placement = Placement(process_group, offload, offload_dir, shard)
+        super().__init__(parts, mode=mode, dtype=dtype, placement=placement)
         self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(self._groups, owner=self)
@@ -125,22 +144,18 @@ class ContrastiveEstimator(Estimator):
             0-d loss; not finite if a feature is not (then the batch's rows keep their values and a warning says
             how many feature rows are to blame).
         """
-        if encode is not None:
-            raise ValueError(
-                f"encode= serves samplers whose negatives lie outside the batch; {type(self.normalizer).__name__} "
-                f"does not ask for any"
-            )
-        check_features(z1, z2)
-        visit, keys = self._enter(z1, index, index2, group)
+        with self._reader.meeting.guard():
+            keys, tau = self._check_call(z1, z2, index, index2, group, encode, tau)
         with torch.autocast(z1.device.type, enabled=False):
             (a, norm1), (b, norm2) = self._prepare(z1), self._prepare(z2)
+            visit = self._enter(keys, a, b, tau)
             temperature = self._temperature(visit, tau, a)
             learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
             inputs = [z1, z2] if z1.requires_grad or z2.requires_grad else []
             if not torch.is_grad_enabled():
                 inputs, learned = [], []
             with torch.no_grad():
-                value, gradients = self._evaluate(a, b, temperature, visit, keys, bool(inputs), learned)
+                value, gradients = self._evaluate(a, b, temperature, visit, bool(inputs), learned)
                 for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
@@ -168,37 +183,63 @@ class ContrastiveEstimator(Estimator):
 
     # -- before the kernel -------------------------------------------------------------------------------------
 
-    def _enter(
-        self, z1: Tensor, index: Tensor | None, index2: Tensor | None, group: Tensor | None
-    ) -> tuple[Visit, list[Tensor]]:
-        """Check all indices, read rows; the keys by which pairs are excluded."""
+    def _check_call(
+        self,
+        z1: Tensor,
+        z2: Tensor,
+        index: Tensor | None,
+        index2: Tensor | None,
+        group: Tensor | None,
+        encode: Callable[[Tensor], Tensor] | None,
+        tau: Tensor | float | None,
+    ) -> tuple[dict[str, Tensor], Tensor | float | None]:
+        """Refuse what one rank can refuse by itself; the keys by which pairs are excluded, and tau."""
+        if encode is not None:
+            raise ValueError(
+                f"encode= serves samplers whose negatives lie outside the batch; {type(self.normalizer).__name__} "
+                f"does not ask for any"
+            )
+        check_features(z1, z2, least=2 if self._ranks.size == 1 else 0)
         if index is None:
             if self.n is not None:
                 raise TypeError(
                     f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
                 )
-            index = torch.arange(len(z1))
+            index = torch.arange(len(z1)) + self._ranks.rank * _FAR
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         given = {"index": index, "index2": index2, "group": group}
         keys = {name: check_vector(name, key, len(z1)) for name, key in given.items() if key is not None}
-        one_sample: list[Tensor] = []
-        for name, key in keys.items():
-            if key.device.type != "cpu":
-                one_sample.append((key == key[0]).all())
-            elif (first := key.numpy()[0]) == key.numpy().min() == key.numpy().max():
+        if tau is not None:
+            if self.temperature.learns:
+                raise ValueError(
+                    "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
+                )
+            tau = check_tau(tau, len(z1))
+        return keys, tau
+
+    def _enter(self, keys: dict[str, Tensor], a: Tensor, b: Tensor, tau: Tensor | float | None) -> Visit:
+        """Meet the other ranks, read rows; the global batch must hold two samples."""
+        payload = [] if self._ranks.size == 1 else [a, b]
+        if payload and isinstance(tau, Tensor) and tau.dim():
+            payload.append(tau.detach().to(a.device))
+        visit = self._visit(keys, a, payload)
+        for name, key in visit.keys.items():
+            if len(key) < 2:
+                raise ValueError(f"the batch has {len(key)} samples on all ranks together; it needs at least two")
+            host = key if key.device.type == "cpu" else None
+            if host is None:
+                flag = (key == key[0]).all()
+                visit.bad = flag if visit.bad is None else visit.bad | flag
+                self._reader.monitor.watch(flag.to(torch.int32), self._refuse_batch)
+            elif (first := host.numpy()[0]) == host.numpy().min() == host.numpy().max():
                 raise ValueError(
                     f"{name} is {first} for the whole batch; a batch must have at least two distinct samples"
                 )
-        visit = self._visit(index, z1, index2)
-        visit.distinct = visit.distinct and group is None
-        for flag in one_sample:
-            visit.bad = flag if visit.bad is None else visit.bad | flag
-            self._monitor.watch(flag.to(torch.int32), self._refuse_batch)
         if visit.depositing:
             for part in (self.normalizer, self.temperature):
-                part.move(z1.device)
-        return visit, [key.to(z1.device, non_blocking=True) for key in keys.values()]
+                part.move(a.device)
+        return visit
 
     def _refuse_batch(self, one_sample: int) -> None:
         if one_sample:
@@ -219,10 +260,6 @@ class ContrastiveEstimator(Estimator):
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
-        elif self.temperature.learns:
-            raise ValueError("tau= must be left out: this estimator learns its own temperatures, see est.temperature")
-        else:
-            tau = check_tau(tau, len(z))
         return tau.to(z.device) if isinstance(tau, Tensor) else tau
 
     # -- around the kernel -------------------------------------------------------------------------------------
@@ -233,23 +270,12 @@ class ContrastiveEstimator(Estimator):
         b: Tensor,
         tau: float | Tensor,
         visit: Visit,
-        keys: list[Tensor],
         features: bool,
         learned: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
-        constant = tau.detach() if isinstance(tau, Tensor) else tau
-        pairs = Pairs(
-            a,
-            b,
-            constant,
-            keys,
-            distinct=visit.distinct,
-            unimodal=self.mode == "unimodal",
-            bounded=self.normalize,
-            chunk_size=self.chunk_size,
-            moments=bool(learned) or self.temperature.learns,
-        )
+        constant = self._of_all(visit, tau)
+        pairs = self._pairs(a, b, constant, visit, moments=bool(learned) or self.temperature.learns)
         call = self._call(visit, pairs, constant)
         estimate = self.normalizer.estimate(call)
         alpha = estimate.alpha.expand(-1, 2)
@@ -264,14 +290,44 @@ class ContrastiveEstimator(Estimator):
             self._deposit(visit, proposals, self._valid(pairs))
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
         gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if features else []
+        gradients = [gradient * self._ranks.size if self._ranks.size > 1 else gradient for gradient in gradients]
         for tensor in learned:
             g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau)
-            gradients.append(objective.reduce_like(g, tensor))
+            gradients.append(self._of_own(visit, g, tensor))
         count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
         self._last = (alpha, constant, pairs.sides, count)
         return value, gradients
 
-    def _call(self, visit: Visit, pairs: Pairs, tau: float | Tensor) -> Call:
+    def _pairs(self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, moments: bool) -> AnchorStatistics:
+        """The kernel: all pairs of the batch, or those of this rank's anchors."""
+        keys = list(visit.keys.values())
+        distinct, unimodal, bounded = visit.distinct, self.mode == "unimodal", self.normalize
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "moments": moments}
+        if self._ranks.size == 1:
+            return Pairs(a, b, tau, keys, distinct=distinct, unimodal=unimodal, bounded=bounded, **options)
+        everyone = (visit.payload[0], visit.payload[1])
+        return GatheredPairs(
+            *((a, b), everyone, tau, keys, self._ranks, visit.sizes),
+            **{"distinct": distinct, "unimodal": unimodal, "bounded": bounded, **options},
+        )
+
+    def _of_all(self, visit: Visit, tau: float | Tensor) -> float | Tensor:
+        """Temperatures of the whole batch, without their graph."""
+        if isinstance(tau, Tensor) and tau.dim() and len(visit.payload) > 2:
+            return visit.payload[2]
+        return tau.detach() if isinstance(tau, Tensor) else tau
+
+    def _of_own(self, visit: Visit, g: Tensor, tau: Tensor) -> Tensor:
+        """Gradient of a tensor temperature: a scalar gets the whole one, a tensor per sample this rank's part of it.
+
+        A part is multiplied by the number of ranks, as feature gradients are; the whole is the same on all ranks
+        and survives an average as it is.
+        """
+        if tau.dim() == 0 or self._ranks.size == 1:
+            return objective.reduce_like(g, tau)
+        return objective.reduce_like(g[visit.own], tau) * (len(tau) * self._ranks.size / len(g))
+
+    def _call(self, visit: Visit, pairs: AnchorStatistics, tau: float | Tensor) -> Call:
         return Call(
             rows=visit.columns,
             count=visit.columns["count"],
@@ -281,7 +337,7 @@ class ContrastiveEstimator(Estimator):
             unimodal=self.mode == "unimodal",
         )
 
-    def _valid(self, pairs: Pairs) -> Tensor | None:
+    def _valid(self, pairs: AnchorStatistics) -> Tensor | None:
         """Anchors without any negative (possible with index2 and group) propose nothing."""
         if len(pairs.keys) == 1:
             return None
@@ -290,11 +346,11 @@ class ContrastiveEstimator(Estimator):
 
     # -- what the user should hear -----------------------------------------------------------------------------
 
-    def _warn_rho(self, pairs: Pairs) -> None:
-        if self._warned_rho or not self.temperature.learns or not pairs.distinct:
+    def _warn_rho(self, pairs: AnchorStatistics) -> None:
+        if self._warned_rho or not self.temperature.learns or not pairs.negatives:
             return
         largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
-        limit = math.log(len(pairs.y) - (2 if pairs.unimodal else 1)) if len(pairs.y) > 2 else 0.0
+        limit = math.log(pairs.negatives)
         if largest >= limit:
             self._warned_rho = True
             warnings.warn(
@@ -308,7 +364,7 @@ class ContrastiveEstimator(Estimator):
             return  # a bad feature reaches every anchor's sum
         with torch.no_grad():
             bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
-            self._monitor.watch(bad.sum(), self._warn_features)
+            self._reader.monitor.watch(bad.sum(), self._warn_features)
 
     def _warn_features(self, bad: int) -> None:
         if bad:

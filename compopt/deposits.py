@@ -18,11 +18,12 @@ class Deposit:
     """What one forward call would write.
 
     Attributes:
-        rows: row numbers, ``(R,)`` int64, on the store's device.
+        rows: row numbers, ``(R,)`` int64, on the features' device.
         old: the committed rows as read, ``(R, words)``.
         proposals: new values by column, ``(R, width)``.
         valid: which directions of which row were really visited, ``(R, D)``; ``None``: all.
         distinct: known on the host: no row occurs twice.
+        host_rows: ``rows`` on the CPU, where they are known there.
     """
 
     rows: Tensor
@@ -30,6 +31,7 @@ class Deposit:
     proposals: dict[str, Tensor]
     valid: Tensor | None
     distinct: bool
+    host_rows: Tensor | None = None
 
 
 def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -117,7 +117,7 @@ def normalizer_error(
     """
     with torch.no_grad():
         n = len(z1)
-        visit = est._visit(torch.arange(n), z1)
+        visit = est._reader.look(torch.arange(n), z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
         views = "averaged" if "log_u" in visit.columns else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
@@ -161,7 +161,7 @@ def gradient_error(
     """
     n = len(z1)
     with torch.no_grad():
-        visit = est._visit(torch.arange(n), z1)
+        visit = est._reader.look(torch.arange(n), z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
         views = "averaged" if "log_u" in visit.columns else "separate"
     exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size))
@@ -236,7 +236,7 @@ def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
 
 def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
     """What the (stateless) normalizer makes of one batch, ``(B, 2)``."""
-    visit = est._visit(rows, a)
+    visit = est._reader.look(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
     return est.normalizer.estimate(est._call(visit, pairs, own)).alpha.expand(-1, 2)

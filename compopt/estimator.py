@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,51 +15,21 @@ from compopt import attach as attaching
 from compopt import checkpoint
 from compopt.component import Component
 from compopt.deposits import COUNT, Deposit
-from compopt.groups import Groups, Hyper, SampleGroups
+from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
-from compopt.inputs import check_range, check_vector, distinct_values
+from compopt.inputs import check_vector
+from compopt.lookahead import lookahead
 from compopt.monitor import Monitor
+from compopt.placement import Placement
+from compopt.ranks import Ranks
+from compopt.reader import Reader
 from compopt.table import RowTable
+from compopt.visit import Visit
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 # Calls without a commit after which somebody has probably forgotten step() or attach(): before the first commit, and
 # ever (long accumulation is legitimate, a leak is not).
 PATIENCE, LONG_PATIENCE = 256, 8192
-
-
-@dataclass
-class Visit:
-    """The rows that one call reads.
-
-    Attributes:
-        rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
-        columns: committed values, ``(B, D)``, with ``count``.
-        old: the gathered blocks, ``(B * R, words)``; ``None`` without rows.
-        distinct: the host knows that no row occurs twice.
-        bad: 0-d flag on the device: an index is out of range.
-        depositing: the call is in training mode with gradients enabled.
-    """
-
-    groups: SampleGroups
-    rows: Tensor
-    columns: dict[str, Tensor]
-    old: Tensor | None
-    distinct: bool
-    bad: Tensor | None
-    dtype: torch.dtype
-    depositing: bool
-
-    def hypers(self, component: str) -> Hyper:
-        """Hyper-parameters of one component for these rows."""
-        return self.groups.hyper(component, self.rows, self.dtype)
-
-    def hyper(self, component: str, key: str) -> Any:
-        """One hyper-parameter for these rows."""
-        return self.hypers(component)(key)
-
-    def guard(self, value: Tensor) -> Tensor:
-        """Make a value NaN if an index on the device was out of range."""
-        return value if self.bad is None else torch.where(self.bad, torch.nan, value)
 
 
 class Estimator(Hooks):
@@ -86,23 +55,31 @@ class Estimator(Hooks):
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
     """
 
-    def __init__(self, components: Mapping[str, Component], *, mode: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        components: Mapping[str, Component],
+        *,
+        mode: str,
+        dtype: torch.dtype,
+        placement: Placement | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
-        _refuse_many_ranks()
         self.mode, self.dtype = mode, dtype
         self.training = True
         self.t = 0
         self._components = dict(components)
         self._groups = SampleGroups(self._components, mode)
-        self._table = self._make_table()
+        placement = placement or Placement()
+        self._ranks = Ranks(placement.process_group)
+        self._table = self._make_table(placement)
+        self._connect()
         self._deposits: list[Deposit] = []
         self._pending = 0
         self._handles: dict[int, RemovableHandle] = {}
-        self._monitor = Monitor()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -128,61 +105,37 @@ class Estimator(Hooks):
         """
         self._groups.add(group)
         if self._table is not None:
-            self._table.store.grow(self._groups.n or 0)
+            self._table.grow()
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _make_table(self) -> RowTable | None:
+    def _connect(self) -> None:
+        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype)
+
+    def _make_table(self, placement: Placement) -> RowTable | None:
         directions = DIRECTIONS[self.mode]
         if not any(part.columns(directions, self.dtype) for part in self._components.values()):
             return None
-        return RowTable(self._components, self._groups, directions, self.dtype)
+        return RowTable(self._components, self._groups, directions, self.dtype, placement, self._ranks)
 
-    def _visit(self, index: Any, like: Tensor, index2: Any = None) -> Visit:
-        """Check indices and read their committed rows."""
+    def _visit(self, keys: Mapping[str, Tensor], like: Tensor, payload: Sequence[Tensor] = ()) -> Visit:
+        """The committed rows of a call, and what it sends along, over all ranks."""
         if self._owned:
             raise RuntimeError("this object is part of a ContrastiveEstimator, which reads and writes its rows")
-        self._monitor.poll()
-        self._groups.check()
-        given = {"index": check_vector("index", index, len(like))}
-        if index2 is not None:
-            given["index2"] = check_vector("index2", index2, len(like))
-        flags = [check_range(name, value, self.n) for name, value in given.items()]
-        distinct = distinct_values(given["index"]) == len(given["index"]) and index2 is None
-        rows = torch.stack([value.to(like.device, non_blocking=True) for value in given.values()], dim=1)
-        bad: Tensor | None = None
-        for flag in flags:
-            if flag is not None:
-                bad = flag.to(rows.device) if bad is None else bad | flag.to(rows.device)
-        if bad is not None:
-            self._monitor.watch(bad.to(torch.int32), self._refuse_index)
-            rows = rows.clamp(0, (self.n or 1) - 1)
-        dtype = torch.promote_types(torch.promote_types(like.dtype, torch.float32), self.dtype)
-        columns, old = {COUNT: torch.zeros_like(rows, dtype=torch.int32)}, None
         depositing = self.training and torch.is_grad_enabled()
-        if self._table is not None:
-            if depositing:
-                self._table.store.to(rows.device)
-            columns, old = self._table.read(rows, dtype)
-        return Visit(self._groups, rows, columns, old, distinct, bad, dtype, depositing)
+        progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending}
+        return self._reader.visit(keys, like, payload, depositing, progress)
 
     @property
     def _owned(self) -> bool:
         """This estimator is a component of another one."""
         return isinstance(self, Component) and self.owner is not None
 
-    def _refuse_index(self, bad: int) -> None:
-        if bad:
-            raise IndexError(
-                f"an index of an earlier call was outside n={self.n} (its loss was NaN); pass data-set indices, "
-                f"not batch positions, and pass them on the CPU to learn of this at once"
-            )
-
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Committed values by column.
 
         Args:
-            index: data-set positions, ``(B,)``.
+            index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
 
         Returns:
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
@@ -192,10 +145,40 @@ class Estimator(Hooks):
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         batch = len(index) if isinstance(index, Tensor) and index.dim() else 0
         rows = check_vector("index", index, batch).cpu()
-        check_range("index", rows, self.n)
-        columns, _ = self._table.read(rows.to(self._table.store.device)[:, None], self.dtype)
+        columns = self._reader.look(rows, torch.zeros((), dtype=self.dtype, device=self._table.store.device)).columns
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
+
+    def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> Any:
+        """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
+
+        Values are those committed at the time of the call, whatever was committed in between. Worth it where rows
+        are not beside the features (``offload=``, ``shard=True``).
+
+        Args:
+            source: the ``index`` of a coming batch, ``(B,)``; or a loader, from which one batch is taken ahead.
+            index: where a loader's batch holds the index: a position, a key, or a function of the batch.
+            index2: with an index, that of the second modality; with a loader, where the batch holds it.
+
+        Returns:
+            ``None`` for an index; for a loader an iterable over its batches.
+
+        Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
+        that all ranks must prefetch the same batches in the same order.
+        """
+        if isinstance(source, Tensor):
+            self._prefetch(source, index2)
+            return None
+        return lookahead(source, self._prefetch, index, index2, self._forget_prefetched)
+
+    def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
+        given = {"index": index} if index2 is None else {"index": index, "index2": index2}
+        batch = len(index) if isinstance(index, Tensor) and index.dim() else 0
+        self._reader.prefetch({name: check_vector(name, value, batch) for name, value in given.items()})
+
+    def _forget_prefetched(self) -> None:
+        if self._reader.prefetcher is not None:
+            self._reader.prefetcher.drop_all()
 
     # -- deposit and commit ------------------------------------------------------------------------------------
 
@@ -215,7 +198,8 @@ class Estimator(Hooks):
                 valid = torch.ones_like(visit.columns[COUNT], dtype=torch.bool) if valid is None else valid
                 valid = valid & ~visit.bad
             values = {name: value.detach() for name, value in proposals.items()}
-            self._deposits.append(Deposit(visit.rows.flatten(), visit.old, values, valid, visit.distinct))
+            host_rows = None if visit.host_rows is None else visit.host_rows.flatten()
+            self._deposits.append(Deposit(visit.rows.flatten(), visit.old, values, valid, visit.distinct, host_rows))
         elif not any(part.has_pending_state for part in self._components.values()):
             return  # a stateless estimator has nothing to commit
         self._pending += 1
@@ -327,8 +311,12 @@ class Estimator(Hooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
-        fresh = {"_hooks": {family: OrderedDict() for family in self._hooks}, "_handles": {}, "_monitor": Monitor()}
-        return {**self.__dict__, **fresh}
+        fresh: dict[str, Any] = {"_hooks": {family: OrderedDict() for family in self._hooks}, "_handles": {}}
+        return {**self.__dict__, **fresh, "_reader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -337,12 +325,3 @@ class Estimator(Hooks):
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
 
-
-def _refuse_many_ranks() -> None:
-    """Gradients over a part of the global batch would silently be others than on one rank."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise RuntimeError(
-            f"this version works in one process, got a process group of {distributed.get_world_size()}: negatives and "
-            f"state would silently be those of each rank alone; use one process"
-        )

@@ -54,8 +54,8 @@ def distinct_values(value: Tensor) -> int | None:
     return int(np.unique(value.numpy()).size)
 
 
-def check_features(z1: Any, z2: Any) -> None:
-    """Two floating-point matrices ``(B, d)`` of one shape, dtype and device, at least two rows."""
+def check_features(z1: Any, z2: Any, least: int = 2) -> None:
+    """Two floating-point matrices ``(B, d)`` of one shape, dtype and device, at least so many rows."""
     for name, z in (("z1", z1), ("z2", z2)):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
@@ -74,7 +74,7 @@ def check_features(z1: Any, z2: Any) -> None:
         raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
     if z1.device.type == "meta":
         raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
-    if len(z1) < 2:
+    if len(z1) < least:
         raise ValueError(f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives")
 
 

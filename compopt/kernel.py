@@ -22,17 +22,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from compopt.anchors import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
 from compopt.strips import RunningSums, Side, Strip
 
-# Stands for "not a pair" in S. Finite, so that 0 * MASKED is 0 and not NaN; far below any similarity / tau.
-MASKED = -1e30
-# Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
-MAX_UNSHIFTED_SCALE = 40.0
 # Rows per strip on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_STRIP_ROWS = 512
 
 
-class Pairs:
+class Pairs(AnchorStatistics):
     """All pairs of one batch: sums per anchor now, gradients once the log-normalizers are known.
 
     Args:
@@ -45,13 +42,6 @@ class Pairs:
         bounded: True if features have norm at most one.
         chunk_size: rows per strip, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h`` (temperature gradients need it).
-
-    Attributes (all ``(B, 2)``, a column per direction):
-        positive: ``s_ii``.
-        count: ``|N_i|`` as float; 0 where an anchor has no negatives.
-        log_count: ``log |N_i|`` (of 1 where there are none).
-        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
-        mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
     """
 
     def __init__(
@@ -72,7 +62,7 @@ class Pairs:
         self.x = torch.cat([z1, z2]) if unimodal else z1
         self.y = self.x if unimodal else z2
         self.moments = moments
-        self.uniform = isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
+        self.uniform = is_uniform(tau, bounded, moments)
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform
         self.recompute = chunk_size is not None
@@ -106,10 +96,6 @@ class Pairs:
         for start in range(0, len(self.x), self.strip_rows):
             yield start, min(start + self.strip_rows, len(self.x))
 
-    def _real(self, per_anchor: Tensor) -> Tensor:
-        """Zero for anchors without negatives, which group and index2 can leave."""
-        return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
-
     def _mask(self, s: Tensor, start: int, value: float) -> Tensor | None:
         """Overwrite the entries of a strip that are not negative pairs; their number per row, if it varies."""
         if self.distinct:
@@ -122,13 +108,8 @@ class Pairs:
         return same
 
     def _same(self, start: int, stop: int) -> Tensor:
-        same: Tensor | None = None
-        for key in self.keys:
-            key = key.repeat(2) if self.unimodal else key
-            equal = key[start:stop, None] == key[None, :]
-            same = equal if same is None else same.logical_or_(equal)
-        assert same is not None
-        return same
+        keys = [key.repeat(2) if self.unimodal else key for key in self.keys]
+        return same_sample([key[start:stop] for key in keys], keys)
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
@@ -146,10 +127,7 @@ class Pairs:
         return self._spare[:rows]
 
     def _sweep(self) -> None:
-        if isinstance(self.tau, float):
-            self._scale = self.x.new_full((1, 1), 1 / self.tau).expand(self.batch, 2)
-        else:
-            self._scale = self.tau.to(self.x.dtype).reciprocal().expand(self.batch, 2)
+        self._scale = scale_of(self.tau, self.x, self.batch)
         self._rows = RunningSums(self._row_values(self._scale), self.moments)
         self._columns = None if self.unimodal else RunningSums(self._scale[:, 1], self.moments)
         excluded = self.x.new_zeros(0 if self.distinct else 2, len(self.y))
@@ -164,25 +142,21 @@ class Pairs:
                 self._columns.add_columns(strip.columns)
             if not self.recompute:
                 self._strips.append(strip)
+        self.sides = [self._rows] if self._columns is None else [self._rows, self._columns]
         self._collect(excluded)
 
     def _collect(self, excluded: Tensor) -> None:
         """Sums per matrix row and column -> the ``(B, 2)`` attributes."""
         columns = self._columns
-        candidates = len(self.y)
-        if self.distinct:
-            count = float(candidates - (2 if self.unimodal else 1))
-            self.count = self.x.new_full((), count).expand(self.batch, 2)
-        else:
-            self.count = candidates - self._per_anchor(excluded[0], excluded[1])
-        self.log_count = self.count.clamp(min=1).log()
+        met = None if self.distinct else self._per_anchor(excluded[0], excluded[1])
+        self._count_negatives(len(self.y), met, self.x, self.batch)
         log_total = self._per_anchor(self._rows.log_total(), None if columns is None else columns.log_total())
-        self.log_sum = self._real(log_total - self.positive * self._scale)
+        self.log_sum = self.real(log_total - self.positive * self._scale)
         self.mean_h: Tensor | None = None
         if self._rows.dot is not None:
             by_column = None if columns is None or columns.dot is None else columns.dot / columns.total
             mean_s = self._per_anchor(self._rows.dot / self._rows.total, by_column)
-            self.mean_h = self._real(mean_s - self.positive)
+            self.mean_h = self.real(mean_s - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         s = self._buffer(0, start, stop)
@@ -211,31 +185,10 @@ class Pairs:
         dot = torch.linalg.vecdot(e, s, dim=0)
         return Strip(start, stop, rows, Side(s.copy_(e), top, dot))
 
-    @property
-    def sides(self) -> list[RunningSums]:
-        """The sums of each side of the matrix that holds anchors."""
-        return [self._rows] if self._columns is None else [self._rows, self._columns]
-
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    @property
-    def log_ghat(self) -> Tensor:
-        """``log ghat_i``, the batch estimate of the inner function, ``(B, 2)``."""
-        return self.log_sum - self.log_count
-
     def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        r"""``sum over directions, anchors i, negatives j of coefficient_i w_ij grad h_ij``, weights constant.
-
-        Consumes the kept strips: call it once.
-
-        Args:
-            alpha: log-normalizers, ``(B, 2)``.
-            coefficient: factor of each anchor, broadcastable to ``(B, 2)``.
-
-        Returns:
-            Gradients with respect to ``z1`` and ``z2``, ``(B, d)`` each.
-        """
-        coefficient = self._real(coefficient.expand(self.batch, 2))
+        coefficient = self.real(coefficient.expand(self.batch, 2))
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
         log_factor = -(self.positive * self._scale) - alpha - self.log_count
         grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
@@ -277,10 +230,6 @@ class Pairs:
         if strip.columns is None or strip.columns.exp is strip.rows.exp:
             return strip.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
         return strip.rows.exp.mul_(by_row).add_(strip.columns.exp.mul_(by_column))
-
-    def sum_weights(self, alpha: Tensor) -> Tensor:
-        """``sum_j w_ij``, ``(B, 2)``."""
-        return self._real((self.log_ghat - alpha).exp())
 
     def _with_positives(
         self, grad_x: Tensor, grad_y: Tensor, alpha: Tensor, coefficient: Tensor

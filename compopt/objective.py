@@ -5,30 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compopt.anchors import AnchorStatistics
 from compopt.functional import Scalar, temperature_gradient
-from compopt.kernel import Pairs
 
 
-def value(pairs: Pairs, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
+def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions, 0-d."""
     terms = tau * (alpha + rho) if multiply_tau else alpha
     return _with_negatives(pairs, terms).mean()
 
 
-def tau_gradient(pairs: Pairs, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
+def tau_gradient(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments."""
     assert pairs.mean_h is not None
     sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
     return _with_negatives(pairs, temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
 
 
-def feature_gradients(pairs: Pairs, alpha: Tensor, tau: Scalar, multiply_tau: bool) -> list[Tensor]:
+def feature_gradients(pairs: AnchorStatistics, alpha: Tensor, tau: Scalar, multiply_tau: bool) -> list[Tensor]:
     """Gradients of the value with respect to both feature matrices, weights held as estimated; uses up the pairs."""
     share = 1.0 / alpha.numel()
     coefficient = share if multiply_tau else share / tau
     if not isinstance(coefficient, Tensor):
-        coefficient = pairs.x.new_full((), coefficient)
-    return list(pairs.gradients(alpha.to(pairs.x.dtype), coefficient.to(pairs.x.dtype)))
+        coefficient = alpha.new_full((), coefficient)
+    return list(pairs.gradients(alpha.to(pairs.positive.dtype), coefficient.to(pairs.positive.dtype)))
 
 
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
@@ -43,6 +43,6 @@ def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
     return (gradient.sum_to_size(tau.shape) if tau.dim() else gradient.sum()).to(tau.dtype)
 
 
-def _with_negatives(pairs: Pairs, per_anchor: Tensor) -> Tensor:
+def _with_negatives(pairs: AnchorStatistics, per_anchor: Tensor) -> Tensor:
     """Anchors without any negative (possible with index2 and group) count as zero."""
     return per_anchor if pairs.distinct else torch.where(pairs.count > 0, per_anchor, 0)

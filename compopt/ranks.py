@@ -43,6 +43,23 @@ class Ranks:
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # a copy of an estimator talks to the same ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranks, ()  # a process group cannot travel: the reader's own default group
+
+    def check_alive(self) -> None:
+        """Refuse to compute alone what a group formed later would expect of all its ranks."""
+        if self.size == 1 and self._alone_by_accident():
+            raise RuntimeError(
+                f"this estimator was built before torch.distributed was initialised with {dist.get_world_size()} "
+                f"ranks; build it afterwards, or pass process_group= with this rank alone"
+            )
+
+    def _alone_by_accident(self) -> bool:
+        return self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
     # -- host ---------------------------------------------------------------------------------------------------
 
     def gather_host(self, message: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -10,8 +10,10 @@ from torch import Tensor
 from compopt.component import Component
 from compopt.deposits import COUNT, Deposit, merge
 from compopt.groups import SampleGroups
+from compopt.placement import Placement
+from compopt.ranks import Ranks
 from compopt.rows import Column, RowLayout
-from compopt.stores import DirectRows, MemoryStore, Rows, RowStore
+from compopt.stores import Rows, RowStore
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
@@ -20,36 +22,90 @@ BLOCK_ROWS = 1 << 20
 class RowTable:
     """All columns of all components, one row per sample.
 
+    With ``shard=True`` rows are dealt to the ranks like cards: row ``g`` is local row ``g // K`` of rank
+    ``g % K``. That balances any ``n`` and any sample group, and appending rows moves none.
+
     Args:
         components: by role.
         groups: sizes and initial values.
         directions: values per column.
         dtype: of the floating-point columns.
+        placement: where the rows live.
+        ranks: who shares them.
+
+    Attributes:
+        n: rows on all ranks together.
+        first, stride: this process holds the rows ``first, first + stride, ...``.
     """
 
     def __init__(
-        self, components: Mapping[str, Component], groups: SampleGroups, directions: int, dtype: torch.dtype
+        self,
+        components: Mapping[str, Component],
+        groups: SampleGroups,
+        directions: int,
+        dtype: torch.dtype,
+        placement: Placement,
+        ranks: Ranks,
     ) -> None:
-        self._groups = groups
+        self._groups, self._ranks = groups, ranks
         self._owner = {c.name: role for role, part in components.items() for c in part.columns(directions, dtype)}
         columns = [c for part in components.values() for c in part.columns(directions, dtype)]
         self.layout = RowLayout((*columns, Column(COUNT, directions, torch.int32)))
-        self.rows: Rows = DirectRows(MemoryStore(groups.n or 0, self.layout.words))
+        self.n = groups.n or 0
+        self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
+        self.rows: Rows = placement.open(self._local_count(), self.layout, ranks)
+
+    @property
+    def sharded(self) -> bool:
+        """This process holds only a part of the rows."""
+        return self.stride > 1
 
     @property
     def store(self) -> RowStore:
         """Where this process keeps its rows."""
         return self.rows.store
 
-    def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-        """Columns ``(B, D)`` in the working dtype (``count`` as stored) and the gathered blocks.
+    def _local_count(self) -> int:
+        return len(range(self.first, self.n, self.stride))
+
+    def grow(self) -> None:
+        """Follow the sample groups, to which one was added."""
+        self.rows.settle()
+        self.n = self._groups.n or 0
+        self.store.grow(self._local_count())
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def owned(self, rows: Tensor) -> Tensor:
+        """Which positions of ``rows`` (on the CPU) this process holds, as positions."""
+        return torch.nonzero(rows % self.stride == self.first).flatten()
+
+    def local(self, rows: Tensor) -> Tensor:
+        """Global row numbers that this process holds -> row numbers of its store."""
+        return rows // self.stride
+
+    def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
+        """Rows of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+
+        Args:
+            rows: global row numbers, ``(R,)``, the same on all ranks.
+            device: where the features are.
+            owned: positions of the rows that this process holds, on the CPU.
+            mine: their blocks.
+        """
+        block = torch.zeros(len(rows), self.layout.words, dtype=torch.complex128, device=device)
+        block[owned.to(device, non_blocking=True)] = mine
+        return self._ranks.sum_bits(block)
+
+    def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Columns ``(B, D)`` of fetched blocks in the working dtype (``count`` as stored).
 
         Args:
             rows: ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the first column's rows, direction 2 in the
                 second's.
+            block: ``(B * R, words)``.
             dtype: of the returned columns.
         """
-        block = self.rows.fetch(rows.flatten())
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
@@ -62,23 +118,42 @@ class RowTable:
                 initial = self._groups.hyper(self._owner[column.name], rows, dtype)(column.initial)
                 value = torch.where(columns[COUNT] == 0, initial, value)
             columns[column.name] = value
-        return columns, block
+        return columns
+
+    # -- writing -----------------------------------------------------------------------------------------------
 
     def commit(self, deposits: Sequence[Deposit], found_inf: Tensor | None) -> None:
         """Write a window of deposits, unless ``found_inf`` (on the device) is positive."""
         rows, old, new = merge(deposits, self.layout)
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
+        if self.sharded:
+            picked = self._pick_owned(rows, deposits)
+            rows, new = self.local(rows[picked]), new[picked]
         self.rows.commit(rows, new)
 
+    def _pick_owned(self, rows: Tensor, deposits: Sequence[Deposit]) -> Tensor:
+        """Positions of the rows that this process holds; their number is known on the host, so nothing waits."""
+        count = sum(len(self.owned(d.host_rows)) for d in deposits if d.host_rows is not None)
+        other = (rows % self.stride != self.first).to(torch.uint8)
+        return torch.argsort(other, stable=True)[:count]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of every column of every row, ``(n, D)``."""
-        store = self.store
-        full = {c.name: torch.empty(store.n, c.width, dtype=c.dtype, device=store.device) for c in self.layout.columns}
-        for start in range(0, store.n, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, store.n)
-            for name, view in self.layout.unpack(store.block(start, stop)).items():
-                full[name][start:stop].copy_(view)
+        """A copy of every column of every row, ``(n, D)``; on shards collective, and whole on every rank."""
+        self.rows.settle()
+        device = torch.device("cpu") if self.sharded else self.store.device
+        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in self.layout.columns}
+        counts = [len(range(rank, self.n, self.stride)) for rank in range(self.stride)]
+        for start in range(0, counts[0], BLOCK_ROWS):
+            sizes = [max(0, min(start + BLOCK_ROWS, count) - start) for count in counts]
+            own = self.store.block(start, start + sizes[self.first])
+            block = own if not self.sharded else self._ranks.gather([own], sizes)[0]
+            for rank, part in enumerate(block.split(sizes)):
+                at = slice(start * self.stride + rank, (start + sizes[rank]) * self.stride, self.stride)
+                for name, view in self.layout.unpack(part).items():
+                    full[name][at].copy_(view)
         return full
 
     def check_state(self, columns: Mapping[str, Tensor]) -> None:
@@ -86,7 +161,7 @@ class RowTable:
         for c in self.layout.columns:
             if c.name not in columns:
                 raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
-            given, needed = columns[c.name], (self.store.n, c.width)
+            given, needed = columns[c.name], (self.n, c.width)
             if tuple(given.shape) != needed or given.dtype != c.dtype:
                 raise ValueError(
                     f"column {c.name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
@@ -94,8 +169,11 @@ class RowTable:
                 )
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
-        """Overwrite all rows."""
+        """Overwrite all rows that this process holds."""
+        self.rows.settle()
         for start in range(0, self.store.n, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.store.n)
-            values = {c.name: columns[c.name][start:stop].to(self.store.device) for c in self.layout.columns}
-            self.store.write_block(start, self.layout.pack(values, base=self.store.block(start, stop)))
+            at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
+            values = {c.name: columns[c.name][at].to(self.store.device) for c in self.layout.columns}
+            base = torch.zeros(stop - start, self.layout.words, dtype=torch.complex128, device=self.store.device)
+            self.store.write_block(start, self.layout.pack(values, base=base))

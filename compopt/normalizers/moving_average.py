@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,11 @@ from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
 from compopt.estimator import Estimator
 from compopt.groups import GroupSpec, Hyper, SampleGroups, parse
+from compopt.inputs import check_vector
+from compopt.placement import Placement
+from compopt.ranks import ProcessGroup
 from compopt.rows import Column
+from compopt.visit import Visit
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
@@ -38,7 +43,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
         gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, the first included.
-        dtype: of the stored logarithms when used alone; a ``ContrastiveEstimator`` brings its own.
+        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.ContrastiveEstimator`,
+            which otherwise brings its own.
 
     State, per sample: ``log_u`` and the number of visits, one each per direction (bimodal), or one shared by
     both views (unimodal: ``g_i`` is the mean of the views, objective V2). A row never visited takes
@@ -72,14 +78,29 @@ class MovingAverageEstimator(Normalizer, Estimator):
         reference: str = "none",
         eps: float = 0.0,
         *,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        placement = Placement(process_group, offload, offload_dir, shard)
         Normalizer.__init__(self, parse(n), {"gamma": gamma, "reference": reference, "eps": eps})
-        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype)
+        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype, placement=placement)
+        self._placed = placement != Placement()
+
+    def check_free(self) -> None:
+        super().check_free()
+        if self._placed:
+            raise ValueError(
+                "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
+                "ContrastiveEstimator, whose rows hold the columns of all its parts"
+            )
 
     def joined(self, groups: SampleGroups, owner: object) -> None:
         super().joined(groups, owner)
         self._groups, self._table = groups, None  # columns and groups move into the owner's
+        self._connect()
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
@@ -109,7 +130,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
         nothing is.
 
         Args:
-            log_g: ``log g_i`` of the batch, ``(B,)``; no gradient flows through it.
+            log_g: ``log g_i`` of the batch (with several ranks, of this rank's part of it), ``(B,)``; no gradient
+                flows through it.
             index: data-set positions, ``(B,)`` int64.
 
         Returns:
@@ -118,19 +140,28 @@ class MovingAverageEstimator(Normalizer, Estimator):
         Raises:
             RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it.
             IndexError, TypeError, ValueError: see :class:`~compopt.Estimator`.
+
+        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
-            raise TypeError(f"log_g must be a floating-point tensor (B,), got {getattr(log_g, 'dtype', type(log_g))}")
-        if log_g.dim() != 1:
-            raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
-        visit = self._visit(index, like=log_g)
-        log_g = log_g.detach().to(visit.dtype)[:, None]
+        log_u, visit = self._update(log_g, index)
+        return log_u[visit.own]
+
+    def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Visit]:
+        """Updated averages of the batch over all ranks, ``(B,)``."""
+        with self._reader.meeting.guard():
+            if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
+                got = getattr(log_g, "dtype", type(log_g))
+                raise TypeError(f"log_g must be a floating-point tensor (B,), got {got}")
+            if log_g.dim() != 1:
+                raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
+            keys = {"index": check_vector("index", index, len(log_g))}
+        visit = self._visit(keys, log_g, [log_g.detach()])
         log_u = F.moving_average(
             visit.columns["log_u"],
-            F.add_eps(log_g, visit.hyper("normalizer", "eps")),
+            F.add_eps(visit.payload[0].to(visit.dtype)[:, None], visit.hyper("normalizer", "eps")),
             visit.hyper("normalizer", "gamma"),
             first=visit.columns["count"] == 0,
         )
         if visit.depositing:
             self._deposit(visit, {"log_u": log_u})
-        return visit.guard(log_u[:, 0])
+        return visit.guard(log_u[:, 0]), visit

@@ -79,6 +79,15 @@ class Rows(ABC):
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can."""
 
+    @property
+    def written(self) -> int:
+        """How many commits are in the store."""
+        return 0
+
+    def acknowledge(self, commits: int) -> None:
+        """So many commits are in the store, says who writes it."""
+        del commits
+
     def settle(self) -> None:
         """Wait until every commit is in the store."""
 

@@ -1,0 +1,102 @@
+"""What the estimators know of a batch: a few numbers per anchor, wherever its pairs were computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compopt.strips import RunningSums
+
+# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+MASKED = -1e30
+# Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
+MAX_UNSHIFTED_SCALE = 40.0
+
+
+class AnchorStatistics(ABC):
+    """Statistics of all anchors of the (global) batch, ``(B, 2)`` each, a column per direction.
+
+    Attributes:
+        keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
+            is the data-set index.
+        distinct: known on the host: the first key has no repeats and is the only one.
+        negatives: ``|N_i|`` where it is the same for all anchors, known on the host; else ``None``.
+        positive: ``s_ii``.
+        count: ``|N_i|`` as float; 0 where an anchor has no negatives.
+        log_count: ``log |N_i|`` (of 1 where there are none).
+        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
+        mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
+        sides: running sums of the anchors that this process swept.
+    """
+
+    keys: Sequence[Tensor]
+    distinct: bool
+    unimodal: bool
+    negatives: int | None
+    positive: Tensor
+    count: Tensor
+    log_count: Tensor
+    log_sum: Tensor
+    mean_h: Tensor | None
+    sides: list[RunningSums]
+
+    @abstractmethod
+    def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+        r"""``sum over directions, anchors i, negatives j of coefficient_i w_ij grad h_ij``, weights constant.
+
+        Consumes what the sweep kept: call it once.
+
+        Args:
+            alpha: log-normalizers, ``(B, 2)``.
+            coefficient: factor of each anchor, broadcastable to ``(B, 2)``.
+
+        Returns:
+            Gradients with respect to this process's ``z1`` and ``z2``.
+        """
+
+    @property
+    def log_ghat(self) -> Tensor:
+        """``log ghat_i``, the batch estimate of the inner function, ``(B, 2)``."""
+        return self.log_sum - self.log_count
+
+    def sum_weights(self, alpha: Tensor) -> Tensor:
+        """``sum_j w_ij``, ``(B, 2)``."""
+        return self.real((self.log_ghat - alpha).exp())
+
+    def real(self, per_anchor: Tensor) -> Tensor:
+        """Zero for anchors without negatives, which group and index2 can leave."""
+        return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
+
+    def _count_negatives(self, candidates: int, excluded: Tensor | None, like: Tensor, batch: int) -> None:
+        """Fill ``count`` and ``log_count`` from the number of excluded candidates per anchor."""
+        if excluded is None:
+            self.negatives = candidates - (2 if self.unimodal else 1)
+            self.count = like.new_full((), float(self.negatives)).expand(batch, 2)
+        else:
+            self.negatives, self.count = None, candidates - excluded
+        self.log_count = self.count.clamp(min=1).log()
+
+
+def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
+    """Whether one exponential without any shift serves the anchors of both directions."""
+    return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
+
+
+def scale_of(tau: float | Tensor, like: Tensor, batch: int) -> Tensor:
+    """``1 / tau`` of every anchor, ``(B, 2)``."""
+    if isinstance(tau, float):
+        return like.new_full((1, 1), 1 / tau).expand(batch, 2)
+    return tau.to(like.dtype).reciprocal().expand(batch, 2)
+
+
+def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
+    """Where any of the keys of a row equals that of a column: not a pair of anchor and negative."""
+    same: Tensor | None = None
+    for row, column in zip(rows, columns, strict=True):
+        equal = row[:, None] == column[None, :]
+        same = equal if same is None else same.logical_or_(equal)
+    assert same is not None
+    return same

@@ -1,0 +1,134 @@
+"""Before any computation all ranks learn who brings which samples, or that somebody cannot take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compopt.ranks import Ranks
+
+KEYS = ("index", "index2", "group")
+# What must be equal on all ranks, and what to say when it is not.
+FACTS = {
+    "width": "the feature dimension",
+    "dtype": "the features' dtype",
+    "depositing": "training mode (1: deposits, 0: eval() or no_grad)",
+    "t": "the number of commits so far; every rank must call step() after the same updates",
+    "pending": "the number of calls since the last commit",
+}
+REFUSED, SIZE, KINDS, TICKET, WRITTEN = range(5)
+HEADER = 5 + len(FACTS)
+
+
+@dataclass
+class Samples:
+    """The samples of one call, over all ranks in the order of the ranks.
+
+    Attributes:
+        keys: ``index`` and, if given, ``index2`` and ``group``, ``(B,)`` int64.
+        sizes: samples of every rank.
+        own: where this rank's are.
+        ticket: number of the prefetched rows that every rank holds for these samples; 0: some do not.
+        written: commits that every rank has in its store.
+    """
+
+    keys: dict[str, Tensor]
+    sizes: list[int]
+    own: slice
+    ticket: int = 0
+    written: int = 0
+
+
+class Meeting:
+    """One small all-gather of host integers per call: sizes, indices, refusals. With one rank, none.
+
+    The message has room for a fixed number of samples; a larger batch makes all ranks meet once more with room
+    for it, which happens at the first call and then never again.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._room = 0
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """What this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
+        try:
+            yield
+        except Exception:
+            if self.ranks.size > 1:
+                self.ranks.gather_host(self._message({}, {}, refused=True))
+            raise
+
+    def exchange(
+        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int = 0, written: int = 0
+    ) -> Samples:
+        """Everybody's samples.
+
+        Raises:
+            RuntimeError: a rank refused its arguments, or ranks are out of step.
+            ValueError: ranks brought different kinds of arguments.
+        """
+        size = len(keys["index"])
+        if self.ranks.size == 1:
+            return Samples(dict(keys), [size], slice(0, size), ticket, written)
+        keys = {name: key.cpu() for name, key in keys.items()}
+        table = self.ranks.gather_host(self._message(keys, facts, ticket=ticket, written=written))
+        self._compare(table)
+        most = int(table[:, SIZE].max())
+        if most > self._room:
+            self._room = most
+            table = self.ranks.gather_host(self._message(keys, facts, ticket=ticket, written=written))
+        sizes = table[:, SIZE].tolist()
+        first = sum(sizes[: self.ranks.rank])
+        tickets = table[:, TICKET].tolist()
+        return Samples(
+            {name: self._unpack(table, sizes, KEYS.index(name)) for name in keys},
+            sizes,
+            slice(first, first + size),
+            ticket if all(other == ticket for other in tickets) else 0,
+            int(table[:, WRITTEN].min()),
+        )
+
+    def _message(
+        self,
+        keys: Mapping[str, Tensor],
+        facts: Mapping[str, int],
+        refused: bool = False,
+        ticket: int = 0,
+        written: int = 0,
+    ) -> Tensor:
+        message = torch.zeros(HEADER + len(KEYS) * self._room, dtype=torch.int64)
+        if refused:
+            message[REFUSED] = 1
+            return message
+        size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
+        message[:HEADER] = torch.tensor([0, size, kinds, ticket, written, *(facts[name] for name in FACTS)])
+        if size <= self._room:
+            for name, key in keys.items():
+                start = HEADER + KEYS.index(name) * self._room
+                message[start : start + size] = key
+        return message
+
+    def _unpack(self, table: Tensor, sizes: list[int], number: int) -> Tensor:
+        start = HEADER + number * self._room
+        return torch.cat([table[rank, start : start + size] for rank, size in enumerate(sizes)])
+
+    def _compare(self, table: Tensor) -> None:
+        """Refuse together what one rank refused, or what would silently differ."""
+        refused = table[:, REFUSED].nonzero().flatten().tolist()
+        if refused:
+            raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
+        kinds = table[:, KINDS].tolist()
+        if len(set(kinds)) > 1:
+            names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
+            raise ValueError(f"all ranks must pass the same arguments, got by rank {names}")
+        for number, (name, meaning) in enumerate(FACTS.items()):
+            values = table[:, HEADER - len(FACTS) + number].tolist()
+            if len(set(values)) > 1:
+                kind = RuntimeError if name in ("t", "pending", "depositing") else ValueError
+                raise kind(f"the ranks differ in {meaning}: by rank {values}")

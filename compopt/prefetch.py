@@ -1,0 +1,97 @@
+"""Rows that arrive while the previous batch trains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compopt.ranks import ProcessGroup, Ranks
+from compopt.stores import Ticket
+from compopt.table import RowTable
+
+# Batches under way at most; older ones were abandoned by a loop that was left early.
+MOST = 4
+
+
+@dataclass
+class Fetch:
+    """One batch under way.
+
+    Attributes:
+        number: equal on all ranks for the same batch.
+        rows: this rank's row numbers, ``(b, R)``, on the CPU.
+        ticket: the rows that this process reads for it, once it is known which these are.
+    """
+
+    number: int
+    rows: Tensor
+    ticket: Callable[[], Ticket]
+
+    def drop(self) -> None:
+        """Nobody will take it."""
+        self.ticket().drop()
+
+
+class Prefetcher:
+    """Starts reads and finds them again when their batch is called.
+
+    With unsharded rows each rank reads those of its own samples and communicates nothing. With shards the ranks
+    exchange the row numbers in a background thread, over a group of their own, and each reads what it holds; all
+    ranks must then prefetch the same batches in the same order.
+    """
+
+    def __init__(self, table: RowTable, ranks: Ranks) -> None:
+        self._table, self._ranks = table, ranks
+        self._started = 0
+        self._under_way: deque[Fetch] = deque()
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: ProcessGroup | None = ranks.new_host_group() if table.sharded else None
+
+    def start(self, rows: Tensor, device: torch.device) -> None:
+        """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
+        self._started += 1
+        self._under_way.append(Fetch(self._started, rows, self._begin(rows.flatten(), device)))
+        while len(self._under_way) > MOST:
+            self._drop(self._under_way.popleft())
+
+    def _begin(self, rows: Tensor, device: torch.device) -> Callable[[], Ticket]:
+        if not self._table.sharded:
+            ticket = self._table.rows.prefetch(rows, device)
+            return lambda: ticket
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
+        future: Future[Ticket] = self._thread.submit(self._begin_sharded, rows, device)
+        return future.result
+
+    def _begin_sharded(self, rows: Tensor, device: torch.device) -> Ticket:
+        """Learn the global batch, read the owned part of it."""
+        sizes = self._ranks.gather_host(torch.tensor(len(rows)), self._group).tolist()
+        message = torch.zeros(max(sizes), dtype=torch.int64)
+        message[: len(rows)] = rows
+        gathered = self._ranks.gather_host(message, self._group)
+        everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
+        return self._table.rows.prefetch(self._table.local(everyone[self._table.owned(everyone)]), device)
+
+    def find(self, rows: Tensor | None) -> Fetch | None:
+        """The read that was started for these rows, if any; those started before it are dropped."""
+        if rows is None or not any(torch.equal(fetch.rows, rows) for fetch in self._under_way):
+            return None
+        while True:
+            fetch = self._under_way.popleft()
+            if torch.equal(fetch.rows, rows):
+                return fetch
+            self._drop(fetch)
+
+    def drop_all(self) -> None:
+        """Forget every read under way."""
+        while self._under_way:
+            self._drop(self._under_way.popleft())
+
+    def _drop(self, fetch: Fetch) -> None:
+        if not self._table.sharded:  # a shard's exchange may still wait for other ranks: let it end by itself
+            fetch.drop()
