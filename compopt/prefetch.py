@@ -42,7 +42,8 @@ class Prefetcher:
 
     With unsharded rows each rank reads those of its own samples and communicates nothing. With shards the ranks
     exchange the row numbers in a background thread, over a group of their own, and each reads what it holds; all
-    ranks must then prefetch the same batches in the same order.
+    ranks must then prefetch the same batches in the same order. Where torch cannot form that group, shards are
+    not prefetched.
     """
 
     def __init__(self, table: RowTable, ranks: Ranks) -> None:
@@ -54,6 +55,8 @@ class Prefetcher:
 
     def start(self, rows: Tensor, device: torch.device) -> None:
         """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
+        if self._table.sharded and self._group is None:
+            return
         self._started += 1
         self._under_way.append(Fetch(self._started, rows, self._begin(rows.flatten(), device)))
         while len(self._under_way) > MOST:

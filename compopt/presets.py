@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, sizes
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
+from compopt.ranks import ProcessGroup
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 
@@ -22,7 +25,8 @@ class InfoNCEEstimator(ContrastiveEstimator):
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is the control that a
             stateful method must beat.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
-        mode, normalize, multiply_tau, chunk_size, dtype: see :class:`~compopt.ContrastiveEstimator`.
+        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
@@ -50,6 +54,10 @@ class InfoNCEEstimator(ContrastiveEstimator):
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
@@ -59,6 +67,10 @@ class InfoNCEEstimator(ContrastiveEstimator):
             normalize=normalize,
             multiply_tau=multiply_tau,
             chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
             dtype=dtype,
         )
 
@@ -76,7 +88,8 @@ class SogCLREstimator(ContrastiveEstimator):
         tau: temperature.
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
         eps: added to the inner function.
-        mode, normalize, multiply_tau, chunk_size, dtype: see :class:`~compopt.ContrastiveEstimator`.
+        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample, one each per direction in bimodal mode: 16 bytes a sample.
 
@@ -107,6 +120,10 @@ class SogCLREstimator(ContrastiveEstimator):
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
@@ -116,6 +133,10 @@ class SogCLREstimator(ContrastiveEstimator):
             normalize=normalize,
             multiply_tau=multiply_tau,
             chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
             dtype=dtype,
         )
         self._override_groups(n)
@@ -132,7 +153,8 @@ class ISogCLREstimator(ContrastiveEstimator):
         n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
         rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer, beta: see :class:`~compopt.TemperatureDual`;
             ``None`` is filled by mode.
-        mode, normalize, multiply_tau, chunk_size, dtype: see :class:`~compopt.ContrastiveEstimator`.
+        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
     bimodal mode, 16 in unimodal.
@@ -167,6 +189,10 @@ class ISogCLREstimator(ContrastiveEstimator):
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         temperature = TemperatureDual(
@@ -179,6 +205,10 @@ class ISogCLREstimator(ContrastiveEstimator):
             normalize=normalize,
             multiply_tau=multiply_tau,
             chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
             dtype=dtype,
         )
         self._override_groups(n)
@@ -213,7 +243,8 @@ class FastCLIPEstimator(ContrastiveEstimator):
         lr: step size of the learned temperature (Adam).
         tau_min, tau_max, max_grad: bounds; ``None`` is filled by mode.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
-        mode, normalize, chunk_size, dtype: see :class:`~compopt.ContrastiveEstimator`.
+        mode, normalize, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
     three numbers.
@@ -248,6 +279,10 @@ class FastCLIPEstimator(ContrastiveEstimator):
         mode: str = "bimodal",
         normalize: bool = True,
         chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         checks.one_of("version", version, FASTCLIP_VERSIONS)
@@ -273,6 +308,10 @@ class FastCLIPEstimator(ContrastiveEstimator):
             normalize=normalize,
             multiply_tau=version != "v0",
             chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
             dtype=dtype,
         )
         self._override_groups(n)

@@ -35,10 +35,25 @@ class Ranks:
         self._host: ProcessGroup | None = None
         if self.size > 1:
             self._host = self.group if _works_on_cpu(self.group) else self.new_host_group()
+            if self._host is None:
+                raise RuntimeError(
+                    "process_group has no backend for CPU tensors and none can be added to it; create it with "
+                    "backend='cpu:gloo,cuda:nccl'"
+                )
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Another CPU group of the same ranks (collective); for collectives from a thread of their own."""
+        """Another CPU group of the same ranks, for collectives from a thread of their own (collective).
+
+        ``None`` if there is one rank, or if torch cannot form it: the name that it gives to a group formed by its
+        members alone depends on how many groups each member already has.
+        """
         if self.size == 1:
+            return None
+        if self.group is dist.group.WORLD:
+            return dist.new_group(backend="gloo")
+        counts: list[Any] = [None] * self.size
+        dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=self.group)
+        if len(set(counts)) > 1:
             return None
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -67,10 +68,8 @@ class Reader:
                 self.table.store.to(like.device)
             own = self._fetch_own(rows, fetch)
         written = 0 if self.table is None else self.table.rows.written
-        samples = self.meeting.exchange(
-            keys, {**progress, "width": like[:1].numel() if like.dim() > 1 else 1, "dtype": like.dtype.itemsize},
-            0 if fetch is None else fetch.number, written,
-        )  # fmt: skip
+        facts = {**progress, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
+        samples = self.meeting.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
         old, everyone = self._gather(samples, fetch, own, list(payload), like.device)
         if self.ranks.size > 1:
             rows, _ = self._rows(samples.keys, like.device)

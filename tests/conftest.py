@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.pool import close_pool
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
@@ -11,3 +13,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_the_pool():
+    """The processes of tests/pool.py end with the session."""
+    yield
+    close_pool()

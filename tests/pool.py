@@ -1,0 +1,96 @@
+"""Four processes with gloo, started once: `pool.run(function, K, *args)` runs a function on the first K of them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 4
+TIMEOUT = 30
+
+
+class Pool:
+    """Processes that wait for functions. A function is called as `function(group, *args)` on every member."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        """Results by rank; an error on any rank is raised here, the first rank's first."""
+        for pipe in self.pipes[:ranks]:
+            pipe.send((function, ranks, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes[:ranks]):
+            if not pipe.poll(TIMEOUT):
+                _pool.clear()  # the next test starts afresh
+                self.kill()
+                raise TimeoutError(f"rank {rank} of {ranks} did not answer in {TIMEOUT} s: {function.__name__}")
+            answers.append(pipe.recv())
+        for rank, (value, error) in enumerate(answers):
+            if error is not None:
+                raise AssertionError(f"rank {rank} of {ranks}: {error}")
+        return [value for value, _ in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(rank: int, port: int, pipe: Any) -> None:
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    groups = {k: dist.new_group(list(range(k)), backend="gloo") for k in range(1, WORLD)}
+    groups[WORLD] = None  # the default group
+    while (task := pipe.recv()) is not None:
+        faulthandler.dump_traceback_later(TIMEOUT * 0.9)  # where a rank waits for another
+        function, ranks, args = task
+        try:
+            pipe.send((function(groups[ranks], *args), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+_pool: list[Pool] = []
+
+
+def the_pool() -> Pool:
+    """The one pool of this test session."""
+    if not _pool:
+        _pool.append(Pool())
+    return _pool[0]
+
+
+def close_pool() -> None:
+    """At the end of the session."""
+    while _pool:
+        _pool.pop().close()

@@ -1,0 +1,263 @@
+"""K ranks with B/K samples each equal one rank with B: losses, gradients after the average over ranks, state."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from tests.database import BY_NAME, DATABASE, MODES
+from tests.helpers import batches, make, near
+from tests.pool import the_pool
+
+pytestmark = pytest.mark.distributed
+N, BATCH = 23, 12
+# sizes of the local batches: equal, unequal, one empty
+SPLITS = {
+    1: [[12]],
+    2: [[6, 6], [11, 1], [0, 12]],
+    3: [[4, 4, 4], [5, 0, 7]],
+    4: [[3, 3, 3, 3], [1, 5, 0, 6], [3, 3, 3, 3]],
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+# float32 rounds s to 1e-7 in whatever order a product of another shape sums; s / tau then is off by 1e-7 / tau
+TAU = {torch.float64: 0.07, torch.float32: 0.2}
+
+
+def close(actual, expected, dtype, what=""):
+    """To 1e-12 (fp64) or 1e-6 (fp32), and small entries relative to the largest, up to the rounding of s / tau."""
+    rtol = TOLERANCE[dtype]
+    largest = float(expected.abs().max()) if expected.numel() else 1.0
+    near(actual, expected, rtol, atol=rtol * min(1.0, 5 * largest), what=what)
+
+
+def sizes_of(ranks, step):
+    """Every step splits the batch in another way."""
+    return SPLITS[ranks][step % len(SPLITS[ranks])]
+
+
+def own_part(group, step):
+    """This rank's slice of the global batch."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sizes = sizes_of(ranks, step)
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def build(name, mode, dtype, group, options):
+    """The database's estimator over a group; without one, over this process alone."""
+    est, _ = make(BY_NAME[name], mode, N, dtype, TAU[dtype], 0.6, process_group=group, **options)
+    return est
+
+
+def steps(est, info, data, part, window):
+    """Train; (loss, g1, g2, tau gradient) of every step, and the state."""
+    trace = []
+    for step, (z1, z2, index) in enumerate(data):
+        own = part(step)
+        z1, z2 = (z[own].clone().requires_grad_() for z in (z1, z2))
+        leaf = info.tau_leaf(est) if info.tau_leaf else None
+        if leaf is not None:
+            leaf.grad = None
+        loss = est(z1, z2, index[own])
+        loss.backward()
+        trace.append((loss.detach(), z1.grad, z2.grad, None if leaf is None else leaf.grad.clone()))
+        if step % window == window - 1:
+            est.step()
+    state = est.read(torch.arange(N)) if info.has_rows else {}
+    if info.global_tau:
+        state["global tau"] = est.temperature.tau.clone()
+    return trace, state
+
+
+def on_ranks(group, name, mode, dtype, data, options, window):
+    """What one rank sees."""
+    est = build(name, mode, dtype, group, options)
+    return steps(est, BY_NAME[name], data, lambda step: own_part(group, step), window)
+
+
+def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=True):
+    """Run one configuration on K ranks and on one."""
+    info = BY_NAME[name]
+    data = batches(N, count, batch=BATCH, dim=5, seed=31, repeats=repeats, dtype=dtype)
+    est, _ = make(info, mode, N, dtype, TAU[dtype], 0.6)
+    whole, state = steps(est, info, data, lambda step: slice(0, BATCH), window)
+    answers = the_pool().run(on_ranks, ranks, name, mode, dtype, data, options or {}, window)
+    rtol = TOLERANCE[dtype]
+    for step, (loss, g1, g2, leaf) in enumerate(whole):
+        parts = [trace[step] for trace, _ in answers]
+        for part in parts:
+            near(part[0], loss, rtol, atol=rtol, what=f"loss of step {step}")
+            if leaf is not None:
+                near(part[3], leaf, max(rtol, 2e-6 if leaf.dtype == torch.float32 else 0), what="tau gradient")
+        for at, want in ((1, g1), (2, g2)):
+            close(torch.cat([part[at] for part in parts]) / ranks, want, dtype, f"gradient {at} of step {step}")
+    for _, own in answers:
+        assert own.keys() == state.keys()
+        for key, want in state.items():
+            seen = state["count"] > 0 if "count" in state and key != "global tau" else ...
+            near(own[key][seen], want[seen], rtol, atol=10 * rtol, what=f"{key} after all steps")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_many_ranks_equal_one(info, mode, ranks, dtype):
+    compare(ranks, info.name, mode, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", [info for info in DATABASE if info.has_state], ids=str)
+def test_shards_equal_the_whole(info, mode):
+    compare(3, info.name, mode, torch.float64, {"shard": True}, window=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "infonce"])
+def test_distinct_samples_and_chunks(name, ranks):
+    compare(ranks, name, "bimodal", torch.float64, repeats=False)
+    compare(ranks, name, "unimodal", torch.float64, {"chunk_size": 2}, repeats=False)
+    compare(ranks, name, "bimodal", torch.float64, {"chunk_size": 1})
+
+
+# -- keys, temperatures, other estimators ------------------------------------------------------------
+
+
+def with_keys(group, data, options):
+    """A call with every argument there is."""
+    tau, index2, labels = data[0][3:]
+    est = compopt.ContrastiveEstimator(
+        compopt.MovingAverageEstimator(N, gamma=0.7), compopt.FixedTemperature(), process_group=group, **options,
+        dtype=torch.float64,
+    )  # fmt: skip
+    result = []
+    for step in range(3):
+        own = own_part(group, step)
+        z1, z2, index = (x[own] for x in data[0][:3])
+        z1, z2, own_tau = (x.clone().requires_grad_() for x in (z1, z2, tau[own]))
+        loss = est(z1, z2, index, index2=index2[own], group=labels[own], tau=own_tau)
+        loss.backward()
+        est.step()
+        result.append((loss.detach(), z1.grad, z2.grad, own_tau.grad))
+    return result, est.read(torch.arange(N))
+
+
+@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, 2)])
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_index2_group_and_tau_per_sample(ranks, shard, shape):
+    z1, z2, index = batches(N, 2, batch=BATCH, dim=5, seed=41)[1]
+    tau = 0.1 + 0.2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = [(z1, z2, index, tau, (index * 7 + 3) % N, torch.arange(BATCH) // 2)]
+    est_data = the_pool().run(with_keys_alone, 1, data)[0]
+    answers = the_pool().run(with_keys, ranks, data, {"shard": shard})
+    for step, want in enumerate(est_data[0]):
+        parts = [trace[step] for trace, _ in answers]
+        near(parts[0][0], want[0], 1e-12, what="loss")
+        for at in (1, 2, 3):
+            near(torch.cat([part[at] for part in parts]) / ranks, want[at], 1e-12, what=f"gradient {at}")
+    for _, state in answers:
+        for key in state:
+            near(state[key], est_data[1][key], 1e-12, atol=1e-12, what=key)
+
+
+def with_keys_alone(group, data):
+    """The same on one rank."""
+    return with_keys(group, data, {})
+
+
+def moving_average(group, log_g, index, options):
+    """The estimator by itself, and a compositional loss through it."""
+    u = compopt.MovingAverageEstimator(N, gamma=0.5, dtype=torch.float64, process_group=group, **options)
+    trace = []
+    for step in range(3):
+        own = own_part(group, step)
+        trace.append(u.update(log_g[step][own], index[step][own]))
+        u.step()
+        g = log_g[step][own].exp().requires_grad_()
+        loss = compopt.compositional_loss(g, index[step][own], u, lambda v: v.log() * 2)
+        loss.backward()
+        u.step()
+        trace += [loss.detach(), g.grad]
+    return trace, u.read(torch.arange(N))
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_moving_average_alone(ranks, options):
+    generator = torch.Generator().manual_seed(3)
+    log_g = torch.randn(3, BATCH, generator=generator, dtype=torch.float64)
+    index = torch.randint(0, N, (3, BATCH), generator=generator)
+    ((whole, state),) = the_pool().run(moving_average, 1, log_g, index, {})
+    answers = the_pool().run(moving_average, ranks, log_g, index, options)
+    for at, want in enumerate(whole):
+        if want.dim() == 0:
+            near(answers[0][0][at], want, 1e-12)
+        else:
+            scale = ranks if at % 3 == 2 else 1
+            near(torch.cat([trace[at] for trace, _ in answers]) / scale, want, 1e-12)
+    for _, own in answers:
+        for key in state:
+            near(own[key], state[key], 1e-12, atol=1e-12, what=key)
+
+
+# -- through DDP -------------------------------------------------------------------------------------
+
+
+def encoder(dtype):
+    """Two towers, the same on every rank."""
+    torch.manual_seed(0)
+    return torch.nn.ModuleList([torch.nn.Linear(7, 5), torch.nn.Linear(6, 5)]).to(dtype)
+
+
+class Towers(torch.nn.Module):
+    """Both encoders in one forward, as DDP wants it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.towers = encoder(dtype)
+
+    def forward(self, x, y):
+        return self.towers[0](x), self.towers[1](y)
+
+
+def through_ddp(group, name, mode, dtype, x, y, index, ddp):
+    """Three optimizer steps; the encoder's gradients at each, its weights after them."""
+    model = Towers(dtype)
+    inner = model
+    if ddp:
+        model = DistributedDataParallel(model, process_group=group)
+    est = build(name, mode, dtype, group, {})
+    optimizer = torch.optim.SGD([*model.parameters(), *est.parameters()], lr=0.05)
+    est.attach(optimizer)
+    trace = []
+    for step in range(3):
+        own = own_part(group, step)
+        optimizer.zero_grad()
+        loss = est(*model(x[step][own], y[step][own]), index[step][own])
+        loss.backward()
+        trace.append((loss.detach(), [p.grad.clone() for p in inner.parameters()]))
+        optimizer.step()
+    return trace, [p.detach().clone() for p in inner.parameters()]
+
+
+PRESETS = ["infonce", "clip-learned", "sogclr", "isogclr", "isogclr-adam", "global-dual-adam"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_encoder_s_gradients_after_ddp(name, mode, ranks, dtype):
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
+    index = torch.randint(0, N, (3, BATCH), generator=generator)
+    args = (name, mode, dtype, x, y, index)
+    ((whole, weights),) = the_pool().run(through_ddp, 1, *args, False)
+    for trace, own in the_pool().run(through_ddp, ranks, *args, True):
+        for (loss, gradients), (want_loss, want) in zip(trace, whole, strict=True):
+            near(loss, want_loss, TOLERANCE[dtype], atol=TOLERANCE[dtype], what="loss")
+            for a, b in zip(gradients, want, strict=True):
+                close(a, b, dtype, "gradient")
+        for a, b in zip(own, weights, strict=True):
+            near(a, b, TOLERANCE[dtype], what="weights")
