@@ -18,7 +18,7 @@ from compopt.deposits import COUNT, Deposit
 from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
 from compopt.inputs import check_vector
-from compopt.lookahead import lookahead
+from compopt.lookahead import Lookahead
 from compopt.monitor import Monitor
 from compopt.placement import Placement
 from compopt.ranks import Ranks
@@ -169,7 +169,7 @@ class Estimator(Hooks):
         if isinstance(source, Tensor):
             self._prefetch(source, index2)
             return None
-        return lookahead(source, self._prefetch, index, index2, self._forget_prefetched)
+        return Lookahead(source, self._prefetch, self._forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
@@ -324,4 +324,3 @@ class Estimator(Hooks):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
-

@@ -1,7 +1,123 @@
-"""placeholder until the stores branch lands."""
+"""A loader that tells one batch ahead which rows will be needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def lookahead(source: Any, prefetch: Any, index: Any, index2: Any, forget: Any) -> Any:
-    """."""
-    return source
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Lookahead:
+    """The batches of a loader, unchanged and in order, each announced before its predecessor is handed out.
+
+    While the loop trains on batch k, batch k + 1 has been taken from the loader and its rows are under way. The
+    batch after it is taken only when the loop asks for batch k + 1: the loader is at most one batch ahead. This has
+    two visible consequences. A loader that is an iterator itself loses one batch when the loop breaks, and a loader
+    whose position is saved in the loop (a stateful one) counts the batch ahead as delivered. Neither exists at the
+    end of an epoch. An exception of the loader is raised where it would be without this wrapper: after its last
+    good batch has been handed out. No thread is started here; give the loader workers.
+
+    Everything else (``len``, ``sampler``, ``dataset``, ...) is the loader's. Iterating again starts it anew.
+
+    Args:
+        loader: an iterable of batches, or an iterator.
+        announce: called with the index of the next batch, ``(B,)`` integers on whatever device it is, and with
+            index2 where that is asked for.
+        forget: called when the iteration ends, however it does: announced rows may not be needed.
+        index: where a batch holds its index: the position in a tuple or list (the last entry by default), the key
+            in a dict, or a function of the batch.
+        index2: where it holds the rows of the second modality, if these have their own.
+
+    Raises:
+        TypeError: ``loader`` cannot be iterated; a batch has no such entry or it is no tensor of integers.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        announce: Callable[..., Any],
+        forget: Callable[[], Any] | None = None,
+        index: Any = -1,
+        index2: Any = None,
+    ) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+        self.loader = loader
+        self._announce, self._forget = announce, forget
+        self._wanted = (index,) if index2 is None else (index, index2)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # copying asks before there is a loader
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        try:
+            current = self._take(batches)
+            while current is not _END:
+                following, error = _END, None
+                try:
+                    following = self._take(batches)
+                except Exception as problem:  # the loader's: this batch comes first
+                    error = problem
+                yield current
+                if error is not None:
+                    raise error
+                current = following
+        finally:
+            if self._forget is not None:
+                self._forget()
+
+    def _take(self, batches: Iterator[Any]) -> Any:
+        """The next batch, announced."""
+        batch = next(batches, _END)
+        if batch is not _END:
+            self._announce(*(select_index(batch, index) for index in self._wanted))
+        return batch
+
+
+_END = object()
+
+
+def select_index(batch: Any, index: Any) -> Tensor:
+    """The data-set positions in a batch: at a position, under a key, or what a function finds.
+
+    Raises:
+        TypeError: the batch is of another kind than ``index`` asks for, or what is there is no tensor of integers.
+        ValueError: the batch has no such entry, or it is not 1-D.
+    """
+    if callable(index):
+        found = index(batch)
+    elif isinstance(batch, Mapping):
+        if index not in batch:
+            keys = ", ".join(repr(key) for key in batch)
+            raise ValueError(f"index={index!r} is no key of a batch with the keys {keys}; pass index=key or a function")
+        found = batch[index]
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(f"index must be a position in a batch that is a {type(batch).__name__}, got {index!r}")
+        if not -len(batch) <= index < len(batch):
+            raise ValueError(f"index={index} is no position in a batch of {len(batch)} entries")
+        found = batch[index]
+    else:
+        raise TypeError(
+            f"a batch of type {type(batch).__name__} has no entry index={index!r}; pass index= as a function that "
+            f"takes the data-set positions out of a batch"
+        )
+    if not isinstance(found, Tensor) or found.dtype not in _INTEGERS:
+        kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(
+            f"index={index!r} selects {kind} from the batch, not a tensor of integers; say where the data-set "
+            f"positions are (a position, a key or a function), and see compopt.data.Indexed"
+        )
+    if found.dim() != 1:
+        raise ValueError(f"index={index!r} selects shape {tuple(found.shape)} from the batch, not (B,)")
+    return found

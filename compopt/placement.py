@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import uuid
 from dataclasses import dataclass
 
 from compopt import checks
 from compopt.ranks import ProcessGroup, Ranks
 from compopt.rows import RowLayout
-from compopt.stores import DirectRows, MemoryStore, Rows
-
-OFFLOADS = ("cpu", "disk")
+from compopt.stores import Rows, check_offload, describe, open_rows
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,33 @@ class Placement:
 
     def __post_init__(self) -> None:
         checks.flag("shard", self.shard)
+        check_offload(self.offload, self.offload_dir)
 
     def open(self, n: int, layout: RowLayout, ranks: Ranks) -> Rows:
-        """The rows of this process."""
-        return DirectRows(MemoryStore(n, layout.words))
+        """The rows of this process; collective for ``"disk"``.
+
+        Shards have a file each. Otherwise the ranks that see the same folder of the same machine share one file,
+        which the first of them creates and writes.
+        """
+
+        def rows(name: str = "rows", writer: bool = True) -> Rows:
+            return open_rows(
+                n,
+                layout.words,
+                offload=self.offload,
+                offload_dir=self.offload_dir,
+                name=name,
+                description=describe(layout),
+                writer=writer,
+            )
+
+        if self.offload != "disk" or ranks.size == 1:
+            return rows()
+        if self.shard:
+            return ranks.agree(lambda: rows(f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"))
+        assert self.offload_dir is not None
+        places = ranks.gather_objects((uuid.getnode(), socket.gethostname(), os.path.realpath(self.offload_dir)))
+        first = places.index(places[ranks.rank])
+        opened = ranks.agree(lambda: rows() if first == ranks.rank else None)
+        reader = ranks.agree(lambda: rows(writer=False) if opened is None else None)
+        return reader if opened is None else opened

@@ -66,7 +66,7 @@ class Reader:
             fetch = None if self.prefetcher is None else self.prefetcher.find(_on_host(keys))
             if self.table is not None and depositing:
                 self.table.store.to(like.device)
-            own = self._fetch_own(rows, fetch)
+            own = self._fetch_own(rows, _on_host(keys), fetch)
         written = 0 if self.table is None else self.table.rows.written
         facts = {**progress, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
         samples = self.meeting.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
@@ -82,7 +82,11 @@ class Reader:
         samples = Samples({"index": index}, [len(index)], slice(0, len(index)))
         old = None
         if self.table is not None:
-            old = self._look_sharded(index, like.device) if self.table.sharded else self._fetch_own(rows, None)
+            old = (
+                self._look_sharded(index, like.device)
+                if self.table.sharded
+                else self._fetch_own(rows, index[:, None], None)
+            )
         return self._seen(samples, rows, old, [], bad, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
@@ -115,11 +119,14 @@ class Reader:
                 f"indices, not batch positions, and pass them on the CPU to learn of this at once"
             )
 
-    def _fetch_own(self, rows: Tensor, fetch: Fetch | None) -> Tensor | None:
+    def _fetch_own(self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None) -> Tensor | None:
         """Rows of this rank's samples, ``(b, R * words)``; shards first need to know everybody's."""
         if self.table is None or self.table.sharded:
             return None
-        block = self.table.rows.fetch(rows.flatten()) if fetch is None else fetch.ticket().take()
+        if fetch is not None:
+            block = fetch.ticket().take()
+        else:
+            block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
         return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
 
     def _gather(
@@ -140,8 +147,11 @@ class Reader:
     def _read_sharded(self, rows: Tensor, ticket: Ticket | None, device: torch.device) -> Tensor:
         assert self.table is not None
         owned = self.table.owned(rows)
-        local = self.table.local(rows[owned]).to(device, non_blocking=True)
-        mine = self.table.rows.fetch(local) if ticket is None else ticket.take().to(device)
+        local = self.table.local(rows[owned])
+        if ticket is not None:
+            mine = ticket.take().to(device)
+        else:
+            mine = self.table.rows.fetch(local.to(device, non_blocking=True), local)
         return self.table.fetch_sharded(rows, device, owned, mine)
 
     def _look_sharded(self, index: Tensor, device: torch.device) -> Tensor:

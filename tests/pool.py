@@ -44,7 +44,7 @@ class Pool:
                 self.kill()
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer in {TIMEOUT} s: {function.__name__}")
             answers.append(pipe.recv())
-        for rank, (value, error) in enumerate(answers):
+        for rank, (_value, error) in enumerate(answers):
             if error is not None:
                 raise AssertionError(f"rank {rank} of {ranks}: {error}")
         return [value for value, _ in answers]

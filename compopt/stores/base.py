@@ -47,6 +47,9 @@ class RowStore(ABC):
     def write_block(self, start: int, block: Tensor) -> None:
         """Overwrite a range of rows (checkpoints)."""
 
+    def ready(self) -> None:
+        """Raise if rows may not be read or written now (a table file that an earlier run left)."""
+
     def close(self) -> None:
         """Give back what the store holds beside memory (files, mappings)."""
 
@@ -68,8 +71,14 @@ class Rows(ABC):
     store: RowStore
 
     @abstractmethod
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Committed rows ``(R,)`` -> block ``(R, words)`` on the device of ``rows``."""
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Committed rows ``(R,)`` -> block ``(R, words)`` on the device of ``rows``, in memory of its own.
+
+        Args:
+            rows: row numbers, int64.
+            host_rows: the same on the CPU, if the caller has them there: spares a placement on the host the wait
+                for the accelerator.
+        """
 
     @abstractmethod
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
@@ -77,7 +86,11 @@ class Rows(ABC):
 
     @abstractmethod
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can."""
+        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can.
+
+        The tensors belong to the rows from here on: the caller must not change them. A row that occurs twice has
+        equal values.
+        """
 
     @property
     def written(self) -> int:
@@ -89,7 +102,10 @@ class Rows(ABC):
         del commits
 
     def settle(self) -> None:
-        """Wait until every commit is in the store."""
+        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
+
+        Tickets stay good: those under way read anew when they are taken.
+        """
 
     def close(self) -> None:
         """Settle, stop threads, close the store."""

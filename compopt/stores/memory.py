@@ -8,20 +8,17 @@ from torch import Tensor
 from compopt.stores.base import Rows, RowStore, Ticket
 
 
-class MemoryStore(RowStore):
-    """The default placement (``offload=None``): one tensor beside the features.
+class TensorStore(RowStore):
+    """Rows seen as one tensor of 16-byte elements, wherever its memory comes from.
 
-    Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
-    training call and then stays. Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is
-    about twice as fast as gathering rows of a matrix.
+    Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering
+    rows of a matrix.
     """
 
-    def __init__(self, n: int, words: int) -> None:
-        self.n, self.words = n, words
-        self._table = self._zeros(n, torch.device("cpu"))
+    _table: Tensor
 
-    def _zeros(self, n: int, device: torch.device) -> Tensor:
-        return torch.zeros(n if self.words == 1 else (n, self.words), dtype=torch.complex128, device=device)
+    def _shape(self, n: int) -> tuple[int, ...]:
+        return (n,) if self.words == 1 else (n, self.words)
 
     @property
     def device(self) -> torch.device:
@@ -33,6 +30,27 @@ class MemoryStore(RowStore):
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         self._table.index_copy_(0, rows, block.view(-1) if self.words == 1 else block)
 
+    def block(self, start: int, stop: int) -> Tensor:
+        return self._table[start:stop].clone().view(-1, self.words)
+
+    def write_block(self, start: int, block: Tensor) -> None:
+        self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
+
+
+class MemoryStore(TensorStore):
+    """The default placement (``offload=None``): one tensor beside the features.
+
+    Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
+    training call and then stays.
+    """
+
+    def __init__(self, n: int, words: int) -> None:
+        self.n, self.words = n, words
+        self._table = self._zeros(n, torch.device("cpu"))
+
+    def _zeros(self, n: int, device: torch.device) -> Tensor:
+        return torch.zeros(self._shape(n), dtype=torch.complex128, device=device)
+
     def grow(self, n: int) -> None:
         table = self._zeros(n, self.device)
         table[: self.n].copy_(self._table)
@@ -42,12 +60,6 @@ class MemoryStore(RowStore):
         if device != self._table.device:
             self._table = self._table.to(device)
 
-    def block(self, start: int, stop: int) -> Tensor:
-        return self._table[start:stop].clone().view(-1, self.words)
-
-    def write_block(self, start: int, block: Tensor) -> None:
-        self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
-
 
 class DirectRows(Rows):
     """Rows beside the features: a read is one kernel, and prefetching has nothing to hide."""
@@ -55,8 +67,9 @@ class DirectRows(Rows):
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
-    def fetch(self, rows: Tensor) -> Tensor:
-        return self.store.gather(rows.to(self.store.device)).to(rows.device)
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
+        return self.store.gather(rows_there.to(self.store.device)).to(rows.device)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         return _Later(self, rows, device)
@@ -67,10 +80,10 @@ class DirectRows(Rows):
 
 
 class _Later(Ticket):
-    """Fetches when it is taken."""
+    """Fetches when it is taken, so that it sees everything committed until then."""
 
     def __init__(self, source: Rows, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
 
     def take(self) -> Tensor:
-        return self._source.fetch(self._rows.to(self._device, non_blocking=True))
+        return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)

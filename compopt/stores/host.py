@@ -1,0 +1,39 @@
+"""Rows in host memory, whatever device the features are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt.stores.memory import MemoryStore
+
+
+class HostStore(MemoryStore):
+    """The placement ``offload="cpu"``: one tensor in host memory, pinned where CUDA is there.
+
+    Without CUDA untouched zero pages cost nothing; pinned memory is claimed in full at construction.
+    """
+
+    def _zeros(self, n: int, device: torch.device) -> Tensor:
+        pinned = torch.cuda.is_available()
+        try:
+            return torch.zeros(self._shape(n), dtype=torch.complex128, pin_memory=pinned)
+        except RuntimeError as error:
+            size = n * self.words * 16
+            kind = "pinned host memory" if pinned else "host memory"
+            raise MemoryError(
+                f"n={n} rows of {self.words * 16} bytes need {size:,} bytes of {kind}, which cannot be had: use "
+                f'offload="disk" with offload_dir='
+            ) from error
+
+    def to(self, device: torch.device) -> None:
+        """Nothing: the rows stay on the host."""
+        del device
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's memory is pinned again."""
+        self.__dict__.update(state)
+        if torch.cuda.is_available() and not self._table.is_pinned():
+            self._table = self._table.pin_memory()

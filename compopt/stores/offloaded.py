@@ -1,0 +1,300 @@
+"""Rows on the host or on disk, read ahead of time and written behind the step."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.journal import Entry, Journal, Query
+
+# Commits that wait for the store before a commit waits for them; also what a ticket that nobody takes keeps alive.
+JOURNAL_LIMIT = 64
+
+
+class OffloadedRows(Rows):
+    """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
+
+    *Journal.* A commit is appended to a journal, on the features' device, and is done; a writer thread copies it to
+    the host and scatters it. A read gathers from the store and lays over it, on the features' device, every commit
+    that the store may not hold yet, oldest first: it sees all commits made before it, whatever the writer has done.
+    When :data:`JOURNAL_LIMIT` commits wait, the next one waits for the writer.
+
+    *Prefetch.* A reader thread gathers and lays over what was unwritten when the ticket was issued; the commits
+    made since are handed to the ticket and laid over when it is taken. A ticket that sees too many of them, or
+    whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs nothing.
+
+    On CUDA, copies go through pinned memory on a side stream and nothing synchronises, provided that
+    :meth:`fetch` is given the rows on the host too. Threads are started at the first use, end when this object is
+    collected, and finish what is committed when the interpreter exits. In a forked process they are started anew.
+
+    Args:
+        store: where rows live; on the CPU.
+        writer: ``False``: another process of the node writes the same store, from the same commits. Commits are
+            then kept until :meth:`acknowledge` tells that the writer's :attr:`written` has reached them.
+        limit: of the journal.
+
+    Errors of the writer thread are raised by the next call, and by every later one: what was committed since is
+    lost. Copies and pickles wait for the writer and copy the store.
+    """
+
+    def __init__(self, store: RowStore, writer: bool = True, limit: int = JOURNAL_LIMIT) -> None:
+        self.store, self._writing = store, writer
+        self._journal = Journal(limit)
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._writers = ThreadPoolExecutor(1, thread_name_prefix="compopt-writer")
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="compopt-reader")
+        self._tickets: weakref.WeakSet[_Fetched] = weakref.WeakSet()
+        self._streams: dict[torch.device, Any] = {}
+        self._reading = False
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        self._check()
+        unwritten = self._journal.entries()  # before the gather: what retires meanwhile is laid over as well
+        block = _to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        query = Query(rows)
+        for entry in unwritten:
+            block = entry.lay_over(block, query)
+        return block
+
+    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        self._check()
+        self.store.ready()
+        ticket = _Fetched(self, rows, device)
+        self._tickets.add(ticket)
+        self._reading = True
+        unwritten = self._journal.entries()
+        ticket.future = self._readers.submit(
+            _gather, self.store, rows, device, self._side(device), self._journal, unwritten
+        )
+        return ticket
+
+    def _side(self, device: torch.device) -> Any:
+        """The stream on which copies to and from a device run; ``None`` on the CPU."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def commit(self, rows: Tensor, block: Tensor) -> None:
+        self._check()
+        self.store.ready()
+        self._make_room()
+        entry = self._journal.append(rows, block)
+        for ticket in tuple(self._tickets):
+            ticket.add(entry, self._journal.limit)
+        if self._writing:
+            self._stage(entry)
+            self._writers.submit(_write, self.store, entry, self._journal)
+
+    def _make_room(self) -> None:
+        if not self._journal.full():
+            return
+        if not self._writing:
+            raise RuntimeError(
+                f"{self._journal.limit} commits wait for the process that writes {self.store!r}, which acknowledged "
+                f"{self.written} of {self.committed}: call acknowledge() with its `written`"
+            )
+        self._journal.wait(self._journal.limit - 1)
+        self._check()
+
+    def _stage(self, entry: Entry) -> None:
+        """Start copying a commit to pinned host memory, behind the work that computes it."""
+        side = self._side(entry.rows.device)
+        if side is None:
+            entry.host = entry.rows, entry.block, None
+            return
+        side.wait_stream(torch.cuda.current_stream(entry.rows.device))
+        with torch.cuda.stream(side):
+            rows, block = (
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in (entry.rows, entry.block)
+            )
+            event = torch.cuda.Event()
+            event.record(side)
+        entry.host = rows, block, event
+        for tensor in (entry.rows, entry.block):
+            tensor.record_stream(side)
+
+    @property
+    def committed(self) -> int:
+        """Commits made so far."""
+        return self._journal.committed
+
+    @property
+    def written(self) -> int:
+        """Every commit up to this number is in the store; a writer publishes it to the readers of its store."""
+        return self._journal.written
+
+    def acknowledge(self, number: int) -> None:
+        """Another process has written every commit up to this number; a writer knows by itself and ignores it."""
+        if not self._writing:
+            self._journal.retire(number)
+
+    # -- lifetime ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until this process's commits are in the store and nothing reads it.
+
+        Tickets under way will read anew. A reader of another process's store keeps its unacknowledged commits.
+        """
+        self._check()
+        if self._writing:
+            self._journal.wait(0)
+        for ticket in tuple(self._tickets):
+            ticket.expire()
+        if self._reading:  # the reader takes one after the other, dropped tickets included
+            self._readers.submit(int).result()
+            self._reading = False
+        self._check()
+
+    def close(self) -> None:
+        """Settle, stop threads, close the store."""
+        try:
+            self.settle()
+        finally:
+            self._writers.shutdown()
+            self._readers.shutdown()
+            self.store.close()
+
+    def _check(self) -> None:
+        """Raise what went wrong in the writer thread; in a forked process start threads of its own."""
+        if self._pid != os.getpid():
+            self._restart()
+        error = self._journal.error
+        if error is not None:
+            raise RuntimeError(
+                f"commit {self.written + 1} of {self.committed} could not be written ({type(error).__name__}: "
+                f"{error}); the rows end with commit {self.written}: load a checkpoint into a new estimator"
+            ) from error
+
+    def _restart(self) -> None:
+        """The threads of the parent are not here: write what was under way at the fork again, it is the same."""
+        old, self._journal = self._journal, Journal(self._journal.limit)
+        self._journal.committed, self._journal.written = old.written, old.written
+        for ticket in tuple(self._tickets):
+            ticket.expire()
+        self._start()
+        for entry in old._entries:  # without its lock, which a thread of the parent may have held
+            self.commit(entry.rows, entry.block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {"store": self.store, "_writing": self._writing, "_journal": self._journal}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+
+class _Fetched(Ticket):
+    """Rows that a reader thread is gathering, and the commits made since."""
+
+    def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
+        self._source, self._rows, self._device = source, rows, device
+        self._later: list[Entry] = []
+        self.future: Future[_Read] | None = None
+        self._expired = self._done = False
+
+    def add(self, entry: Entry, limit: int) -> None:
+        """A commit made after the ticket was issued."""
+        if len(self._later) >= limit:
+            self.expire()
+        if not self._expired:
+            self._later.append(entry)
+
+    def expire(self) -> None:
+        """Keep nothing; a later take() reads anew."""
+        self._expired, self.future = True, None
+        self._later.clear()
+
+    def take(self) -> Tensor:
+        if self._done:
+            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
+        self._done = True
+        self._source._check()  # after a fork the reader is the parent's
+        self._source._tickets.discard(self)
+        if self.future is None:
+            return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
+        read = self.future.result()
+        block = read.block
+        if read.event is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(read.event)
+            for tensor in (block, read.query.rows):
+                tensor.record_stream(here)
+        for entry in (*read.missing, *self._later):
+            block = entry.lay_over(block, read.query)
+        self.expire()
+        return block
+
+    def drop(self) -> None:
+        self._done = True
+        self._source._tickets.discard(self)
+        self.expire()
+
+
+@dataclass
+class _Read:
+    """What a reader thread hands over: the gathered block, and which commits must still be laid over it."""
+
+    block: Tensor
+    query: Query
+    missing: list[Entry]
+    event: Any
+
+
+def _gather(
+    store: RowStore, rows: Tensor, device: torch.device, side: Any, journal: Journal, unwritten: list[Entry]
+) -> _Read:
+    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written."""
+    missing = [entry for entry in unwritten if entry.number > journal.written]  # as of now, before the gather
+    block, query, event = store.gather(rows), Query(rows), None
+    if side is None:
+        query.sorted()
+        for entry in missing:
+            block = entry.lay_over(block, query)
+        return _Read(block, query, [], None)
+    with torch.cuda.device(device), torch.cuda.stream(side):
+        block, query = _to_device(block, device), Query(_to_device(rows, device))
+        event = torch.cuda.Event()
+        event.record(side)
+    return _Read(block, query, missing, event)  # commits live on the main thread's stream: laid over there
+
+
+def _write(store: RowStore, entry: Entry, journal: Journal) -> None:
+    """In the writer thread: scatter one commit."""
+    if journal.error is not None:
+        return
+    try:
+        assert entry.host is not None
+        rows, block, event = entry.host
+        if event is None:
+            rows, block = entry.sorted(rows.device)  # spares whoever lays it over the sorting
+        else:
+            event.synchronize()
+        store.scatter(rows, block)
+        journal.retire(entry.number)
+    except BaseException as error:
+        journal.fail(error)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,561 @@
+"""Placements: every store reads what MemoryStore reads, bit for bit, whatever the threads do and whoever dies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from compopt.rows import Column, RowLayout
+from compopt.stores import DirectRows, DiskStore, HostStore, MemoryStore, OffloadedRows, describe, open_rows, read_table
+from compopt.stores.offloaded import JOURNAL_LIMIT
+from tests.helpers import bits, generator
+
+CPU = torch.device("cpu")
+LAYOUT = RowLayout((Column("u", 2, torch.float64), Column("count", 2, torch.int32)))  # 24 bytes in two words
+ONE_WORD = RowLayout((Column("u", 2), Column("count", 1, torch.int32)))
+
+
+def random_block(rows, words, g):
+    """Any bits at all, NaN and denormals included; equal ones where a row occurs twice."""
+    raw = torch.randint(-(2**63), 2**63 - 1, (len(rows), 2 * words), generator=g).view(torch.complex128)
+    _, inverse = torch.unique(rows, return_inverse=True)
+    return raw[inverse]
+
+
+def random_rows(n, count, g):
+    return torch.randint(n, (count,), generator=g)
+
+
+def make_store(kind, n, words, directory):
+    if kind == "disk":
+        return DiskStore(directory, "rows", n, words, {})
+    return {"memory": MemoryStore, "host": HostStore}[kind](n, words)
+
+
+class Slow:
+    """A store whose reads and writes are slow and torn: half of the rows first, then a pause, then the rest."""
+
+    def __init__(self, store, g):
+        self._store, self._random = store, random.Random(int(torch.randint(1000, (), generator=g)))
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def pause(self):
+        time.sleep(self._random.choice([0, 0, 0.0005, 0.002]))
+
+    def gather(self, rows):
+        self.pause()
+        half = len(rows) // 2
+        first = self._store.gather(rows[:half])
+        self.pause()
+        return torch.cat([first, self._store.gather(rows[half:])])
+
+    def scatter(self, rows, block):
+        self.pause()
+        half = len(rows) // 2
+        self._store.scatter(rows[:half], block[:half])
+        self.pause()
+        self._store.scatter(rows[half:], block[half:])
+
+
+# stores -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_stores_agree(kind, words, tmp_path):
+    g, n = generator(words), 500
+    store, twin = make_store(kind, n, words, tmp_path), MemoryStore(n, words)
+    for step in range(40):
+        rows = random_rows(store.n, 300, g)
+        block = random_block(rows, words, g)
+        store.scatter(rows, block)
+        twin.scatter(rows, block)
+        if step % 10 == 9:
+            store.grow(store.n + 77)
+            twin.grow(twin.n + 77)
+        wanted = random_rows(store.n, 400, g)
+        assert bits(store.gather(wanted)) == bits(twin.gather(wanted))
+    assert bits(store.block(0, store.n)) == bits(twin.block(0, store.n))
+    block = random_block(torch.arange(100), words, g)
+    store.write_block(50, block)
+    assert bits(store.block(50, 150)) == bits(block)
+
+
+def test_rows_start_unseen_and_stay_on_the_host(tmp_path):
+    for kind in ("host", "disk"):
+        store = make_store(kind, 10, 1, tmp_path)
+        assert store.gather(torch.arange(10)).abs().max() == 0
+        store.to(torch.device("meta"))
+        assert store.device == CPU
+
+
+def test_empty_tables(tmp_path):
+    for kind in ("host", "disk"):
+        store = make_store(kind, 0, 1, tmp_path)
+        assert store.gather(torch.empty(0, dtype=torch.int64)).shape == (0, 1)
+        store.grow(3)
+        assert store.block(0, 3).shape == (3, 1)
+
+
+# the asynchronous front ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "host", "disk"])
+@pytest.mark.parametrize("seed", range(4))
+def test_offloaded_equals_direct(kind, seed, tmp_path):
+    """Random reads, tickets in any order, commits, drops, settling: each take() sees every commit before it."""
+    g, n = generator(seed), 60
+    choose = random.Random(seed)
+    rows, direct = OffloadedRows(Slow(make_store(kind, n, 1, tmp_path), g)), DirectRows(MemoryStore(n, 1))
+    tickets = []
+    for _ in range(250):
+        action = choose.choice(["fetch", "prefetch", "prefetch", "take", "take", "commit", "commit", "drop", "settle"])
+        if action == "fetch":
+            wanted = random_rows(n, 40, g)
+            assert bits(rows.fetch(wanted, wanted.clone())) == bits(direct.fetch(wanted))
+        elif action == "prefetch":
+            wanted = random_rows(n, 40, g)
+            tickets.append((rows.prefetch(wanted, CPU), wanted))
+        elif action == "take" and tickets:
+            ticket, wanted = tickets.pop(choose.randrange(len(tickets)))
+            assert bits(ticket.take()) == bits(direct.fetch(wanted))
+        elif action == "commit":
+            changed = random_rows(n, 30, g)
+            block = random_block(changed, 1, g)
+            rows.commit(changed, block)
+            direct.commit(changed, block)
+        elif action == "drop" and tickets:
+            tickets.pop(0)[0].drop()
+        elif action == "settle" and choose.random() < 0.1:
+            rows.settle()
+    rows.settle()
+    assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))
+    assert rows.written == rows.committed
+    rows.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_reader_of_another_writers_file(seed, tmp_path):
+    """Two ranks make the same commits; one writes, the other lays them over until they are acknowledged."""
+    g, n = generator(seed), 60
+    choose = random.Random(seed)
+    writer = OffloadedRows(Slow(DiskStore(tmp_path, "rows", n, 1, {}), g))
+    reader = OffloadedRows(Slow(DiskStore(tmp_path, "rows", n, 1, {}, writer=False), g), writer=False)
+    direct, tickets = DirectRows(MemoryStore(n, 1)), []
+    for _ in range(150):
+        changed = random_rows(n, 30, g)
+        block = random_block(changed, 1, g)
+        for side in (writer, reader, direct):
+            side.commit(changed, block)
+        wanted = random_rows(n, 40, g)
+        assert bits(reader.fetch(wanted)) == bits(direct.fetch(wanted))
+        tickets.append((reader.prefetch(wanted, CPU), wanted))
+        if choose.random() < 0.7:
+            ticket, wanted = tickets.pop(choose.randrange(len(tickets)))
+            assert bits(ticket.take()) == bits(direct.fetch(wanted))
+        if choose.random() < 0.3 or reader.committed - reader.written > 40:
+            reader.acknowledge(writer.written)
+            if reader.committed - reader.written > 40:
+                writer.settle()
+                reader.acknowledge(writer.written)
+    writer.acknowledge(0)  # harmless
+    writer.settle()
+    assert writer.written == 150
+    reader.acknowledge(150)
+    assert bits(reader.fetch(torch.arange(n))) == bits(direct.fetch(torch.arange(n)))
+
+
+def test_a_reader_that_is_never_acknowledged_says_so(tmp_path):
+    DiskStore(tmp_path, "rows", 5, 1, {})
+    reader = OffloadedRows(DiskStore(tmp_path, "rows", 5, 1, {}, writer=False), writer=False, limit=3)
+    one = torch.zeros(1, dtype=torch.int64)
+    for _ in range(3):
+        reader.commit(one, torch.ones(1, 1, dtype=torch.complex128))
+    with pytest.raises(RuntimeError, match="acknowledge"):
+        reader.commit(one, torch.ones(1, 1, dtype=torch.complex128))
+
+
+class Gated(HostStore):
+    """Writes wait until a gate opens; can be told to fail."""
+
+    def __init__(self, n):
+        super().__init__(n, 1)
+        self.gate, self.failing = threading.Event(), False
+
+    def scatter(self, rows, block):
+        assert self.gate.wait(20)
+        if self.failing:
+            raise OSError("no space left")
+        super().scatter(rows, block)
+
+
+def commit_value(rows, value):
+    rows.commit(torch.tensor([2]), torch.full((1, 1), value, dtype=torch.complex128))
+
+
+def value_of(block):
+    return block[0, 0].real.item()
+
+
+def test_nothing_waits_for_the_writer_until_the_journal_is_full():
+    rows = OffloadedRows(Gated(5), limit=4)
+    early = rows.prefetch(torch.tensor([2]), CPU)
+    for value in range(1, 5):
+        commit_value(rows, value)
+    assert rows.written == 0 and value_of(rows.fetch(torch.tensor([2]))) == 4
+    assert value_of(early.take()) == 4
+    assert value_of(rows.prefetch(torch.tensor([2]), CPU).take()) == 4
+    threading.Timer(0.2, rows.store.gate.set).start()
+    start = time.perf_counter()
+    commit_value(rows, 5)  # waits for the gate
+    assert time.perf_counter() - start > 0.05
+    rows.settle()
+    assert value_of(rows.store.gather(torch.tensor([2]))) == 5 and rows.written == 5
+
+
+def test_a_failed_write_is_raised_by_the_next_call_and_does_not_hang():
+    rows = OffloadedRows(Gated(5), limit=4)
+    rows.store.failing = True
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    commit_value(rows, 1)
+    rows.store.gate.set()
+    for call in (rows.settle, lambda: rows.fetch(torch.tensor([2])), lambda: commit_value(rows, 2), ticket.take):
+        with pytest.raises(RuntimeError, match="commit 1 of 1 could not be written.*no space left"):
+            call()
+
+
+def test_a_failed_read_is_raised_where_it_is_taken():
+    rows = OffloadedRows(HostStore(5, 1))
+    ticket = rows.prefetch(torch.tensor([7]), CPU)
+    with pytest.raises(IndexError):
+        ticket.take()
+    commit_value(rows, 1)
+    assert value_of(rows.fetch(torch.tensor([2]))) == 1
+
+
+def test_tickets_are_taken_once_and_cost_nothing_when_forgotten():
+    rows = OffloadedRows(HostStore(5, 1))
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    ticket.take()
+    with pytest.raises(RuntimeError, match="one take"):
+        ticket.take()
+    kept = rows.prefetch(torch.tensor([2]), CPU)
+    for _ in range(20):
+        rows.prefetch(torch.tensor([2]), CPU)  # thrown away, as after a break
+    assert len(rows._tickets) == 1
+    for value in range(3 * JOURNAL_LIMIT):
+        commit_value(rows, value)
+    assert len(kept._later) <= JOURNAL_LIMIT
+    assert value_of(kept.take()) == 3 * JOURNAL_LIMIT - 1
+    assert not rows._journal.entries() or rows.settle() is None
+
+
+def test_a_ticket_from_before_a_load_sees_it():
+    rows = OffloadedRows(HostStore(5, 1))
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    rows.settle()
+    rows.store.write_block(0, torch.full((5, 1), 9, dtype=torch.complex128))
+    assert value_of(ticket.take()) == 9
+
+
+def test_copies_are_independent_and_complete():
+    rows = OffloadedRows(Slow(HostStore(5, 1), generator(0)))
+    rows.store = HostStore(5, 1)
+    commit_value(rows, 3)
+    for twin in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
+        assert value_of(twin.fetch(torch.tensor([2]))) == 3
+        commit_value(twin, 4)
+        assert value_of(twin.fetch(torch.tensor([2]))) == 4
+    assert value_of(rows.fetch(torch.tensor([2]))) == 3
+
+
+def test_threads_end_with_the_object():
+    before = set(threading.enumerate())
+    rows = OffloadedRows(HostStore(5, 1))
+    rows.prefetch(torch.tensor([2]), CPU).take()
+    commit_value(rows, 3)
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+    assert alive() is None and not any(thread.is_alive() for thread in started)
+
+
+def test_a_forked_process_goes_on():
+    rows = OffloadedRows(Gated(5))
+    commit_value(rows, 3)  # unwritten at the fork
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            rows.store.gate.set()
+            if value_of(rows.fetch(torch.tensor([2]))) == 3 == value_of(ticket.take()):
+                commit_value(rows, 4)
+                rows.settle()
+                code = 0 if value_of(rows.store.gather(torch.tensor([2]))) == 4 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rows.store.gate.set()
+    rows.settle()
+    assert value_of(rows.store.gather(torch.tensor([2]))) == 3
+
+
+def test_the_interpreter_exits_and_finishes_its_commits(tmp_path):
+    code = f"""
+import time, torch
+from compopt.stores import DiskStore, OffloadedRows
+class Slow(DiskStore):
+    def scatter(self, rows, block):
+        time.sleep(0.02)
+        super().scatter(rows, block)
+rows = OffloadedRows(Slow({str(tmp_path)!r}, "rows", 5, 1, {{"columns": {{"u": [4, "float32"]}}}}))
+ticket = rows.prefetch(torch.arange(5), torch.device("cpu"))
+for k in range(20):
+    block = torch.full((5, 4), float(k)).view(torch.complex128)
+    rows.commit(torch.arange(5), block)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert read_table(tmp_path, "rows", torch.arange(5))["u"].tolist() == [[19.0] * 4] * 5
+
+
+# files --------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
+    all_rows = torch.arange(10)
+    first = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))
+    first.scatter(all_rows, torch.full((10, 1), 5, dtype=torch.complex128))
+    second = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))
+    rows = OffloadedRows(second)
+    for use in (
+        lambda: second.gather(all_rows),
+        lambda: second.scatter(all_rows, second.block(0, 10)),
+        lambda: second.block(0, 10),
+        lambda: second.write_block(3, torch.zeros(1, 1, dtype=torch.complex128)),
+        lambda: rows.fetch(all_rows),
+        lambda: rows.prefetch(all_rows, CPU),
+        lambda: commit_value(rows, 1),
+    ):
+        with pytest.raises(ValueError, match=r"rows\.rows already exists.*load a checkpoint.*offload_dir"):
+            use()
+    second.write_block(0, torch.full((6, 1), 7, dtype=torch.complex128))
+    with pytest.raises(ValueError, match="already exists"):
+        second.gather(all_rows)  # half a load
+    with pytest.raises(ValueError, match="while a checkpoint was loaded"):
+        read_table(tmp_path, "rows", all_rows)
+    killed = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))  # a process killed there leaves it stale
+    assert killed.stale
+    second.write_block(6, torch.full((4, 1), 8, dtype=torch.complex128))
+    assert second.gather(all_rows).real.flatten().tolist() == [7.0] * 6 + [8.0] * 4
+    commit_value(rows, 1)
+    rows.settle()
+    assert value_of(second.gather(torch.tensor([2]))) == 1
+
+
+def test_reset_makes_a_stale_table_usable(tmp_path):
+    DiskStore(tmp_path, "rows", 10, 1, {}).scatter(torch.arange(10), torch.ones(10, 1, dtype=torch.complex128))
+    store = DiskStore(tmp_path, "rows", 10, 1, {})
+    store.reset()
+    assert store.gather(torch.arange(10)).abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    "change, named", [({"n": 11}, "n is 10 there and 11"), ({"words": 2}, "words is 1"), ({"description": {}}, "count")]
+)
+def test_another_table_is_refused_with_both_values(change, named, tmp_path):
+    options = {"n": 10, "words": 1, "description": describe(ONE_WORD)}
+    DiskStore(tmp_path, "rows", **options)
+    with pytest.raises(ValueError, match=named) as raised:
+        DiskStore(tmp_path, "rows", **{**options, **change})
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_bad_places_and_sizes(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="not a directory"):
+        DiskStore(tmp_path / "file", "rows", 5, 1, {})
+    for n in (10**16, 10**30):
+        with pytest.raises(ValueError, match=f"n={n}.*cannot be kept"):
+            DiskStore(tmp_path / "new", "rows", n, 1, {})
+    assert not list((tmp_path / "new").iterdir())
+    store = DiskStore(tmp_path / "new", "rows", 5, 1, {})
+    (tmp_path / "new" / "rows.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rows\.json does not describe"):
+        DiskStore(tmp_path / "new", "rows", 5, 1, {})
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            attempt(store)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="offload_dir"):
+        DiskStore(tmp_path, "rows", 5, 1, {})
+
+
+def test_a_full_disk_is_an_error_not_a_crash(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 1, real.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.warns(UserWarning, match="commits fail once it is full"):
+        store = DiskStore(tmp_path, "rows", 100_000, 1, {})
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: Full)
+    with pytest.raises(OSError, match="no space"):
+        store.scatter(torch.arange(5), torch.ones(5, 1, dtype=torch.complex128))
+
+
+def test_description_says_how_to_decode(tmp_path):
+    store = DiskStore(tmp_path, "rows", 3, LAYOUT.words, describe(LAYOUT))
+    values = {"u": torch.tensor([[1.5, -2.0]], dtype=torch.float64), "count": torch.tensor([[3, 4]], dtype=torch.int32)}
+    store.scatter(torch.tensor([1]), LAYOUT.pack(values, torch.zeros(1, 2, dtype=torch.complex128)))
+    found = read_table(tmp_path, "rows", torch.tensor([1, 0]))
+    assert found["u"].tolist() == [[1.5, -2.0], [0, 0]] and found["count"].tolist() == [[3, 4], [0, 0]]
+    told = json.loads((tmp_path / "rows.json").read_text())
+    assert (told["n"], told["words"], told["row_bytes"]) == (3, 2, 32)
+    offset = told["description"]["offsets"]["count"]
+    raw = (tmp_path / "rows.rows").read_bytes()[32 + offset :][:8]
+    assert torch.frombuffer(bytearray(raw), dtype=torch.int32).tolist() == [3, 4]
+    with pytest.raises(IndexError):
+        read_table(tmp_path, "rows", torch.tensor([3]))
+
+
+def test_a_complete_redo_record_is_applied_and_a_torn_one_ignored(tmp_path, monkeypatch):
+    """Killed after the record and before the rows; then the record cut or altered anywhere."""
+    store = DiskStore(tmp_path, "rows", 40, 1, describe(ONE_WORD))
+    everything, some = torch.arange(40), torch.arange(0, 40, 3)
+    before = ONE_WORD.pack({"u": torch.full((40, 2), 1.0)}, torch.zeros(40, 1, dtype=torch.complex128))
+    store.scatter(everything, before)
+    after = ONE_WORD.pack({"u": torch.full((len(some), 2), 2.0)}, before[some])
+    monkeypatch.setattr(MemoryStore.__mro__[1], "scatter", lambda *_: None)
+    store.scatter(some, after)
+    monkeypatch.undo()
+    wanted = torch.randperm(40, generator=generator(0))
+    expected = torch.where((wanted % 3 == 0), 2.0, 1.0)
+    assert read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist() == expected.tolist()
+    whole = (tmp_path / "rows.redo").read_bytes()[: 52 + len(some) * 24]
+    for damaged in (b"", whole[:30], whole[:60], whole[:-1], whole[:-1] + b"\x01", b"x" + whole[1:], whole[:9] + whole):
+        (tmp_path / "rows.redo").write_bytes(damaged)
+        assert set(read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist()) == {1.0}
+    (tmp_path / "rows.redo").write_bytes(whole)
+    DiskStore(tmp_path, "rows", 40, 1, describe(ONE_WORD)).write_block(0, before)  # the record is the old table's
+    assert set(read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist()) == {1.0}
+
+
+COMMIT_LOOP = """
+import sys, torch
+from compopt.stores import DiskStore, OffloadedRows
+n, count = 20_000, 3_000
+store = DiskStore(sys.argv[1], "rows", n, 1, {"columns": {"step": [1, "int64"], "twin": [1, "int64"]}})
+rows = OffloadedRows(store)
+g = torch.Generator().manual_seed(0)
+print("go", flush=True)
+for k in range(1, 1_000_000):
+    changed = torch.randint(n, (count,), generator=g)
+    block = torch.full((count, 2), k).view(torch.complex128)
+    rows.commit(changed, block)
+"""
+
+
+def test_sigkill_leaves_the_state_after_a_commit(tmp_path):
+    """Processes killed at random moments of a commit loop; each commit writes its number into its rows."""
+    n, count, choose = 20_000, 3_000, random.Random(0)
+    g, states, last = generator(0), [torch.zeros(n, dtype=torch.int64)], 0
+    reached = set()
+    server = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    for trial in range(24):
+        server.stdin.write(f"{trial}\n")
+        server.stdin.flush()
+        child = int(server.stdout.readline())
+        time.sleep(choose.uniform(0.005, 0.06))
+        os.kill(child, signal.SIGKILL)
+        assert server.stdout.readline().strip() == str(-signal.SIGKILL)
+        found = read_table(tmp_path / str(trial), "rows", torch.arange(n))
+        assert torch.equal(found["step"], found["twin"])
+        step = int(found["step"].max())
+        while last < step:
+            last += 1
+            states.append(states[-1].index_fill(0, torch.randint(n, (count,), generator=g), last))
+        assert torch.equal(found["step"][:, 0], states[step]), f"not the state after commit {step}"
+        reached.add(step)
+    server.stdin.close()
+    assert server.wait(20) == 0
+    assert len(reached) > 5  # killed at different moments
+
+
+# forks once torch is imported, so that two dozen processes are cheap
+FORKS = f"""
+import os, sys, torch
+import compopt.stores
+torch.set_num_threads(1)
+base = sys.argv[1]
+for line in sys.stdin:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        sys.stdout = os.fdopen(writing, "w")
+        sys.argv[1] = os.path.join(base, line.strip())
+        exec({COMMIT_LOOP!r})
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    print(child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+# the factory --------------------------------------------------------------------------------------
+
+
+def test_open_rows(tmp_path):
+    for options, kind in (
+        ({}, MemoryStore),
+        ({"offload": "cpu"}, HostStore),
+        ({"offload": "disk", "offload_dir": tmp_path / "a" / "b"}, DiskStore),
+    ):
+        rows = open_rows(10, 1, description=describe(ONE_WORD), **options)
+        assert type(rows.store) is kind
+        commit_value(rows, 3)
+        assert value_of(rows.fetch(torch.tensor([2]))) == 3
+        rows.close()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"offload": "gpu"}, 'None, "cpu" or "disk", got \'gpu\''),
+        ({"offload": True}, "got True"),
+        ({"offload": "disk"}, "needs offload_dir="),
+        ({"offload": "cpu", "offload_dir": "x"}, "got offload='cpu'"),
+        ({"offload_dir": "x"}, "got offload=None"),
+    ],
+)
+def test_open_rows_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        open_rows(10, 1, description={}, **options)
