@@ -7,6 +7,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
 from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, SogCLREstimator
+from compopt.saving import load, save
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 __version__ = "0.1.0"
@@ -28,5 +29,7 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "load",
+    "save",
     "schedules",
 ]

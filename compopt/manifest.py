@@ -1,0 +1,188 @@
+"""Checkpoint directories: their names, their manifests, and which of them are complete.
+
+::
+
+    directory/                              one run; what users pass to save() and load()
+        checkpoint-00000007-t1200-9f3c1a22/ one save: number, commits, random id
+            rows-00000-00000.safetensors    rows of one rank's block, a tensor per column
+            state.safetensors               state that is not rows
+            manifest.json                   written last: without it the directory does not count
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+STATE = "state.safetensors"
+_NAME = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
+_READ = 1 << 22
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint; a row file holds the rows ``first, first + stride, ...``, ``count`` of them."""
+
+    name: str
+    bytes: int
+    crc32: int
+    first: int = 0
+    stride: int = 1
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One directory of one save."""
+
+    path: Path
+    number: int
+    t: int
+    save_id: str
+
+    @property
+    def complete(self) -> bool:
+        """Its manifest was written."""
+        return (self.path / MANIFEST).is_file()
+
+
+def parse(path: Path) -> Checkpoint | None:
+    """The checkpoint that a directory name says, or ``None``."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else Checkpoint(path, int(match[1]), int(match[2]), match[3])
+
+
+def checkpoints(directory: Path) -> list[Checkpoint]:
+    """All checkpoints of a run, complete or not, oldest first."""
+    found = [parse(path) for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+    return sorted((c for c in found if c is not None), key=lambda c: c.number)
+
+
+def fresh(directory: Path, t: int) -> Checkpoint:
+    """Create the directory of a new save."""
+    directory.mkdir(parents=True, exist_ok=True)
+    number = max((c.number for c in checkpoints(directory)), default=0) + 1
+    save_id = secrets.token_hex(4)
+    path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
+    path.mkdir()
+    return Checkpoint(path, number, t, save_id)
+
+
+def choose(directory: Path, t: int | None) -> Checkpoint:
+    """The newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one.
+
+    Raises:
+        FileNotFoundError: there is none; the message lists those there are.
+    """
+    own = parse(directory)
+    if own is not None and own.path.is_dir():
+        if not own.complete:
+            raise FileNotFoundError(f"{directory} has no {MANIFEST}: its save was not finished; load another one")
+        return own
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} does not exist; pass the directory that was given to save()")
+    complete = [c for c in checkpoints(directory) if c.complete]
+    wanted = [c for c in complete if t is None or c.t == t]
+    if not wanted:
+        what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
+        raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in complete]}")
+    return wanted[-1]
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest complete ones, and what unfinished saves before them left."""
+    found = checkpoints(directory)
+    complete = [c for c in found if c.complete]
+    for old in complete[:-keep]:
+        (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete
+    for checkpoint in found:
+        if checkpoint.number < complete[-1].number and not checkpoint.complete:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write and make durable."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any]) -> None:
+    """The manifest, by renaming: it is there as a whole or not at all."""
+    body = {
+        "version": FORMAT_VERSION,
+        "save_id": checkpoint.save_id,
+        "t": checkpoint.t,
+        **content,
+        "files": [asdict(file) for file in files],
+    }
+    body["crc32"] = _body_crc(body)
+    sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
+    partial = checkpoint.path / f"{MANIFEST}.partial"
+    write_file(partial, json.dumps(body, indent=1).encode())
+    os.replace(partial, checkpoint.path / MANIFEST)
+    sync_directory(checkpoint.path)
+    sync_directory(checkpoint.path.parent)
+
+
+def _body_crc(body: Mapping[str, Any]) -> int:
+    """Of everything else in the manifest, independent of how it is laid out."""
+    return zlib.crc32(json.dumps({k: v for k, v in body.items() if k != "crc32"}, sort_keys=True).encode())
+
+
+def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
+    """Content and files of a manifest.
+
+    Raises:
+        ValueError: it is damaged or of a newer version; the message names it.
+    """
+    path = checkpoint.path / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        version = content["version"]
+        files = [File(**file) for file in content["files"]]
+        missing = {"save_id", "t", "config", "sample_groups"} - content.keys()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
+    if missing or sum(file.name == STATE for file in files) != 1:
+        lacks = ", ".join(sorted(missing)) or STATE
+        raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
+    if any(Path(file.name).name != file.name for file in files) or content.get("crc32") != _body_crc(content):
+        raise ValueError(f"{path} is damaged: its own checksum does not fit; load another checkpoint")
+    if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
+        raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")
+    return content, files
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """``(bytes, crc32)`` of a file, read in pieces."""
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while piece := file.read(_READ):
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc

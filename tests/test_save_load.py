@@ -1,0 +1,388 @@
+"""save and load: complete, elastic, atomic, and strict about damage."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+
+import compopt
+from compopt import manifest, table
+from tests.database import DATABASE, MODES
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.pool import the_pool
+
+N = 23
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks for a handful of rows."""
+    for module in ("compopt.table", "compopt.saving"):
+        monkeypatch.setattr(f"{module}.BLOCK_ROWS", 5)
+
+
+def train(est, data):
+    """Train; the bits of all losses and gradients."""
+    trace = []
+    for z1, z2, index in data:
+        trace += [bits(x) for x in run(est, z1, z2, index)]
+        est.step()
+    return trace
+
+
+def sogclr(n=N, **options):
+    """One estimator with a seed of its own data."""
+    return compopt.SogCLREstimator(n, gamma=0.6, tau=0.1, **options)
+
+
+def trained(steps=3, seed=70, **options):
+    """Rows that say something."""
+    est = sogclr(**options)
+    train(est, batches(N, steps, seed=seed, dtype=torch.float32))
+    return est
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_resume_is_bitwise(info, mode, dtype, tmp_path):
+    data = batches(N, 6, seed=70, dtype=dtype)
+    whole, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
+    train(whole, data[:3])
+    path = compopt.save(whole, tmp_path)
+    at_half = snapshot(whole, N)
+    rest = train(whole, data[3:])
+    resumed, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
+    run(resumed, *data[0])  # a pending deposit, which load drops
+    assert compopt.load(resumed, tmp_path) == path
+    assert resumed.t == whole.t // 2 and resumed.pending == 0
+    assert_same_bits(at_half, snapshot(resumed, N))
+    assert train(resumed, data[3:]) == rest
+    assert_same_bits(snapshot(whole, N), snapshot(resumed, N))
+
+
+PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
+
+
+@pytest.mark.parametrize("writer", PLACEMENTS, ids=["device", "cpu", "disk"])
+@pytest.mark.parametrize("reader", PLACEMENTS, ids=["device", "cpu", "disk"])
+def test_any_placement_reads_any_other(writer, reader, tmp_path):
+    def placed(options, name):
+        return {**options, "offload_dir": tmp_path / name} if options.get("offload") == "disk" else options
+
+    est = trained(**placed(writer, "a"))
+    compopt.save(est, tmp_path / "c")
+    other = trained(seed=99, **placed(reader, "b"))  # rows to be overwritten
+    compopt.load(other, tmp_path / "c")
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    state = sogclr()
+    state.load_state_dict(other.state_dict())
+    assert_same_bits(snapshot(est, N), snapshot(state, N))
+
+
+def test_load_makes_the_table_file_of_a_killed_run_usable(tmp_path):
+    est = trained(offload="disk", offload_dir=tmp_path / "rows")
+    compopt.save(est, tmp_path / "c")
+    expected = snapshot(est, N)
+    data = batches(N, 2, seed=5, dtype=torch.float32)
+    train(est, data)
+    rest = snapshot(est, N)
+    del est  # as a killed run: the file stays
+    again = sogclr(offload="disk", offload_dir=tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"rows\.rows.*load a checkpoint"):
+        run(again, *data[0])
+    compopt.load(again, tmp_path / "c")
+    assert_same_bits(expected, snapshot(again, N))
+    train(again, data)
+    assert_same_bits(rest, snapshot(again, N))
+
+
+# -- ranks -------------------------------------------------------------------------------------------
+
+
+def on_ranks(group, action, directory, options):
+    """Train and save, or load and show."""
+    table.BLOCK_ROWS = 5
+    compopt.saving.BLOCK_ROWS = 5
+    rank = torch.distributed.get_rank(group)
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": os.path.join(directory, f"rows-{action}")}
+    est = sogclr(process_group=group, **options)
+    if action == "save":
+        for z1, z2, index in batches(N, 4, batch=8, seed=8, dtype=torch.float32):
+            own = slice(rank, 8, torch.distributed.get_world_size(group))
+            run(est, z1[own], z2[own], index[own])
+            est.step()
+        compopt.save(est, os.path.join(directory, "c"))
+    else:
+        compopt.load(est, os.path.join(directory, "c"))
+    return snapshot(est, N), est.t
+
+
+LAYOUTS = [{}, {"shard": True}, {"shard": True, "offload": "disk"}, {"offload": "disk"}]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+def test_saved_by_four_ranks_loaded_by_any_number(options, tmp_path):
+    saved = the_pool().run(on_ranks, 4, "save", str(tmp_path), options)
+    for state, _ in saved:
+        assert_same_bits(saved[0][0], state)
+    for ranks in (1, 2, 3, 4):
+        for other in LAYOUTS:
+            for state, t in the_pool().run(on_ranks, ranks, "load", str(tmp_path), other):
+                assert t == 4
+                assert_same_bits(saved[0][0], state)
+        shutil.rmtree(tmp_path / "rows-load")
+    alone = sogclr(offload="cpu")
+    compopt.load(alone, tmp_path / "c")
+    assert_same_bits(saved[0][0], snapshot(alone, N))
+
+
+def damage_seen_by_all(group, directory):
+    """Every rank must refuse, not only the one that checks the damaged file."""
+    est = sogclr(process_group=group)
+    try:
+        compopt.load(est, directory)
+    except (ValueError, RuntimeError) as error:
+        return str(error), int(est.read(torch.arange(N))["count"].sum())
+    return "loaded", -1
+
+
+@pytest.mark.distributed
+def test_damage_is_refused_by_every_rank(tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    file = sorted(path.glob("rows-*"))[2]
+    file.write_bytes(file.read_bytes()[:-3])
+    for message, rows in the_pool().run(damage_seen_by_all, 3, str(tmp_path)):
+        assert file.name in message and rows == 0
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path, match):
+    """Load raises, names the file, and leaves the estimator as it was."""
+    est = trained(seed=3)
+    before, t = snapshot(est, N), est.t
+    with pytest.raises(ValueError, match=match):
+        compopt.load(est, tmp_path)
+    assert_same_bits(before, snapshot(est, N))
+    assert est.t == t
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("which", [0, 2, -1])
+def test_a_truncated_file(which, keep, tmp_path):
+    file = sorted(compopt.save(trained(), tmp_path).glob("*.safetensors"))[which]
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content))])
+    refused(tmp_path, file.name)
+
+
+def test_any_flipped_bit(tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    generator = random.Random(0)
+    for file in sorted(path.glob("*.safetensors")):
+        content = file.read_bytes()
+        for position in {0, 8, len(content) - 1, *(generator.randrange(len(content)) for _ in range(4))}:
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << generator.randrange(8)
+            file.write_bytes(damaged)
+            refused(tmp_path, file.name)
+        file.write_bytes(content)
+    compopt.load(sogclr(), tmp_path)
+
+
+def test_a_missing_file(tmp_path):
+    for file in sorted(compopt.save(trained(), tmp_path).glob("*.safetensors")):
+        content = file.read_bytes()
+        file.unlink()
+        refused(tmp_path, file.name)
+        file.write_bytes(content)
+
+
+def test_swapped_files(tmp_path):
+    first = compopt.save(trained(), tmp_path / "a")
+    one, two = sorted(first.glob("rows-*"))[:2]
+    contents = one.read_bytes(), two.read_bytes()
+    one.write_bytes(contents[1])
+    two.write_bytes(contents[0])
+    refused(tmp_path / "a", one.name)
+    second = compopt.save(trained(), tmp_path / "b")  # the same values, another save
+    shutil.copy(second / one.name, one)
+    two.write_bytes(contents[1])
+    refused(tmp_path / "a", one.name)
+
+
+def edit(path, change, consistent=True):
+    """Change a manifest; consistent: as somebody who knows the format."""
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    if consistent:
+        content["crc32"] = manifest._body_crc(content)
+    (path / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda c: c.update(version=99), "version 99"),
+        (lambda c: c.update(t=7), "t=7"),
+        (lambda c: c.update(save_id="00000000"), "00000000"),
+        (lambda c: c.pop("config"), "lacks config"),
+        (lambda c: c["files"].pop(0), "expected|lists"),
+        (lambda c: c["files"].pop(), "state|lists"),
+        (lambda c: c["files"].append(c["files"][0]), "begins at row"),
+        (lambda c: c["files"][0].update(first=1), "begins at row"),
+        (lambda c: c["files"][0].pop("crc32"), "damaged"),
+        (lambda c: c["config"].update(n=[24]), r"n differs.*24.*23"),
+        (lambda c: c["config"].update(mode="unimodal"), "mode differs"),
+        (lambda c: c["config"].update(dtype="torch.float64"), "dtype differs"),
+        (lambda c: c["config"]["method"].update(normalizer="Other"), "method.normalizer differs"),
+    ],
+)
+def test_a_damaged_manifest(change, match, tmp_path):
+    edit(compopt.save(trained(), tmp_path), change)
+    refused(tmp_path, match)
+
+
+def test_a_flipped_hyper_parameter_in_the_manifest(tmp_path):
+    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(gamma=0.7), consistent=False)
+    refused(tmp_path, r"manifest\.json is damaged: its own checksum")
+
+
+def test_a_truncated_manifest(tmp_path):
+    file = compopt.save(trained(), tmp_path) / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-20])
+    refused(tmp_path, r"manifest\.json is damaged")
+
+
+def test_another_configuration(tmp_path):
+    compopt.save(trained(), tmp_path)
+    for other, match in (
+        (compopt.SogCLREstimator(N + 1), "n differs"),
+        (compopt.SogCLREstimator(N, mode="unimodal"), "mode differs"),
+        (compopt.SogCLREstimator(N, dtype=torch.float64), "dtype differs"),
+        (compopt.ISogCLREstimator(N), "method.temperature differs"),
+        (compopt.InfoNCEEstimator(), "differs"),
+    ):
+        with pytest.raises(ValueError, match=rf"manifest\.json: .*{match}"):
+            compopt.load(other, tmp_path)
+
+
+# -- several checkpoints -----------------------------------------------------------------------------
+
+
+def test_the_last_k_are_kept_and_any_can_be_chosen(tmp_path):
+    est, states = sogclr(), {}
+    for z1, z2, index in batches(N, 5, seed=2, dtype=torch.float32):
+        run(est, z1, z2, index)
+        est.step()
+        compopt.save(est, tmp_path, keep=3)
+        states[est.t] = snapshot(est, N)
+    assert [c.t for c in manifest.checkpoints(tmp_path)] == [3, 4, 5]
+    for t, state in list(states.items())[2:]:
+        again = sogclr()
+        compopt.load(again, tmp_path, t=t)
+        assert again.t == t
+        assert_same_bits(state, snapshot(again, N))
+    with pytest.raises(FileNotFoundError, match=r"t=2.*\[3, 4, 5\]"):
+        compopt.load(sogclr(), tmp_path, t=2)
+    compopt.save(again, tmp_path / "other", keep=1)
+
+
+def test_newest_is_the_latest_saved_not_the_largest_t(tmp_path):
+    est = trained(steps=5)
+    compopt.save(est, tmp_path)
+    back = trained(steps=2, seed=4)
+    path = compopt.save(back, tmp_path)
+    assert compopt.load(est, tmp_path) == path and est.t == 2
+
+
+def test_unfinished_saves_are_ignored_then_removed(tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    unfinished = tmp_path / "checkpoint-00000002-t9-00000000"
+    shutil.copytree(path, unfinished)
+    (unfinished / "manifest.json").unlink()
+    foreign = tmp_path / "notes"
+    foreign.mkdir()
+    assert compopt.load(sogclr(), tmp_path) == path
+    with pytest.raises(FileNotFoundError, match="not finished"):
+        compopt.load(sogclr(), unfinished)
+    compopt.save(trained(), tmp_path)
+    assert not unfinished.exists() and foreign.exists() and path.exists()
+
+
+def test_nothing_to_load(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        compopt.load(sogclr(), tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        compopt.load(sogclr(), tmp_path)
+    with pytest.raises(TypeError, match="t must be"):
+        compopt.load(sogclr(), tmp_path, t="newest")
+    with pytest.raises(ValueError, match="keep"):
+        compopt.save(sogclr(), tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("operation", ["os.replace", "os.fsync", "compopt.manifest.write_file", "shutil.rmtree"])
+def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
+    """As a kill at the k-th operation, for every k."""
+    old = trained()
+    new = trained(seed=9, steps=4)
+    states = {3: snapshot(old, N), 4: snapshot(new, N)}
+    module, name = operation.rsplit(".", 1)
+    target = {"os": os, "shutil": shutil, "compopt.manifest": manifest}[module]
+    original, calls = getattr(target, name), [0]
+    outcomes = set()
+    for k in range(1, 200):
+        root = tmp_path / f"{k}"
+        compopt.save(old, root, keep=1)
+        calls[0] = 0
+
+        def fail(*args, k=k, **options):
+            calls[0] += 1
+            if calls[0] == k:
+                raise OSError(f"operation {k}")
+            return original(*args, **options)
+
+        monkeypatch.setattr(target, name, fail)
+        try:
+            compopt.save(new, root, keep=1)
+            failed = False
+        except OSError:
+            failed = True
+        monkeypatch.setattr(target, name, original)
+        again = sogclr()
+        compopt.load(again, root)
+        outcomes.add(again.t)
+        assert_same_bits(states[again.t], snapshot(again, N))
+        assert failed or again.t == 4
+        compopt.save(new, root, keep=1)  # and the run goes on
+        assert [c.complete for c in manifest.checkpoints(root)] == [True]
+        if not failed:
+            break
+    assert k > 1 and 4 in outcomes
+
+
+def test_hooks_run(tmp_path):
+    est, seen = trained(), []
+    est.register_state_dict_pre_hook(lambda e: seen.append("save"))
+    est.register_load_state_dict_post_hook(lambda e: seen.append("loaded"))
+    compopt.save(est, tmp_path)
+    compopt.load(est, tmp_path)
+    assert seen == ["save", "loaded"]
+
+
+def test_sample_groups_travel(tmp_path):
+    est = compopt.ISogCLREstimator([{"n": 10, "gamma": 0.3}, {"n": 13}], rho=1.0, tau_init=0.07)
+    est.sample_groups[1]["gamma"] = 0.123456789
+    compopt.save(est, tmp_path)
+    other = compopt.ISogCLREstimator([{"n": 10}, {"n": 13}])
+    groups = other.sample_groups
+    compopt.load(other, tmp_path)
+    assert other.sample_groups == est.sample_groups and other.sample_groups is groups
+    assert isinstance(groups[0]["betas"], tuple)
