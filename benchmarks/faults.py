@@ -1,0 +1,289 @@
+"""Kill a training-and-saving run at random moments, again and again, and hold every recovery against a run in peace.
+
+    python -m benchmarks.faults --kills 100
+
+A small encoder, AdamW and an estimator train for some steps and save often. The process is killed with SIGKILL at a
+random moment, which often falls inside a save; a new process loads the newest complete checkpoint and goes on, until
+it is killed in turn or ends. Checked after every kill: there is a checkpoint unless none had been finished; it loads; model,
+optimizer and rows are bit for bit those that the undisturbed run had after so many steps. Checked after every end: the
+final state is bit for bit that of the undisturbed run. Any difference ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import mmap
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import compopt
+
+DIM, BATCH = 8, 32
+SAVED, INSIDE = 1, 2  # what a run tells of itself: bytes of shared memory
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained."""
+
+    method: str = "isogclr"
+    offload: str | None = None
+    n: int = 300_000
+    steps: int = 24
+    save_every: int = 1
+    keep: int = 2
+
+
+@dataclass
+class Outcome:
+    """What happened."""
+
+    kills: int = 0
+    inside_save: int = 0
+    before_first: int = 0
+    ends: int = 0
+    resumed_from: set[int] = field(default_factory=set)
+
+
+class Training:
+    """Model, optimizer and estimator, and their common checkpoint.
+
+    The model's file is written, under the number of the step, before ``compopt.save``: the newest complete checkpoint
+    of the estimator then always has its model.
+    """
+
+    def __init__(self, setting: Setting, directory: Path) -> None:
+        self.setting, self.directory = setting, directory
+        torch.manual_seed(0)
+        self.model = torch.nn.ModuleList([torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        options = {"offload": setting.offload}
+        if setting.offload == "disk":
+            options["offload_dir"] = directory / "rows"
+        if setting.method == "sogclr":
+            self.est = compopt.SogCLREstimator(setting.n, gamma=0.7, tau=0.1, **options)
+        else:
+            self.est = compopt.ISogCLREstimator(setting.n, gamma=0.7, rho=1.0, tau_init=0.1, **options)
+        self.est.attach(self.optimizer)
+
+    def step(self, number: int) -> None:
+        """One update; its batch is a function of its number."""
+        generator = torch.Generator().manual_seed(number)
+        # half of the samples come from a small set, so that rows are visited again
+        index = torch.cat([torch.randperm(50, generator=generator)[: BATCH // 2],
+                           50 + torch.randint(self.setting.n - 50, (BATCH // 2,), generator=generator)])  # fmt: skip
+        x, y = torch.randn(2, BATCH, DIM, generator=generator)
+        self.optimizer.zero_grad()
+        self.est(self.model[0](x), self.model[1](x + 0.5 * y), index).backward()
+        self.optimizer.step()
+
+    def save(self) -> None:
+        """Model beside the rows."""
+        models = self.directory / "models"
+        models.mkdir(exist_ok=True)
+        partial = models / "partial"
+        torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
+        os.replace(partial, models / f"{self.est.t}.pt")
+        compopt.save(self.est, self.directory / "checkpoints", keep=self.setting.keep)
+
+    def load(self) -> None:
+        """The newest complete checkpoint."""
+        compopt.load(self.est, self.directory / "checkpoints")
+        model, optimizer = torch.load(self.directory / "models" / f"{self.est.t}.pt")
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def digest(self) -> str:
+        """All state, bit for bit."""
+        total = hashlib.sha256()
+        states = [*self.model.state_dict().values()]
+        for moments in self.optimizer.state_dict()["state"].values():
+            states += list(moments.values())
+        state = self.est.state_dict()
+        for tensor in (*states, *state["rows"].values()):
+            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+
+def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> dict[int, str]:
+    """Run from the newest checkpoint, if there is one, to the end; digests by step where it saved (in peace only)."""
+    run = Training(setting, directory)
+    if any((directory / "checkpoints").glob("*/manifest.json")):
+        run.load()
+    digests = {}
+    while run.est.t < setting.steps:
+        run.step(run.est.t)
+        if run.est.t % setting.save_every == 0 or run.est.t == setting.steps:
+            if flags is not None:
+                flags[INSIDE] = 1
+            run.save()
+            if flags is not None:
+                flags[INSIDE], flags[SAVED] = 0, 1
+        if flags is None:
+            digests[run.est.t] = run.digest()
+    return {**digests, setting.steps: run.digest()}
+
+
+def forked(function, *args) -> tuple[int, int]:
+    """Run a function in a child that ends without cleaning up; its process and the end of a pipe with its answer."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.write(writing, function(*args).encode())
+            status = 0
+        except BaseException as error:
+            print(f"child: {type(error).__name__}: {error}", file=sys.stderr)
+        os._exit(status)
+    os.close(writing)
+    return pid, reading
+
+
+def answer(pid: int, reading: int) -> str | None:
+    """What a child said, or ``None`` if it was killed."""
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    if os.WIFSIGNALED(status):
+        return None
+    if os.WEXITSTATUS(status):
+        raise AssertionError("a child failed, see above")
+    return said
+
+
+def to_the_end(setting: Setting, directory: Path, flags: mmap.mmap) -> str:
+    """In a child: the final digest."""
+    return train(setting, directory, flags)[setting.steps]
+
+
+def recovered(setting: Setting, directory: Path) -> str:
+    """In a child: which step the newest checkpoint is of, and its digest."""
+    run = Training(setting, directory)
+    run.load()
+    return f"{run.est.t} {run.digest()}"
+
+
+def reference(setting: Setting, directory: Path) -> str:
+    """In a child: digests of the undisturbed run."""
+    return " ".join(f"{t}:{digest}" for t, digest in train(setting, directory).items())
+
+
+def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outcome: None) -> Outcome:
+    """Kill and recover until there were so many kills and the last run has ended."""
+    generator, outcome = random.Random(seed), Outcome()
+    started = time.perf_counter()
+    pid, reading = forked(reference, setting, fresh(root / "reference"))
+    said = drain(pid, reading)
+    duration = time.perf_counter() - started
+    expected = {int(t): digest for t, digest in (entry.split(":") for entry in said.split())}
+    while outcome.kills < kills:
+        directory, alive = fresh(root / "run"), True
+        while alive:
+            flags = mmap.mmap(-1, 16)
+            pid, reading = forked(to_the_end, setting, directory, flags)
+            time.sleep(generator.uniform(0.0, duration))
+            os.kill(pid, signal.SIGKILL)
+            said = answer(pid, reading)
+            if said is not None:
+                outcome.ends += 1
+                alive = False
+                if said != expected[setting.steps]:
+                    raise AssertionError(f"the run ended in another state than the undisturbed one: {directory}")
+                continue
+            outcome.kills += 1
+            outcome.inside_save += flags[INSIDE]
+            check_recovery(setting, directory, expected, outcome)
+            say(outcome)
+    return outcome
+
+
+def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], outcome: Outcome) -> None:
+    """After a kill: the newest checkpoint loads and holds a state that the undisturbed run had."""
+    if not any((directory / "checkpoints").glob("*/manifest.json")):
+        outcome.before_first += 1
+        shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error of a left table file says
+        return
+    said = drain(*forked(recovered, setting, directory))
+    t, digest = said.split()
+    outcome.resumed_from.add(int(t))
+    if expected[int(t)] != digest:
+        raise AssertionError(f"the checkpoint of t={t} is not the state that the run had: {directory}")
+
+
+def drain(pid: int, reading: int) -> str:
+    """The answer of a child that nobody kills."""
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise AssertionError("a child failed, see above")
+    return said
+
+
+def fresh(directory: Path) -> Path:
+    """An empty directory."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def report(lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
+    """The result file."""
+    from recipes.report import environment, markdown_table
+
+    header = ["rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
+    rows = [["method", *header]]
+    for setting, outcome, seconds in lines:
+        counts = (outcome.kills, outcome.inside_save, outcome.before_first, outcome.ends)
+        resumed = f"{len(outcome.resumed_from)} of {setting.steps // setting.save_every} checkpoints"
+        place = f"{setting.n:,} on {setting.offload or 'device'}"
+        rows.append([setting.method, place, *map(str, counts), resumed, f"{seconds:.0f}"])
+    facts = "\n".join(f"- {key}: {value}" for key, value in environment().items())
+    path.write_text(
+        "# Killed runs\n\n"
+        "SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint\n"
+        "was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every\n"
+        "resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:\n"
+        f"one would have ended the program with an error.\n\n{markdown_table(rows)}\n\n{facts}\n"
+    )
+
+
+def show(outcome: Outcome) -> None:
+    """Progress."""
+    print(f"{outcome.kills} kills", end="\r")
+
+
+def main() -> None:
+    """Torture every placement."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=100, help="per setting")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
+    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "faults.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        for offload in args.offload:
+            setting = Setting(offload=None if offload == "none" else offload)
+            started = time.perf_counter()
+            outcome = torture(setting, args.kills, args.seed, Path(folder), say=show)
+            lines.append((setting, outcome, time.perf_counter() - started))
+            print(f"{offload}: {outcome}")
+    report(lines, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A few kills of the harness in benchmarks/faults.py; the full run is a benchmark."""
+
+import os
+import sys
+
+import pytest
+
+from benchmarks import faults
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("offload", [None, "disk"])
+def test_killed_runs_recover(offload, tmp_path):
+    setting = faults.Setting(offload=offload, n=100_000, steps=12)
+    outcome = faults.torture(setting, kills=4, seed=1, root=tmp_path)
+    assert outcome.kills >= 4 and outcome.ends >= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_the_harness_notices_a_wrong_state(tmp_path, monkeypatch):
+    setting = faults.Setting(n=1000, steps=3)
+    faults.train(setting, tmp_path)
+    outcome = faults.Outcome()
+    digest = faults.Training(setting, tmp_path / "other").digest()
+    with pytest.raises(AssertionError, match="not the state"):
+        faults.check_recovery(setting, tmp_path, dict.fromkeys(range(4), digest), outcome)
+    sys.stdout.flush()
