@@ -42,7 +42,9 @@ ABOUT = """\
 A batch is {batch} random rows of 16 bytes (SogCLR, both directions: log u and count). Each cell is the median (first
 to third quartile) in microseconds. *First touch*: {cold} batches of a table never touched before; on disk each row
 is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, visited before and written, in a cycle; its
-pages are in memory, its rows mostly not in the processor's caches. *Evicted*: pages of the pool, written to the disk
+pages are in memory, its rows mostly not in the processor's caches. On disk at n = 1e9 the pool has a million pages
+of 4 KiB, which the kernel keeps writing back: a scatter then marks most of its pages as changed anew, in the writer
+thread. *Evicted*: pages of the pool, written to the disk
 and dropped from memory before. `gather` and `scatter` are the store's, in the calling thread; on disk a scatter
 includes the redo record. `fetch`, `prefetch`, `take`, `commit` are what the training thread pays in a loop with
 {work} ms of matrix products between them, in which the reader and writer threads work beside it. Memory is what the
@@ -81,7 +83,10 @@ class Work:
 
     def __init__(self, milliseconds: float, size: int = 384) -> None:
         self.a = torch.randn(size, size)
-        one = statistics.median(timed(lambda: self.a @ self.a) for _ in range(50))
+        until = time.perf_counter() + 0.5  # the first ones are several times slower
+        while time.perf_counter() < until:
+            self.a @ self.a
+        one = statistics.median(timed(lambda: self.a @ self.a) for _ in range(200))
         self.count = max(1, round(milliseconds * 1e-3 / one))
 
     def __call__(self) -> None:
@@ -199,7 +204,7 @@ def measure_step(offload: str, n: int, directory: str, size: int, pool_size: int
             rows.commit(pool[k], ticket.take())
             ticket = following
 
-    result = interleave({"bare": bare, "no prefetch": fetched, "prefetch": prefetched}, steps, rounds=12)
+    result = interleave({"bare": bare, "no prefetch": fetched, "prefetch": prefetched}, steps, rounds=25)
     rows.close()
     return {"offload": offload, "n": n, "rows": size, "step": result}
 
@@ -221,7 +226,7 @@ def interleave(contenders: dict[str, Callable[[], None]], steps: int, rounds: in
     return {name: quartiles(values) for name, values in spent.items()} | added
 
 
-def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: int = 128, steps: int = 10) -> dict:
+def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: int = 128, steps: int = 5) -> dict:
     """A whole training step of SogCLR, about 20 ms, against the same step with its rows beside the features.
 
     The encoders are two linear maps and as many matrix products as fill 20 ms; the estimators differ only in where
@@ -262,7 +267,7 @@ def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: i
         "no prefetch": loop(there, pool, False),
         "prefetch": loop(there, pool, True),
     }
-    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, rounds=12)}
+    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, rounds=25)}
 
 
 # layout -------------------------------------------------------------------------------------------
@@ -399,7 +404,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=200, help="batches that are visited again and again when warm")
     parser.add_argument("--work", type=float, default=4.0, help="ms of work between the calls of the training thread")
     parser.add_argument("--step", type=float, default=20.0, help="ms of work of a step")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a contender in one round")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a contender in one round")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; the reader and writer need a core too")
     parser.add_argument("--quick", action="store_true", help="small tables, printed only")
     parser.add_argument("--steps-only", action="store_true", help="only what a step pays, printed only")

@@ -112,6 +112,20 @@ def test_empty_tables(tmp_path):
         assert store.block(0, 3).shape == (3, 1)
 
 
+def test_more_rows_than_memory():
+    for n in (10**14, 10**19):
+        with pytest.raises(MemoryError, match=f"n={n} rows.*offload_dir="):
+            HostStore(n, 1)
+
+
+def test_memory_is_claimed_when_it_is_written():
+    start = time.perf_counter()
+    store = HostStore(10**8, 2)  # 3.2 GB, which take seconds to write
+    store.scatter(torch.tensor([10**8 - 1]), torch.ones(1, 2, dtype=torch.complex128))
+    assert time.perf_counter() - start < 1
+    assert store._table.data_ptr() % 64 == 0
+
+
 # the asynchronous front ---------------------------------------------------------------------------
 
 

@@ -75,6 +75,9 @@ class OffloadedRows(Rows):
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         self._check()
         self.store.ready()
+        if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
+            device = torch.device("cuda", torch.cuda.current_device())
+        rows = rows.clone()  # a loader may reuse its buffer
         ticket = _Fetched(self, rows, device)
         self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
         self._reading = True
@@ -242,8 +245,9 @@ class _Fetched(Ticket):
     def catch_up(self) -> None:
         """In the writer thread, on the CPU: lay over what was committed, if the rows are there."""
         with self._lock:
-            future = self.future if self._device.type == "cpu" else None
-            if future is not None and future.done() and future.exception() is None:
+            everything = (self._device, *(entry.rows.device for entry in self._later))
+            future = self.future if all(device.type == "cpu" for device in everything) else None
+            if future is not None and future.done() and future.exception() is None and not future.result().missing:
                 self._lay_over(future.result())
 
     def _lay_over(self, read: _Read) -> None:
@@ -289,19 +293,22 @@ class _Read:
 def _gather(
     store: RowStore, rows: Tensor, device: torch.device, side: Any, journal: Journal, unwritten: list[Entry]
 ) -> _Read:
-    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written."""
+    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written.
+
+    Commits on an accelerator belong to the main thread's stream and are laid over there.
+    """
     missing = deque(entry for entry in unwritten if entry.number > journal.written)  # as of now, before the gather
     block, query, event = store.gather(rows), Query(rows), None
     if side is None:
         query.sorted()
-        for entry in missing:
-            block = entry.lay_over(block, query)
-        return _Read(block, query, deque(), None)
+        while missing and missing[0].rows.device.type == "cpu":
+            block = missing.popleft().lay_over(block, query)
+        return _Read(block, query, missing, None)
     with torch.cuda.device(device), torch.cuda.stream(side):
         block, query = _to_device(block, device), Query(_to_device(rows, device))
         event = torch.cuda.Event()
         event.record(side)
-    return _Read(block, query, missing, event)  # commits live on the main thread's stream: laid over there
+    return _Read(block, query, missing, event)
 
 
 def _write(store: RowStore | None, entry: Entry, journal: Journal, tickets: tuple[weakref.ref[_Fetched], ...]) -> None:
