@@ -112,6 +112,20 @@ def test_empty_tables(tmp_path):
         assert store.block(0, 3).shape == (3, 1)
 
 
+def test_more_rows_than_memory():
+    for n in (10**14, 10**19):
+        with pytest.raises(MemoryError, match=f"n={n} rows.*offload_dir="):
+            HostStore(n, 1)
+
+
+def test_memory_is_claimed_when_it_is_written():
+    start = time.perf_counter()
+    store = HostStore(10**8, 2)  # 3.2 GB, which take seconds to write
+    store.scatter(torch.tensor([10**8 - 1]), torch.ones(1, 2, dtype=torch.complex128))
+    assert time.perf_counter() - start < 1
+    assert store._table.data_ptr() % 64 == 0
+
+
 # the asynchronous front ---------------------------------------------------------------------------
 
 
@@ -257,7 +271,7 @@ def test_tickets_are_taken_once_and_cost_nothing_when_forgotten():
     kept = rows.prefetch(torch.tensor([2]), CPU)
     for _ in range(20):
         rows.prefetch(torch.tensor([2]), CPU)  # thrown away, as after a break
-    assert len(rows._tickets) == 1
+    assert len(rows._under_way()) == 1
     for value in range(3 * JOURNAL_LIMIT):
         commit_value(rows, value)
     assert len(kept._later) <= JOURNAL_LIMIT
@@ -465,25 +479,26 @@ def test_a_complete_redo_record_is_applied_and_a_torn_one_ignored(tmp_path, monk
     assert set(read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist()) == {1.0}
 
 
-COMMIT_LOOP = """
+N, COUNT, POOL = 200_000, 20_000, 16
+
+# most of the loop's time is the redo record and the scatter, in the middle of which it should be killed
+COMMIT_LOOP = f"""
 import sys, torch
-from compopt.stores import DiskStore, OffloadedRows
-n, count = 20_000, 3_000
-store = DiskStore(sys.argv[1], "rows", n, 1, {"columns": {"step": [1, "int64"], "twin": [1, "int64"]}})
-rows = OffloadedRows(store)
+from compopt.stores import DiskStore
+store = DiskStore(sys.argv[1], "rows", {N}, 1, {{"columns": {{"step": [1, "int64"], "twin": [1, "int64"]}}}})
 g = torch.Generator().manual_seed(0)
+pool = [torch.randperm({N}, generator=g)[:{COUNT}] for _ in range({POOL})]
+block = torch.empty({COUNT}, 2, dtype=torch.int64)
 print("go", flush=True)
 for k in range(1, 1_000_000):
-    changed = torch.randint(n, (count,), generator=g)
-    block = torch.full((count, 2), k).view(torch.complex128)
-    rows.commit(changed, block)
+    store.scatter(pool[k % {POOL}], block.fill_(k).view(torch.complex128))
 """
 
 
 def test_sigkill_leaves_the_state_after_a_commit(tmp_path):
     """Processes killed at random moments of a commit loop; each commit writes its number into its rows."""
-    n, count, choose = 20_000, 3_000, random.Random(0)
-    g, states, last = generator(0), [torch.zeros(n, dtype=torch.int64)], 0
+    choose, g = random.Random(0), generator(0)
+    pool = [torch.randperm(N, generator=g)[:COUNT] for _ in range(POOL)]
     reached = set()
     server = subprocess.Popen(
         [sys.executable, "-c", FORKS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -495,13 +510,14 @@ def test_sigkill_leaves_the_state_after_a_commit(tmp_path):
         time.sleep(choose.uniform(0.005, 0.06))
         os.kill(child, signal.SIGKILL)
         assert server.stdout.readline().strip() == str(-signal.SIGKILL)
-        found = read_table(tmp_path / str(trial), "rows", torch.arange(n))
+        found = read_table(tmp_path / str(trial), "rows", torch.arange(N))
         assert torch.equal(found["step"], found["twin"])
         step = int(found["step"].max())
-        while last < step:
-            last += 1
-            states.append(states[-1].index_fill(0, torch.randint(n, (count,), generator=g), last))
-        assert torch.equal(found["step"][:, 0], states[step]), f"not the state after commit {step}"
+        expected = torch.zeros(N, dtype=torch.int64)
+        for k in range(max(1, step - POOL + 1), step + 1):  # earlier ones are all overwritten
+            expected[pool[k % POOL]] = k
+        assert torch.equal(found["step"][:, 0], expected), f"not the state after commit {step}"
+        (tmp_path / str(trial) / "rows.rows").unlink()
         reached.add(step)
     server.stdin.close()
     assert server.wait(20) == 0

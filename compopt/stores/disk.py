@@ -98,6 +98,8 @@ class DiskStore(TensorStore):
 
     def _check_existing(self) -> None:
         """The file is that of a table like this one."""
+        if not self.path().exists():
+            raise ValueError(f"{self.path()} does not exist; a process with writer=True must have created it before")
         found = tablefile.read_json(self.path("json"))
         for key, wanted in (("n", self.n), ("words", self.words), ("description", self._description)):
             if found[key] != wanted:
@@ -251,15 +253,14 @@ class DiskStore(TensorStore):
         self.stale = False
 
     def grow(self, n: int) -> None:
+        self.n = n
         if self.writer:
             try:
-                os.ftruncate(self._fd, max(1, n) * self.words * 16)
+                os.ftruncate(self._fd, self._bytes(n))
             except (OSError, OverflowError, ValueError) as error:
                 self._refuse_size(error)
-            self.n = n
             self._describe(LOADING if self._loaded >= 0 else tablefile.read_json(self.path("json"))["state"])
         else:
-            self.n = n
             self._check_existing()  # the writer has grown the file: the caller's barrier
         self._close_fd()
         self._map()

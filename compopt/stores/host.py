@@ -7,20 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.stores.memory import MemoryStore
+from compopt.stores.memory import MemoryStore, lazy_zeros
 
 
 class HostStore(MemoryStore):
     """The placement ``offload="cpu"``: one tensor in host memory, pinned where CUDA is there.
 
-    Without CUDA untouched zero pages cost nothing; pinned memory is claimed in full at construction.
+    Without CUDA a page costs nothing until it is written; pinned memory is claimed in full at construction.
+
+    Raises:
+        MemoryError: so much memory cannot be had.
     """
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         pinned = torch.cuda.is_available()
         try:
-            return torch.zeros(self._shape(n), dtype=torch.complex128, pin_memory=pinned)
-        except RuntimeError as error:
+            if not pinned:
+                return lazy_zeros(self._shape(n))
+            return torch.zeros(self._shape(n), dtype=torch.complex128, pin_memory=True)
+        except (RuntimeError, MemoryError, ValueError) as error:
             size = n * self.words * 16
             kind = "pinned host memory" if pinned else "host memory"
             raise MemoryError(

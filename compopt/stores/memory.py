@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from compopt.stores.base import Rows, RowStore, Ticket
+
+
+def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
+    """Zeros on the host, complex128, whose pages come into being when they are first written.
+
+    ``torch.zeros`` would write them all now (seconds for some GB) and in small pages; NumPy asks for huge ones, with
+    which random gathers are 1.5 times and scatters twice as fast. Rows start at cache lines, as torch's do.
+    """
+    count = math.prod(shape)
+    memory = np.zeros(count + 3, dtype=np.complex128)
+    skipped = -(memory.ctypes.data // 16) % 4
+    return torch.from_numpy(memory[skipped : skipped + count]).view(shape)
 
 
 class TensorStore(RowStore):
@@ -49,6 +64,8 @@ class MemoryStore(TensorStore):
         self._table = self._zeros(n, torch.device("cpu"))
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return lazy_zeros(self._shape(n))
         return torch.zeros(self._shape(n), dtype=torch.complex128, device=device)
 
     def grow(self, n: int) -> None:

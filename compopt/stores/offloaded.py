@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from compopt.stores.journal import Entry, Journal, Query
 
 # Commits that wait for the store before a commit waits for them; also what a ticket that nobody takes keeps alive.
 JOURNAL_LIMIT = 64
+CPU = torch.device("cpu")
 
 
 class OffloadedRows(Rows):
@@ -27,7 +30,8 @@ class OffloadedRows(Rows):
     When :data:`JOURNAL_LIMIT` commits wait, the next one waits for the writer.
 
     *Prefetch.* A reader thread gathers and lays over what was unwritten when the ticket was issued; the commits
-    made since are handed to the ticket and laid over when it is taken. A ticket that sees too many of them, or
+    made since are handed to the ticket; the writer thread lays them over once they are made, on CUDA the main thread
+    does when the rows are taken. A ticket that sees too many of them, or
     whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs nothing.
 
     On CUDA, copies go through pinned memory on a side stream and nothing synchronises, provided that
@@ -53,7 +57,7 @@ class OffloadedRows(Rows):
         self._pid = os.getpid()
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="compopt-writer")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="compopt-reader")
-        self._tickets: weakref.WeakSet[_Fetched] = weakref.WeakSet()
+        self._tickets: list[weakref.ref[_Fetched]] = []
         self._streams: dict[torch.device, Any] = {}
         self._reading = False
 
@@ -71,14 +75,23 @@ class OffloadedRows(Rows):
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         self._check()
         self.store.ready()
+        if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
+            device = torch.device("cuda", torch.cuda.current_device())
+        rows = rows.clone()  # a loader may reuse its buffer
         ticket = _Fetched(self, rows, device)
-        self._tickets.add(ticket)
+        self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
         self._reading = True
         unwritten = self._journal.entries()
         ticket.future = self._readers.submit(
             _gather, self.store, rows, device, self._side(device), self._journal, unwritten
         )
         return ticket
+
+    def _under_way(self) -> list[_Fetched]:
+        return [ticket for ref in self._tickets if (ticket := ref()) is not None]
+
+    def _forget(self, ticket: _Fetched) -> None:
+        self._tickets = [ref for ref in self._tickets if ref() not in (None, ticket)]
 
     def _side(self, device: torch.device) -> Any:
         """The stream on which copies to and from a device run; ``None`` on the CPU."""
@@ -95,11 +108,12 @@ class OffloadedRows(Rows):
         self.store.ready()
         self._make_room()
         entry = self._journal.append(rows, block)
-        for ticket in tuple(self._tickets):
+        for ticket in self._under_way():
             ticket.add(entry, self._journal.limit)
         if self._writing:
             self._stage(entry)
-            self._writers.submit(_write, self.store, entry, self._journal)
+        store = self.store if self._writing else None
+        self._writers.submit(_write, store, entry, self._journal, tuple(self._tickets))
 
     def _make_room(self) -> None:
         if not self._journal.full():
@@ -155,7 +169,7 @@ class OffloadedRows(Rows):
         self._check()
         if self._writing:
             self._journal.wait(0)
-        for ticket in tuple(self._tickets):
+        for ticket in self._under_way():
             ticket.expire()
         if self._reading:  # the reader takes one after the other, dropped tickets included
             self._readers.submit(int).result()
@@ -186,8 +200,8 @@ class OffloadedRows(Rows):
         """The threads of the parent are not here: write what was under way at the fork again, it is the same."""
         old, self._journal = self._journal, Journal(self._journal.limit)
         self._journal.committed, self._journal.written = old.written, old.written
-        for ticket in tuple(self._tickets):
-            ticket.expire()
+        for ticket in self._under_way():
+            ticket.abandon()
         self._start()
         for entry in old._entries:  # without its lock, which a thread of the parent may have held
             self.commit(entry.rows, entry.block)
@@ -202,12 +216,13 @@ class OffloadedRows(Rows):
 
 
 class _Fetched(Ticket):
-    """Rows that a reader thread is gathering, and the commits made since."""
+    """Rows that a reader thread is gathering, and the commits made since that are not laid over them yet."""
 
     def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
-        self._later: list[Entry] = []
         self.future: Future[_Read] | None = None
+        self._later: deque[Entry] = deque()
+        self._lock = threading.Lock()
         self._expired = self._done = False
 
     def add(self, entry: Entry, limit: int) -> None:
@@ -219,32 +234,49 @@ class _Fetched(Ticket):
 
     def expire(self) -> None:
         """Keep nothing; a later take() reads anew."""
-        self._expired, self.future = True, None
-        self._later.clear()
+        with self._lock:
+            self._expired, self.future = True, None
+            self._later.clear()
+
+    def abandon(self) -> None:
+        """The same where the thread that held the lock may be gone: after a fork."""
+        self._expired, self.future, self._later, self._lock = True, None, deque(), threading.Lock()
+
+    def catch_up(self) -> None:
+        """In the writer thread, on the CPU: lay over what was committed, if the rows are there."""
+        with self._lock:
+            everything = (self._device, *(entry.rows.device for entry in self._later))
+            future = self.future if all(device.type == "cpu" for device in everything) else None
+            if future is not None and future.done() and future.exception() is None and not future.result().missing:
+                self._lay_over(future.result())
+
+    def _lay_over(self, read: _Read) -> None:
+        for pending in (read.missing, self._later):
+            while pending:
+                read.block = pending.popleft().lay_over(read.block, read.query)
 
     def take(self) -> Tensor:
         if self._done:
             raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
         self._done = True
         self._source._check()  # after a fork the reader is the parent's
-        self._source._tickets.discard(self)
+        self._source._forget(self)
         if self.future is None:
             return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
         read = self.future.result()
-        block = read.block
         if read.event is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(read.event)
-            for tensor in (block, read.query.rows):
+            for tensor in (read.block, read.query.rows):
                 tensor.record_stream(here)
-        for entry in (*read.missing, *self._later):
-            block = entry.lay_over(block, read.query)
-        self.expire()
-        return block
+        with self._lock:
+            self._lay_over(read)
+        self.future = None
+        return read.block
 
     def drop(self) -> None:
         self._done = True
-        self._source._tickets.discard(self)
+        self._source._forget(self)
         self.expire()
 
 
@@ -254,37 +286,48 @@ class _Read:
 
     block: Tensor
     query: Query
-    missing: list[Entry]
+    missing: deque[Entry]
     event: Any
 
 
 def _gather(
     store: RowStore, rows: Tensor, device: torch.device, side: Any, journal: Journal, unwritten: list[Entry]
 ) -> _Read:
-    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written."""
-    missing = [entry for entry in unwritten if entry.number > journal.written]  # as of now, before the gather
+    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written.
+
+    Commits on an accelerator belong to the main thread's stream and are laid over there.
+    """
+    missing = deque(entry for entry in unwritten if entry.number > journal.written)  # as of now, before the gather
     block, query, event = store.gather(rows), Query(rows), None
     if side is None:
         query.sorted()
-        for entry in missing:
-            block = entry.lay_over(block, query)
-        return _Read(block, query, [], None)
+        while missing and missing[0].rows.device.type == "cpu":
+            block = missing.popleft().lay_over(block, query)
+        return _Read(block, query, missing, None)
     with torch.cuda.device(device), torch.cuda.stream(side):
         block, query = _to_device(block, device), Query(_to_device(rows, device))
         event = torch.cuda.Event()
         event.record(side)
-    return _Read(block, query, missing, event)  # commits live on the main thread's stream: laid over there
+    return _Read(block, query, missing, event)
 
 
-def _write(store: RowStore, entry: Entry, journal: Journal) -> None:
-    """In the writer thread: scatter one commit."""
+def _write(store: RowStore | None, entry: Entry, journal: Journal, tickets: tuple[weakref.ref[_Fetched], ...]) -> None:
+    """In the writer thread: scatter one commit, spare the main thread laying it over tickets under way."""
     if journal.error is not None:
         return
     try:
+        if entry.rows.device.type == "cpu":
+            entry.sorted(CPU)  # here rather than in the thread that lays it over
+            for ticket in (ref() for ref in tickets):
+                if ticket is not None:
+                    ticket.catch_up()
+            ticket = None  # the caller may have thrown it away
+        if store is None:
+            return
         assert entry.host is not None
         rows, block, event = entry.host
         if event is None:
-            rows, block = entry.sorted(rows.device)  # spares whoever lays it over the sorting
+            rows, block = entry.sorted(CPU)
         else:
             event.synchronize()
         store.scatter(rows, block)

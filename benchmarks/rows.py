@@ -1,0 +1,443 @@
+"""Time of reading and committing rows, by placement and table size, and what a training step pays for it.
+
+    python benchmarks/rows.py               # writes benchmarks/results/rows.md and rows.json; needs 16 GB of disk
+    python benchmarks/rows.py --quick       # small tables, few rounds, printed and not written
+    python benchmarks/rows.py --steps-only  # only the training step, printed and not written
+
+Every table is measured in a process of its own, so that its memory can be read off; table files lie in a temporary
+directory under --dir and are removed at the end, errors included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import compopt
+from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
+QUICK = [("cpu", 10**5), ("disk", 10**7)]
+LAYOUTS = [10**5, 10**7, 2 * 10**8]
+DESCRIPTION = {"columns": {"log_u": [2, "float32"], "count": [2, "int32"]}}
+COLD_BATCHES = 20
+CPU = torch.device("cpu")
+
+ABOUT = """\
+A batch is {batch} random rows of 16 bytes (SogCLR, both directions: log u and count). Each cell is the median (first
+to third quartile) in microseconds. *First touch*: {cold} batches of a table never touched before; on disk each row
+is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, visited before and written, in a cycle; its
+pages are in memory, its rows mostly not in the processor's caches. On disk at n = 1e9 the pool has a million pages
+of 4 KiB, which the kernel keeps writing back: a scatter then marks most of its pages as changed anew, in the writer
+thread. *Evicted*: pages of the pool, written to the disk
+and dropped from memory before. `gather` and `scatter` are the store's, in the calling thread; on disk a scatter
+includes the redo record. `fetch`, `prefetch`, `take`, `commit` are what the training thread pays in a loop with
+{work} ms of matrix products between them, in which the reader and writer threads work beside it. Memory is what the
+process has at the end beyond what it had before the table: anonymous, and pages of the file."""
+
+STEP_ABOUT = """\
+A step is {work} ms of matrix products in the training thread, then reading {batch} rows, then committing them, in a
+table that is warm as above. Contenders run round-robin, {steps} steps each, and a difference is taken to the bare
+products of the same round."""
+
+
+def quartiles(values: list[float]) -> list[float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return [low, median, high]
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process in memory: of its own, of files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {key: int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+
+
+def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(n, (size,), generator=g) for _ in range(count)]
+
+
+class Work:
+    """About a number of milliseconds of matrix products: the same count of them every time."""
+
+    def __init__(self, milliseconds: float, size: int = 384) -> None:
+        self.a = torch.randn(size, size)
+        until = time.perf_counter() + 0.5  # the first ones are several times slower
+        while time.perf_counter() < until:
+            self.a @ self.a
+        one = statistics.median(timed(lambda: self.a @ self.a) for _ in range(200))
+        self.count = max(1, round(milliseconds * 1e-3 / one))
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            self.a @ self.a
+
+
+# one table ----------------------------------------------------------------------------------------
+
+
+def measure_table(offload: str, n: int, directory: str, size: int, pool_size: int, work_ms: float) -> dict:
+    before = resident()
+    opened = time.perf_counter()
+    options = {"offload_dir": directory} if offload == "disk" else {}
+    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
+    result: dict = {"offload": offload, "n": n, "create": time.perf_counter() - opened, "seconds": {}}
+    assert isinstance(rows, OffloadedRows)
+    block = torch.randn(size, 1, dtype=torch.complex128)
+    store: RowStore = rows.store
+
+    def cycle(label: str, pool: list[Tensor], scatter: bool = True) -> None:
+        reads, writes = [], []
+        for batch in pool:
+            reads.append(timed(lambda batch=batch: store.gather(batch)))
+            if scatter:
+                writes.append(timed(lambda batch=batch: store.scatter(batch, block)))
+        result["seconds"][f"gather, {label}"] = quartiles(reads)
+        if scatter:
+            result["seconds"][f"scatter, {label}"] = quartiles(writes)
+
+    cycle("first touch", batches(n, size, COLD_BATCHES, 1))
+    pool = batches(n, size, pool_size, 2)
+    for batch in pool:
+        store.gather(batch)
+        store.scatter(batch, block)
+    cycle("warm", pool)
+    for label, prefetching in (("no prefetch", False), ("prefetch", True)):
+        result["seconds"] |= main_thread(rows, pool, block, Work(work_ms / 2), prefetching, label)
+    rows.settle()
+    result["memory"] = {key: value - before[key] for key, value in resident().items()}
+    if offload == "disk":
+        rows.close()
+        evict(Path(directory))
+        store = DiskStore(directory, "rows", n, 1, DESCRIPTION)
+        store.stale = False  # the rows are ours
+        cycle("evicted", pool[:COLD_BATCHES], scatter=False)
+        store.close()
+    return result
+
+
+def evict(directory: Path) -> None:
+    """Write the table back and drop its pages, which nothing maps any more."""
+    fd = os.open(directory / "rows.rows", os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def main_thread(
+    rows: OffloadedRows, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
+) -> dict[str, list[float]]:
+    """What the calls cost the training thread, with work between them."""
+    spent: dict[str, list[float]] = {}
+
+    def spend(name: str, call: Callable[[], object]) -> object:
+        start = time.perf_counter()
+        value = call()
+        spent.setdefault(f"{name}, {label}", []).append(time.perf_counter() - start)
+        return value
+
+    ticket = rows.prefetch(pool[0], CPU)
+    for k, batch in enumerate(pool):
+        if prefetching:
+            following = spend("prefetch", lambda k=k: rows.prefetch(pool[(k + 1) % len(pool)], CPU))
+            work()
+            spend("take", ticket.take)
+            ticket = following
+        else:
+            work()
+            spend("fetch", lambda batch=batch: rows.fetch(batch, batch))
+        work()
+        fresh = block + 1
+        spend("commit", lambda batch=batch, fresh=fresh: rows.commit(batch, fresh))
+    return {name: quartiles(values) for name, values in spent.items()}
+
+
+# the whole step ------------------------------------------------------------------------------------
+
+
+def measure_step(offload: str, n: int, directory: str, size: int, pool_size: int, work_ms: float, steps: int) -> dict:
+    """Added wall time of a step that reads and commits a batch of rows, with and without prefetch."""
+    options = {"offload_dir": directory} if offload == "disk" else {}
+    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
+    block, pool = torch.randn(size, 1, dtype=torch.complex128), batches(n, size, pool_size, 2)
+    for batch in pool:
+        rows.fetch(batch, batch)
+        rows.commit(batch, block)
+    rows.settle()
+    work = Work(work_ms)
+
+    def bare() -> None:
+        for _ in range(steps):
+            work()
+
+    def fetched() -> None:
+        for batch in pool[:steps]:
+            work()
+            rows.commit(batch, rows.fetch(batch, batch))
+
+    def prefetched() -> None:
+        ticket = rows.prefetch(pool[0], CPU)
+        for k in range(steps):
+            following = rows.prefetch(pool[(k + 1) % pool_size], CPU)
+            work()
+            rows.commit(pool[k], ticket.take())
+            ticket = following
+
+    result = interleave({"bare": bare, "no prefetch": fetched, "prefetch": prefetched}, steps, rounds=25)
+    rows.close()
+    return {"offload": offload, "n": n, "rows": size, "step": result}
+
+
+def interleave(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step, and what each contender adds to the first of its round."""
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name, call in contenders.items():
+            seconds = timed(call) / steps
+            if turn:  # the first round starts threads
+                spent[name].append(seconds)
+    base = next(iter(contenders))
+    added = {
+        f"{name}, added": quartiles([a - b for a, b in zip(values, spent[base], strict=True)])
+        for name, values in spent.items()
+        if name != base
+    }
+    return {name: quartiles(values) for name, values in spent.items()} | added
+
+
+def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: int = 128, steps: int = 5) -> dict:
+    """A whole training step of SogCLR, about 20 ms, against the same step with its rows beside the features.
+
+    The encoders are two linear maps and as many matrix products as fill 20 ms; the estimators differ only in where
+    their rows are. The baseline has at most 10,000,000 rows.
+    """
+    options = {"offload_dir": directory} if offload == "disk" else {}
+    here = compopt.SogCLREstimator(min(n, 10**7))
+    there = compopt.SogCLREstimator(n, offload=offload, **options)
+    encoders = [torch.nn.Linear(dim, dim) for _ in range(2)]
+    x = [torch.randn(batch, dim) for _ in range(2)]
+
+    def step(est: compopt.SogCLREstimator, index: Tensor, work: Callable[[], object]) -> None:
+        work()
+        est(encoders[0](x[0]), encoders[1](x[1]), index).backward()
+        est.step()
+
+    pool = [index % min(n, 10**7) if n < 10**7 else index for index in batches(n, batch, 200, 3)]
+    local = [index % min(n, 10**7) for index in pool]
+    for index, near in zip(pool, local, strict=True):  # warm
+        step(there, index, lambda: None)
+        step(here, near, lambda: None)
+    bare = statistics.median(timed(lambda: step(here, local[0], lambda: None)) for _ in range(20))
+    work = Work(max(1.0, 20 - 1e3 * bare))
+
+    def loop(est: compopt.SogCLREstimator, pool: list[Tensor], prefetching: bool) -> Callable[[], None]:
+        def run() -> None:
+            if prefetching:
+                est.prefetch(pool[0])
+            for k in range(steps):
+                if prefetching:
+                    est.prefetch(pool[k + 1])
+                step(est, pool[k], work)
+
+        return run
+
+    contenders = {
+        "offload=None": loop(here, local, False),
+        "no prefetch": loop(there, pool, False),
+        "prefetch": loop(there, pool, True),
+    }
+    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, rounds=25)}
+
+
+# layout -------------------------------------------------------------------------------------------
+
+
+def measure_layout(n: int, size: int, rounds: int) -> dict:
+    """One row of four float32 as a 16-byte element, against one tensor per column; memory really written."""
+    table = torch.ones(n, dtype=torch.complex128)
+    columns = [torch.ones(n) for _ in range(4)]
+    words, values = torch.randn(size, dtype=torch.complex128), torch.randn(size)
+    spent: dict[str, list[float]] = {}
+    for rows in batches(n, size, rounds, 4):
+        for name, gather, scatter in (
+            ("rows", lambda r=rows: table[r], lambda r=rows: table.index_copy_(0, r, words)),
+            (
+                "columns",
+                lambda r=rows: [c.index_select(0, r) for c in columns],
+                lambda r=rows: [c.index_copy_(0, r, values) for c in columns],
+            ),
+        ):
+            if name == "rows":
+                gather = lambda r=rows: table.index_select(0, r)  # noqa: E731
+            # fresh rows for each side: neither finds in the cache what the other brought there
+            spent.setdefault(f"{name}, gather", []).append(timed(gather))
+            spent.setdefault(f"{name}, scatter", []).append(timed(scatter))
+            spent.setdefault(f"{name}, both", []).append(spent[f"{name}, gather"][-1] + spent[f"{name}, scatter"][-1])
+    ratio = [c / r for c, r in zip(spent["columns, both"], spent["rows, both"], strict=True)]
+    return {"n": n, "seconds": {k: quartiles(v) for k, v in spent.items()}, "columns to rows": quartiles(ratio)}
+
+
+# the report ---------------------------------------------------------------------------------------
+
+
+def spread(values: list[float], unit: float = 1e-6, digits: int = 0) -> str:
+    low, median, high = (f"{v / unit:,.{digits}f}" for v in values)
+    return f"{median} ({low} to {high})"
+
+
+def table(head: list[str], lines: list[list[str]]) -> list[str]:
+    body = ["| " + " | ".join(cells) + " |" for cells in [head, *lines]]
+    return [body[0], "|---" + "|---:" * (len(head) - 1) + "|", *body[1:], ""]
+
+
+def title(result: dict) -> str:
+    return f"{result['offload']}, n = {result['n']:,}"
+
+
+def report(env: dict, args: argparse.Namespace, results: dict) -> str:
+    lines = ["# Rows: reading and committing, by placement and size", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in env.items()]
+    lines += ["", ABOUT.format(batch=args.batch, cold=COLD_BATCHES, pool=args.pool, work=args.work), ""]
+    tables = results["tables"]
+    names = list(dict.fromkeys(name for r in tables for name in r["seconds"]))
+    lines += ["## One table, microseconds", ""]
+    body = [[n, *(spread(r["seconds"][n]) if n in r["seconds"] else "" for r in tables)] for n in names]
+    body += [["creation", *(f"{r['create'] / 1e-6:,.0f}" for r in tables)]]
+    body += [[f"{k}, MiB", *(f"{r['memory'][k] / 2**20:,.0f}" for r in tables)] for k in ("RssAnon", "RssFile")]
+    lines += table(["", *map(title, tables)], body)
+    if results["steps"]:
+        lines += ["## What a step pays, microseconds", ""]
+        lines += [STEP_ABOUT.format(batch=args.batch, work=args.step, steps=args.steps), ""]
+        lines += step_table(results["steps"])
+    if results["training"]:
+        lines += ["## What a step of SogCLR pays, microseconds", "", (step_overhead.__doc__ or "").split("\n")[0], ""]
+        lines += step_table(results["training"])
+    lines += ["## Rows against columns, microseconds", "", "Four float32 per sample, in memory that was written.", ""]
+    head = ["n", "rows: gather", "scatter", "columns: gather", "scatter", "columns / rows"]
+    kinds = ["rows, gather", "rows, scatter", "columns, gather", "columns, scatter"]
+    body = [
+        [f"{r['n']:,}", *(spread(r["seconds"][k]) for k in kinds), spread(r["columns to rows"], 1, 2)]
+        for r in results["layouts"]
+    ]
+    return "\n".join([*lines, *table(head, body)])
+
+
+def step_table(results: list[dict]) -> list[str]:
+    names = list(results[0]["step"])
+    return table(["", *names], [[title(r), *(spread(r["step"][n]) for n in names)] for r in results])
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing outside a repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+
+
+def environment() -> dict:
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
+    return {
+        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compopt": compopt.__version__,
+        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load average before": round(os.getloadavg()[0], 2),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+# running ------------------------------------------------------------------------------------------
+
+
+def in_a_process(args: argparse.Namespace, kind: str, offload: str, n: int) -> dict:
+    """One measurement in a process of its own, its files removed whatever happens."""
+    print(f"{kind}: {offload}, n = {n:,} ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as directory:
+        options = {"batch": args.batch, "pool": args.pool, "work": args.work, "step": args.step, "steps": args.steps}
+        command = [sys.executable, __file__, "--one", kind, offload, str(n), directory, "--threads", str(args.threads)]
+        command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout)
+
+
+def measure_one(args: argparse.Namespace) -> dict:
+    kind, offload, number, directory = args.one
+    n = int(number)
+    if kind == "table":
+        return measure_table(offload, n, directory, args.batch, args.pool, args.work)
+    if kind == "step":
+        return measure_step(offload, n, directory, args.batch, args.pool, args.step, args.steps)
+    if kind == "training":
+        return step_overhead(n, offload, directory, steps=args.steps)
+    return measure_layout(n, args.batch, args.pool)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=None, help="where table files are put (default: the system's place)")
+    parser.add_argument("--batch", type=int, default=5120, help="rows per gather and commit")
+    parser.add_argument("--pool", type=int, default=200, help="batches that are visited again and again when warm")
+    parser.add_argument("--work", type=float, default=4.0, help="ms of work between the calls of the training thread")
+    parser.add_argument("--step", type=float, default=20.0, help="ms of work of a step")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a contender in one round")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; the reader and writer need a core too")
+    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
+    parser.add_argument("--steps-only", action="store_true", help="only what a step pays, printed only")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    if args.one:
+        print(json.dumps(measure_one(args)))
+        return
+    if args.quick:
+        args.pool = 30
+    chosen = QUICK if args.quick else TABLES
+    env, results = environment(), {"tables": [], "steps": [], "training": [], "layouts": []}
+    largest = [chosen[-1]] if args.quick else [("cpu", 2 * 10**8), ("disk", 10**9)]
+    results["steps"] = [in_a_process(args, "step", *one) for one in largest]
+    if hasattr(compopt.SogCLREstimator, "prefetch"):
+        results["training"] = [in_a_process(args, "training", *one) for one in largest]
+    if args.steps_only:
+        print("\n".join(line for r in (results["steps"], results["training"]) if r for line in step_table(r)))
+        return
+    results["tables"] = [in_a_process(args, "table", *one) for one in chosen]
+    results["layouts"] = [in_a_process(args, "layout", "none", n) for n in (LAYOUTS[:2] if args.quick else LAYOUTS)]
+    text = report(env, args, results)
+    print(text)
+    if not args.quick:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / "rows.md").write_text(text)
+        (RESULTS / "rows.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
