@@ -4,9 +4,9 @@
 
 A small encoder, AdamW and an estimator train for some steps and save often. The process is killed with SIGKILL at a
 random moment, which often falls inside a save; a new process loads the newest complete checkpoint and goes on, until
-it is killed in turn or ends. Checked after every kill: there is a checkpoint unless none had been finished; it loads; model,
-optimizer and rows are bit for bit those that the undisturbed run had after so many steps. Checked after every end: the
-final state is bit for bit that of the undisturbed run. Any difference ends the program with an error.
+it is killed in turn or ends. Checked after every kill: there is a checkpoint unless none had been finished; it loads;
+model, optimizer and rows are bit for bit those that the undisturbed run had after so many steps. Checked after every
+end: the final state is bit for bit that of the undisturbed run. Any difference ends the program with an error.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from benchmarks import faults
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("offload", [None, "disk"])
 def test_killed_runs_recover(offload, tmp_path):
-    setting = faults.Setting(offload=offload, n=100_000, steps=12)
-    outcome = faults.torture(setting, kills=4, seed=1, root=tmp_path)
-    assert outcome.kills >= 4 and outcome.ends >= 1
+    setting = faults.Setting(offload=offload, n=20_000, steps=8)
+    outcome = faults.torture(setting, kills=3, seed=1, root=tmp_path)
+    assert outcome.kills >= 3 and outcome.ends >= 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
