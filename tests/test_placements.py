@@ -1,0 +1,263 @@
+"""Where rows live never changes what they are: every placement, with and without prefetch, bit for bit."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compopt
+from tests.database import DATABASE, MODES
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.pool import the_pool
+
+N = 13
+ROWS = [info for info in DATABASE if info.has_rows]
+
+
+def options(offload, path):
+    """Constructor arguments of a placement."""
+    return {"offload": offload, "offload_dir": path} if offload == "disk" else {"offload": offload}
+
+
+def train(est, data, prefetch, window=1):
+    """Train; with prefetch the rows of batch t + 1 are read before batch t is committed."""
+    trace = []
+    for step, (z1, z2, index) in enumerate(data):
+        if prefetch and step + 1 < len(data):
+            est.prefetch(data[step + 1][2])
+        trace += [bits(x) for x in run(est, z1, z2, index)]
+        if step % window == window - 1:
+            est.step()
+    return trace
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", ROWS, ids=str)
+def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path):
+    data = batches(N, 8, seed=11)  # six of thirteen rows each: neighbours overlap
+    near, _ = make(info, mode, N, gamma=0.6)
+    expected = train(near, data, prefetch=False, window=2)
+    far, _ = make(info, mode, N, gamma=0.6, **options(offload, tmp_path))
+    assert train(far, data, prefetch, window=2) == expected
+    assert_same_bits(snapshot(near, N), snapshot(far, N))
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_prefetching_the_second_modality_s_rows(offload, tmp_path):
+    z1, z2, index = batches(N, 1, seed=12)[0]
+    results = []
+    for prefetch in (False, True):
+        est = compopt.SogCLREstimator(N, dtype=torch.float64, **options(offload, tmp_path / str(prefetch)))
+        for _ in range(3):
+            if prefetch:
+                est.prefetch(index, index2=(index + 1) % N)
+            est(z1, z2, index, index2=(index + 1) % N)
+            est.step()
+        results.append(snapshot(est, N))
+    assert_same_bits(*results)
+
+
+def test_a_prefetched_batch_that_never_comes(tmp_path):
+    """Other batches, repeated ones, abandoned ones: values stay right and nothing piles up."""
+    data = batches(N, 30, seed=13)
+    near, far = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, offload="disk", offload_dir=tmp_path)
+    for step, (z1, z2, index) in enumerate(data):
+        for other in range(3):
+            far.prefetch(data[(step * 7 + other) % 30][2])
+        for est in (near, far):
+            run(est, z1, z2, index)
+            est.step()
+    assert_same_bits(snapshot(near, N), snapshot(far, N))
+    assert len(far._reader.prefetcher._under_way) <= 4
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_a_loader_is_looked_ahead(offload, tmp_path):
+    data = batches(N, 9, seed=14)
+    near = compopt.SogCLREstimator(N)
+    train(near, data, prefetch=False)
+    far = compopt.SogCLREstimator(N, **options(offload, tmp_path))
+    seen = []
+    for z1, z2, index in far.prefetch(data):
+        run(far, z1, z2, index)
+        far.step()
+        seen.append(index)
+    assert [i.tolist() for i in seen] == [b[2].tolist() for b in data]
+    assert_same_bits(snapshot(near, N), snapshot(far, N))
+    for _ in far.prefetch(data):
+        break
+    assert not far._reader.prefetcher._under_way
+    with pytest.raises(RuntimeError, match="mine"):
+        for _ in far.prefetch(data):
+            raise RuntimeError("mine")
+    assert not far._reader.prefetcher._under_way
+
+
+def test_growing_while_rows_are_under_way(tmp_path):
+    data = batches(N, 4, seed=15)
+    results = []
+    for place in (None, "cpu", "disk"):
+        est = compopt.SogCLREstimator([{"n": N}], **options(place, tmp_path / str(place)))
+        train(est, data[:2], prefetch=True)
+        est.prefetch(data[2][2])
+        est.add_sample_group({"n": 5, "gamma": 0.5})
+        train(est, data[2:], prefetch=True)
+        run(est, *batches(N, 1, seed=16)[0][:2], torch.arange(12, 18))
+        est.step()
+        results.append(snapshot(est, N + 5))
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+def test_bad_placements(tmp_path):
+    for arguments, match in (
+        ({"offload": "gpu"}, "offload must be"),
+        ({"offload": "disk"}, "needs offload_dir"),
+        ({"offload_dir": tmp_path}, 'needs offload="disk"'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            compopt.SogCLREstimator(N, **arguments)
+    with pytest.raises(TypeError, match="shard must be True or False"):
+        compopt.SogCLREstimator(N, shard=1)
+    with pytest.raises(ValueError, match="give them to the ContrastiveEstimator"):
+        compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N, offload="cpu"), compopt.FixedTemperature())
+    est = compopt.SogCLREstimator(N)
+    with pytest.raises(IndexError, match="index 13"):
+        est.prefetch(torch.tensor([0, 13]))
+    with pytest.raises(TypeError, match="integers"):
+        est.prefetch(torch.tensor([0.5]))
+
+
+LEFT_EARLY = """
+import torch, compopt, sys
+est = compopt.SogCLREstimator(50, offload=sys.argv[1], offload_dir=sys.argv[2] if sys.argv[1] == "disk" else None)
+for _ in est.prefetch([(torch.arange(5),)] * 9):
+    est(torch.randn(5, 3), torch.randn(5, 3), torch.arange(5))
+    est.step()
+    if sys.argv[3] == "break":
+        break
+    raise KeyError("in the loop")
+est.prefetch(torch.arange(3))
+"""
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("how, code", [("break", 0), ("raise", 1)])
+def test_the_interpreter_ends(offload, how, code, tmp_path):
+    command = [sys.executable, "-c", LEFT_EARLY, offload, str(tmp_path), how]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert code == 0 or "KeyError: 'in the loop'" in done.stderr
+
+
+def own_threads():
+    """Threads of this library; an estimator and its parts refer to each other, so the collector must run."""
+    gc.collect()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("compopt")]
+
+
+def test_threads_end_with_their_estimator(tmp_path):
+    for _ in range(100):
+        if not own_threads():
+            break
+        threading.Event().wait(0.05)
+    est = compopt.SogCLREstimator(N, offload="disk", offload_dir=tmp_path)
+    train(est, batches(N, 3, seed=17), prefetch=True)
+    assert own_threads()
+    del est
+    for _ in range(100):
+        if not own_threads():
+            break
+        threading.Event().wait(0.05)
+    assert not own_threads()
+
+
+# -- over ranks --------------------------------------------------------------------------------------
+
+
+def own_part(group, batch):
+    """Unequal parts."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    cut = [0, *(batch * (k + 1) // (ranks + 1) for k in range(ranks - 1)), batch]
+    return slice(cut[rank], cut[rank + 1])
+
+
+def on_ranks(group, name, mode, data, placement, prefetch, window):
+    """What one rank sees of every column in the end."""
+    info = next(info for info in DATABASE if info.name == name)
+    est, _ = make(info, mode, N, gamma=0.6, process_group=group, **placement)
+    own = own_part(group, len(data[0][2]))
+    parts = [(z1[own], z2[own], index[own]) for z1, z2, index in data]
+    train(est, parts, prefetch, window)
+    state = snapshot(est, N)
+    full = est.state_dict()["rows"]
+    assert all(len(column) == N for column in full.values())
+    est._table.rows.settle()
+    return state, est._table.store.n
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "shard"])
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam"])
+def test_every_placement_on_several_ranks(name, ranks, offload, shard, prefetch, tmp_path):
+    data = batches(N, 8, batch=7, seed=21)
+    placement = {**options(offload, str(tmp_path)), "shard": shard}
+    near = the_pool().run(on_ranks, ranks, name, "bimodal", data, {}, False, 2)
+    far = the_pool().run(on_ranks, ranks, name, "bimodal", data, placement, prefetch, 2)
+    held = [n for _, n in far]
+    assert sum(held) == N and max(held) - min(held) <= 1 if shard else held == [N] * ranks
+    for state, _ in (*near, *far):
+        assert_same_bits(near[0][0], state)
+    files = sorted(path.name for path in tmp_path.glob("*.rows"))
+    if offload == "disk":
+        assert files == ([f"rows-{k:05d}-of-{ranks:05d}.rows" for k in range(ranks)] if shard else ["rows.rows"])
+
+
+def grown(group, placement):
+    """Rows appended to shards."""
+    est = compopt.SogCLREstimator([{"n": N}], process_group=group, dtype=torch.float64, **placement)
+    data = batches(N, 3, batch=8, seed=22)
+    own = own_part(group, 8)
+    run(est, *(x[own] for x in data[0]))
+    est.step()
+    est.add_sample_group({"n": 9})
+    run(est, data[1][0][own], data[1][1][own], torch.arange(10, 18)[own])
+    est.step()
+    return snapshot(est, N + 9)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_shards_grow(offload, tmp_path):
+    (alone,) = the_pool().run(grown, 1, {})
+    for state in the_pool().run(grown, 3, {**options(offload, str(tmp_path)), "shard": True}):
+        for key in alone:
+            torch.testing.assert_close(alone[key], state[key], rtol=1e-12, atol=1e-12)
+
+
+def different_reads(group):
+    """Every rank asks a shard for rows of its own choice."""
+    est = compopt.SogCLREstimator(N, process_group=group, shard=True, dtype=torch.float64)
+    z1, z2, index = batches(N, 1, batch=8, seed=23)[0]
+    own = own_part(group, 8)
+    run(est, z1[own], z2[own], index[own])
+    est.step()
+    rank = dist.get_rank(group)
+    asked = torch.arange(N)[rank : rank + 1 + 2 * rank]
+    whole = est.state_dict()["rows"]
+    got = est.read(asked)
+    return all(torch.equal(whole[name][asked], got[name]) for name in ("log_u",)), len(asked)
+
+
+@pytest.mark.distributed
+def test_reading_shards():
+    assert all(same for same, _ in the_pool().run(different_reads, 3))
