@@ -163,6 +163,39 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
     rows.close()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_offloaded_on_cuda_equals_direct_and_never_synchronises(kind, tmp_path):
+    """Commits computed on the device, behind a queue of work; the writer slow; nothing in the loop may wait."""
+    device, g, n = torch.device("cuda", 0), generator(0), 500
+    rows, direct = OffloadedRows(Slow(make_store(kind, n, 1, tmp_path), g)), DirectRows(MemoryStore(n, 1))
+    direct.store.to(device)
+    busy = torch.randn(2000, 2000, device=device)
+    batches = [random_rows(n, 300, g) for _ in range(60)]
+    blocks = [random_block(batch, 1, g).to(device) for batch in batches]
+    on_device = [batch.to(device) for batch in batches]
+    ticket, results = rows.prefetch(batches[0], device), []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for k in range(59):
+            following = rows.prefetch(batches[k + 1], device)
+            busy @ busy
+            results += [(ticket.take(), direct.fetch(on_device[k]))]
+            results += [(rows.fetch(on_device[k], batches[k]), direct.fetch(on_device[k]))]
+            rows.commit(on_device[k].clone(), blocks[k].clone())
+            direct.commit(on_device[k], blocks[k])
+            ticket = following
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for found, expected in results:
+        assert bits(found) == bits(expected)
+    assert bits(rows.fetch(batches[0])) == bits(direct.fetch(batches[0]))  # on the CPU, as est.read() does
+    rows.settle()
+    assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_reader_of_another_writers_file(seed, tmp_path):
     """Two ranks make the same commits; one writes, the other lays them over until they are acknowledged."""
@@ -412,6 +445,8 @@ def test_bad_places_and_sizes(tmp_path):
         with pytest.raises(ValueError, match=f"n={n}.*cannot be kept"):
             DiskStore(tmp_path / "new", "rows", n, 1, {})
     assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(ValueError, match="does not exist; a process with writer=True"):
+        DiskStore(tmp_path / "new", "rows", 5, 1, {}, writer=False)
     store = DiskStore(tmp_path / "new", "rows", 5, 1, {})
     (tmp_path / "new" / "rows.json").write_text("{")
     with pytest.raises(ValueError, match=r"rows\.json does not describe"):

@@ -41,7 +41,7 @@ class Entry:
         self._sorted: tuple[Tensor, Tensor] | None = None
 
     def sorted(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows in ascending order and their block. Two threads may both sort: they find the same."""
+        """Rows in ascending order and their block; two threads may both sort, and find the same."""
         if self._sorted is None:
             if self.rows.device.type == "cpu":
                 order = torch.from_numpy(np.argsort(self.rows.numpy()))

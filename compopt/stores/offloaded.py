@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.fetched import Fetched, gather, to_device
 from compopt.stores.journal import Entry, Journal, Query
 
 # Commits that wait for the store before a commit waits for them; also what a ticket that nobody takes keeps alive.
 JOURNAL_LIMIT = 64
-CPU = torch.device("cpu")
 
 
 class OffloadedRows(Rows):
@@ -30,9 +27,10 @@ class OffloadedRows(Rows):
     When :data:`JOURNAL_LIMIT` commits wait, the next one waits for the writer.
 
     *Prefetch.* A reader thread gathers and lays over what was unwritten when the ticket was issued; the commits
-    made since are handed to the ticket; the writer thread lays them over once they are made, on CUDA the main thread
-    does when the rows are taken. A ticket that sees too many of them, or
-    whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs nothing.
+    made since are handed to the ticket. On the CPU the writer thread reads its rows again once it has written them;
+    what is not written when the rows are taken, and on CUDA all of it, is laid over then. A ticket that sees too
+    many of them, or whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs
+    nothing.
 
     On CUDA, copies go through pinned memory on a side stream and nothing synchronises, provided that
     :meth:`fetch` is given the rows on the host too. Threads are started at the first use, end when this object is
@@ -57,40 +55,41 @@ class OffloadedRows(Rows):
         self._pid = os.getpid()
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="compopt-writer")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="compopt-reader")
-        self._tickets: list[weakref.ref[_Fetched]] = []
+        self._tickets: list[weakref.ref[Fetched]] = []
         self._streams: dict[torch.device, Any] = {}
         self._reading = False
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        self._check()
+        self.check()
         unwritten = self._journal.entries()  # before the gather: what retires meanwhile is laid over as well
-        block = _to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        block = to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         query = Query(rows)
         for entry in unwritten:
             block = entry.lay_over(block, query)
         return block
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        self._check()
+        self.check()
         self.store.ready()
         if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
             device = torch.device("cuda", torch.cuda.current_device())
         rows = rows.clone()  # a loader may reuse its buffer
-        ticket = _Fetched(self, rows, device)
+        ticket = Fetched(self, rows, device)
         self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
         self._reading = True
         unwritten = self._journal.entries()
         ticket.future = self._readers.submit(
-            _gather, self.store, rows, device, self._side(device), self._journal, unwritten
+            gather, self.store, rows, device, self._side(device), self._journal, unwritten
         )
         return ticket
 
-    def _under_way(self) -> list[_Fetched]:
+    def _under_way(self) -> list[Fetched]:
         return [ticket for ref in self._tickets if (ticket := ref()) is not None]
 
-    def _forget(self, ticket: _Fetched) -> None:
+    def forget(self, ticket: Fetched) -> None:
+        """A ticket that needs no further commits."""
         self._tickets = [ref for ref in self._tickets if ref() not in (None, ticket)]
 
     def _side(self, device: torch.device) -> Any:
@@ -104,7 +103,7 @@ class OffloadedRows(Rows):
     # -- writing -----------------------------------------------------------------------------------------------
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        self._check()
+        self.check()
         self.store.ready()
         self._make_room()
         entry = self._journal.append(rows, block)
@@ -112,8 +111,7 @@ class OffloadedRows(Rows):
             ticket.add(entry, self._journal.limit)
         if self._writing:
             self._stage(entry)
-        store = self.store if self._writing else None
-        self._writers.submit(_write, store, entry, self._journal, tuple(self._tickets))
+            self._writers.submit(_write, self.store, entry, self._journal, tuple(self._tickets))
 
     def _make_room(self) -> None:
         if not self._journal.full():
@@ -124,7 +122,7 @@ class OffloadedRows(Rows):
                 f"{self.written} of {self.committed}: call acknowledge() with its `written`"
             )
         self._journal.wait(self._journal.limit - 1)
-        self._check()
+        self.check()
 
     def _stage(self, entry: Entry) -> None:
         """Start copying a commit to pinned host memory, behind the work that computes it."""
@@ -166,7 +164,7 @@ class OffloadedRows(Rows):
 
         Tickets under way will read anew. A reader of another process's store keeps its unacknowledged commits.
         """
-        self._check()
+        self.check()
         if self._writing:
             self._journal.wait(0)
         for ticket in self._under_way():
@@ -174,7 +172,7 @@ class OffloadedRows(Rows):
         if self._reading:  # the reader takes one after the other, dropped tickets included
             self._readers.submit(int).result()
             self._reading = False
-        self._check()
+        self.check()
 
     def close(self) -> None:
         """Settle, stop threads, close the store."""
@@ -185,7 +183,7 @@ class OffloadedRows(Rows):
             self._readers.shutdown()
             self.store.close()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise what went wrong in the writer thread; in a forked process start threads of its own."""
         if self._pid != os.getpid():
             self._restart()
@@ -215,129 +213,23 @@ class OffloadedRows(Rows):
         self._start()
 
 
-class _Fetched(Ticket):
-    """Rows that a reader thread is gathering, and the commits made since that are not laid over them yet."""
+def _write(store: RowStore, entry: Entry, journal: Journal, tickets: tuple[weakref.ref[Fetched], ...]) -> None:
+    """In the writer thread: scatter one commit, spare the main thread laying it over tickets under way.
 
-    def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
-        self._source, self._rows, self._device = source, rows, device
-        self.future: Future[_Read] | None = None
-        self._later: deque[Entry] = deque()
-        self._lock = threading.Lock()
-        self._expired = self._done = False
-
-    def add(self, entry: Entry, limit: int) -> None:
-        """A commit made after the ticket was issued."""
-        if len(self._later) >= limit:
-            self.expire()
-        if not self._expired:
-            self._later.append(entry)
-
-    def expire(self) -> None:
-        """Keep nothing; a later take() reads anew."""
-        with self._lock:
-            self._expired, self.future = True, None
-            self._later.clear()
-
-    def abandon(self) -> None:
-        """The same where the thread that held the lock may be gone: after a fork."""
-        self._expired, self.future, self._later, self._lock = True, None, deque(), threading.Lock()
-
-    def catch_up(self) -> None:
-        """In the writer thread, on the CPU: lay over what was committed, if the rows are there."""
-        with self._lock:
-            everything = (self._device, *(entry.rows.device for entry in self._later))
-            future = self.future if all(device.type == "cpu" for device in everything) else None
-            if future is not None and future.done() and future.exception() is None and not future.result().missing:
-                self._lay_over(future.result())
-
-    def _lay_over(self, read: _Read) -> None:
-        for pending in (read.missing, self._later):
-            while pending:
-                read.block = pending.popleft().lay_over(read.block, read.query)
-
-    def take(self) -> Tensor:
-        if self._done:
-            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
-        self._done = True
-        self._source._check()  # after a fork the reader is the parent's
-        self._source._forget(self)
-        if self.future is None:
-            return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
-        read = self.future.result()
-        if read.event is not None:
-            here = torch.cuda.current_stream(self._device)
-            here.wait_event(read.event)
-            for tensor in (read.block, read.query.rows):
-                tensor.record_stream(here)
-        with self._lock:
-            self._lay_over(read)
-        self.future = None
-        return read.block
-
-    def drop(self) -> None:
-        self._done = True
-        self._source._forget(self)
-        self.expire()
-
-
-@dataclass
-class _Read:
-    """What a reader thread hands over: the gathered block, and which commits must still be laid over it."""
-
-    block: Tensor
-    query: Query
-    missing: deque[Entry]
-    event: Any
-
-
-def _gather(
-    store: RowStore, rows: Tensor, device: torch.device, side: Any, journal: Journal, unwritten: list[Entry]
-) -> _Read:
-    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written.
-
-    Commits on an accelerator belong to the main thread's stream and are laid over there.
+    Few and large calls: each gives the interpreter back, and the main thread gets it only while one lasts.
     """
-    missing = deque(entry for entry in unwritten if entry.number > journal.written)  # as of now, before the gather
-    block, query, event = store.gather(rows), Query(rows), None
-    if side is None:
-        query.sorted()
-        while missing and missing[0].rows.device.type == "cpu":
-            block = missing.popleft().lay_over(block, query)
-        return _Read(block, query, missing, None)
-    with torch.cuda.device(device), torch.cuda.stream(side):
-        block, query = _to_device(block, device), Query(_to_device(rows, device))
-        event = torch.cuda.Event()
-        event.record(side)
-    return _Read(block, query, missing, event)
-
-
-def _write(store: RowStore | None, entry: Entry, journal: Journal, tickets: tuple[weakref.ref[_Fetched], ...]) -> None:
-    """In the writer thread: scatter one commit, spare the main thread laying it over tickets under way."""
     if journal.error is not None:
         return
     try:
-        if entry.rows.device.type == "cpu":
-            entry.sorted(CPU)  # here rather than in the thread that lays it over
-            for ticket in (ref() for ref in tickets):
-                if ticket is not None:
-                    ticket.catch_up()
-            ticket = None  # the caller may have thrown it away
-        if store is None:
-            return
         assert entry.host is not None
         rows, block, event = entry.host
-        if event is None:
-            rows, block = entry.sorted(CPU)
-        else:
+        if event is not None:
             event.synchronize()
         store.scatter(rows, block)
         journal.retire(entry.number)
+        for ticket in (ref() for ref in tickets):
+            if ticket is not None:
+                ticket.refresh(store, entry.number)
+        ticket = None  # the caller may have thrown it away
     except BaseException as error:
         journal.fail(error)
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,130 @@
+"""Rows that a reader thread fetches ahead of time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt.stores.base import RowStore, Ticket
+from compopt.stores.journal import Entry, Journal, Query
+
+if TYPE_CHECKING:
+    from compopt.stores.offloaded import OffloadedRows
+
+
+class Fetched(Ticket):
+    """Rows that a reader thread is gathering, and the commits made since that are not laid over them yet."""
+
+    def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
+        self._source, self._rows, self._device = source, rows, device
+        self.future: Future[Read] | None = None
+        self._later: deque[Entry] = deque()
+        self._lock = threading.Lock()
+        self._expired = self._done = False
+
+    def add(self, entry: Entry, limit: int) -> None:
+        """A commit made after the ticket was issued."""
+        if len(self._later) >= limit:
+            self.expire()
+        if not self._expired:
+            self._later.append(entry)
+
+    def expire(self) -> None:
+        """Keep nothing; a later take() reads anew."""
+        with self._lock:
+            self._expired, self.future = True, None
+            self._later.clear()
+
+    def abandon(self) -> None:
+        """The same where the thread that held the lock may be gone: after a fork."""
+        self._expired, self.future, self._later, self._lock = True, None, deque(), threading.Lock()
+
+    def refresh(self, store: RowStore, written: int) -> None:
+        """In the writer thread, on the CPU: read again, now that the commits made since are in the store.
+
+        One call that leaves the interpreter to others, where laying over takes ten.
+        """
+        with self._lock:
+            read = self._arrived() if self._device.type == "cpu" else None
+            if read is None:
+                return
+            read.block = store.gather(read.query.rows)
+            for pending in (read.missing, self._later):
+                while pending and pending[0].number <= written:  # not clear(): the main thread may be adding one
+                    pending.popleft()
+
+    def _arrived(self) -> Read | None:
+        future = self.future
+        return future.result() if future is not None and future.done() and future.exception() is None else None
+
+    def _lay_over(self, read: Read) -> None:
+        for pending in (read.missing, self._later):
+            while pending:
+                read.block = pending.popleft().lay_over(read.block, read.query)
+
+    def take(self) -> Tensor:
+        if self._done:
+            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
+        self._done = True
+        self._source.check()  # after a fork the reader is the parent's
+        self._source.forget(self)
+        if self.future is None:
+            return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
+        read = self.future.result()
+        if read.event is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(read.event)
+            for tensor in (read.block, read.query.rows):
+                tensor.record_stream(here)
+        with self._lock:
+            self._lay_over(read)
+        self.future = None
+        return read.block
+
+    def drop(self) -> None:
+        self._done = True
+        self._source.forget(self)
+        self.expire()
+
+
+@dataclass
+class Read:
+    """What a reader thread hands over: the gathered block, and which commits must still be laid over it."""
+
+    block: Tensor
+    query: Query
+    missing: deque[Entry]
+    event: Any
+
+
+def gather(
+    store: RowStore, rows: Tensor, device: torch.device, side: Any, journal: Journal, unwritten: list[Entry]
+) -> Read:
+    """In the reader thread: gather, send to the device, on the CPU also lay over what was not written.
+
+    Commits on an accelerator belong to the main thread's stream and are laid over there.
+    """
+    missing = deque(entry for entry in unwritten if entry.number > journal.written)  # as of now, before the gather
+    block, query, event = store.gather(rows), Query(rows), None
+    if side is None:
+        while missing and missing[0].rows.device.type == "cpu":
+            block = missing.popleft().lay_over(block, query)
+        return Read(block, query, missing, None)
+    with torch.cuda.device(device), torch.cuda.stream(side):
+        block, query = to_device(block, device), Query(to_device(rows, device))
+        event = torch.cuda.Event()
+        event.record(side)
+    return Read(block, query, missing, event)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
