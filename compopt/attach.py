@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -19,17 +19,22 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     Covers ``AcceleratedOptimizer``, DeepSpeed's engine and its ZeRO and FP16 optimizers, and anything else
     built the same way.
     """
-    seen: list[Any] = []
-    inner = optimizer
-    while inner is not None and not any(inner is other for other in seen):
+    for inner in _chain(optimizer):
         if isinstance(getattr(inner, "_optimizer_step_post_hooks", None), dict):
             return inner
-        seen.append(inner)
-        inner = getattr(inner, "optimizer", None)
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
         f"{type(optimizer).__name__}. Call est.step() yourself after each real update instead"
     )
+
+
+def _chain(optimizer: Any) -> Iterator[Any]:
+    """The object, what it wraps, what that wraps, ..., each once."""
+    seen: list[Any] = []
+    while optimizer is not None and not any(optimizer is other for other in seen):
+        seen.append(optimizer)
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
@@ -48,3 +53,23 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
             alive(getattr(optimizer, "found_inf", None))
 
     return optimizer.register_step_post_hook(hook)
+
+
+class SkipCounter:
+    """Notices afterwards that an engine skipped an update: DeepSpeed counts them, and runs no hook."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._seen = ref(engine), int(engine.skipped_steps)
+
+    @staticmethod
+    def of(optimizer: Any) -> SkipCounter | None:
+        """That of the first object in a chain of wrappers that counts; ``None`` where none does."""
+        counting = (inner for inner in _chain(optimizer) if isinstance(getattr(inner, "skipped_steps", None), int))
+        engine = next(counting, None)
+        return None if engine is None else SkipCounter(engine)
+
+    def rose(self) -> bool:
+        """An update was skipped since the last time that this was asked."""
+        engine = self._engine()
+        before, self._seen = self._seen, self._seen if engine is None else int(engine.skipped_steps)
+        return self._seen > before

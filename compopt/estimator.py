@@ -80,6 +80,7 @@ class Estimator(Hooks):
         self._deposits: list[Deposit] = []
         self._pending = 0
         self._handles: dict[int, RemovableHandle] = {}
+        self._skips: dict[int, attaching.SkipCounter] = {}
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,8 @@ class Estimator(Hooks):
         if self._owned:
             raise RuntimeError("this object is part of a ContrastiveEstimator, which reads and writes its rows")
         depositing = self.training and torch.is_grad_enabled()
+        if depositing:
+            self._drop_skipped()
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending}
         return self._reader.visit(keys, like, payload, depositing, progress)
 
@@ -215,6 +218,7 @@ class Estimator(Hooks):
         self._commit(None)
 
     def _commit(self, found_inf: Tensor | None) -> None:
+        self._drop_skipped()
         if not self._pending:
             return
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() > 0:
@@ -238,13 +242,19 @@ class Estimator(Hooks):
         for part in self._components.values():
             part.forget()
 
+    def _drop_skipped(self) -> None:
+        """What is pending belongs to an update that an attached engine has skipped since."""
+        if any([counter.rose() for counter in self._skips.values()]):  # a list: every counter must look
+            self.discard()
+
     def attach(self, optimizer: Any) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
-        ``deepspeed.initialize`` or ``accelerator.prepare``. An unfused ``GradScaler`` skip and a DeepSpeed
-        overflow do not touch the optimizer at all: the finite rows of that window then join the next commit,
-        which is harmless because the weights did not move; call :meth:`discard` to drop them.
+        ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
+        not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
+        because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
+        :meth:`discard`.
 
         Returns:
             A handle with ``remove()``.
@@ -257,6 +267,9 @@ class Estimator(Hooks):
         if handle is None or handle.id not in inner._optimizer_step_post_hooks:
             handle = attaching.commit_after_step(inner, self._commit)
             self._handles[id(inner)] = handle
+            counter = attaching.SkipCounter.of(optimizer)
+            if counter is not None:
+                self._skips[id(inner)] = counter
         return handle
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
@@ -311,8 +324,8 @@ class Estimator(Hooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
-        fresh: dict[str, Any] = {"_hooks": {family: OrderedDict() for family in self._hooks}, "_handles": {}}
-        return {**self.__dict__, **fresh, "_reader": None}
+        hooks: dict[str, Any] = {family: OrderedDict() for family in self._hooks}
+        return {**self.__dict__, "_hooks": hooks, "_handles": {}, "_skips": {}, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
