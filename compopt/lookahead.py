@@ -21,7 +21,9 @@ class Lookahead:
     end of an epoch. An exception of the loader is raised where it would be without this wrapper: after its last
     good batch has been handed out. No thread is started here; give the loader workers.
 
-    Everything else (``len``, ``sampler``, ``dataset``, ...) is the loader's. Iterating again starts it anew.
+    Everything else (``len``, ``sampler``, ``dataset``, ...) is the loader's. Iterating again starts it anew. A loader
+    that accelerate has prepared looks one batch ahead by itself, in order to tell ``accumulate`` which batch is the
+    last: there, batches are announced as it takes them, and its count stays right.
 
     Args:
         loader: an iterable of batches, or an iterator.
@@ -34,6 +36,7 @@ class Lookahead:
 
     Raises:
         TypeError: ``loader`` cannot be iterated; a batch has no such entry or it is no tensor of integers.
+        ValueError: an accelerate loader whose batches come from the main process.
     """
 
     def __init__(
@@ -46,6 +49,11 @@ class Lookahead:
     ) -> None:
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+        if type(loader).__name__ == "DataLoaderDispatcher":
+            raise ValueError(
+                "this loader sends batches from the main process, and only they know their index there; prepare it with "
+                "DataLoaderConfiguration(dispatch_batches=False), or call est.prefetch(index) yourself"
+            )
         self.loader = loader
         self._announce, self._forget = announce, forget
         self._wanted = (index,) if index2 is None else (index, index2)
@@ -59,22 +67,35 @@ class Lookahead:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
         try:
-            current = self._take(batches)
-            while current is not _END:
-                following, error = _END, None
-                try:
-                    following = self._take(batches)
-                except Exception as problem:  # the loader's: this batch comes first
-                    error = problem
-                yield current
-                if error is not None:
-                    raise error
-                current = following
+            yield from self._within() if _looks_ahead(self.loader) else self._ahead()
         finally:
             if self._forget is not None:
                 self._forget()
+
+    def _within(self) -> Iterator[Any]:
+        """The batches of a loader that looks ahead by itself, announced where it takes them."""
+        loader: Any = self.loader
+        inner = loader.base_dataloader
+        loader.base_dataloader = _Announced(inner, self._take)
+        try:
+            yield from loader
+        finally:
+            loader.base_dataloader = inner
+
+    def _ahead(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        current = self._take(batches)
+        while current is not _END:
+            following, error = _END, None
+            try:
+                following = self._take(batches)
+            except Exception as problem:  # the loader's: this batch comes first
+                error = problem
+            yield current
+            if error is not None:
+                raise error
+            current = following
 
     def _take(self, batches: Iterator[Any]) -> Any:
         """The next batch, announced."""
@@ -85,6 +106,33 @@ class Lookahead:
 
 
 _END = object()
+
+
+def _looks_ahead(loader: Any) -> bool:
+    """accelerate's; told by what it has, since accelerate need not be installed."""
+    return hasattr(type(loader), "end") and hasattr(loader, "base_dataloader") and hasattr(loader, "end_of_dataloader")
+
+
+class _Announced:
+    """A loader inside another one; each batch is announced when it is taken."""
+
+    def __init__(self, loader: Any, take: Callable[[Iterator[Any]], Any]) -> None:
+        self._loader, self._take = loader, take
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while (batch := self._take(batches)) is not _END:
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    @property  # the loader outside passes its own class on, as accelerate does
+    def __class__(self) -> type:
+        return self._loader.__class__
 
 
 def select_index(batch: Any, index: Any) -> Tensor:

@@ -1,0 +1,9 @@
+"""Thin adapters; none of them is imported unless it is asked for.
+
+``est.attach(optimizer)`` alone serves plain torch, DDP, FSDP2 and DeepSpeed engines. What is here covers what a hook
+of the optimizer cannot see, and checkpoints of frameworks that would keep one rank's rows only:
+
+- :mod:`compopt.integrations.amp`: a ``GradScaler`` that skips an update without touching the optimizer.
+- :mod:`compopt.integrations.accelerate`: ``attach``, ``register_for_checkpointing``.
+- :mod:`compopt.integrations.deepspeed`: ``save_checkpoint``, ``load_checkpoint``.
+"""
