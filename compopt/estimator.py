@@ -244,7 +244,8 @@ class Estimator(Hooks):
 
     def _drop_skipped(self) -> None:
         """What is pending belongs to an update that an attached engine has skipped since."""
-        if any([counter.rose() for counter in self._skips.values()]):  # a list: every counter must look
+        rose = [counter.rose() for counter in self._skips.values()]  # every one must look
+        if any(rose):
             self.discard()
 
     def attach(self, optimizer: Any) -> RemovableHandle:

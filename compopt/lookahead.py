@@ -51,7 +51,7 @@ class Lookahead:
             raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
         if type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
-                "this loader sends batches from the main process, and only they know their index there; prepare it with "
+                "this loader sends batches from the main process, which alone knows the index; prepare it with "
                 "DataLoaderConfiguration(dispatch_batches=False), or call est.prefetch(index) yourself"
             )
         self.loader = loader
@@ -131,7 +131,7 @@ class _Announced:
         return getattr(self._loader, name)
 
     @property  # the loader outside passes its own class on, as accelerate does
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[misc]
         return self._loader.__class__
 
 
