@@ -130,8 +130,8 @@ class _Announced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    @property  # the loader outside passes its own class on, as accelerate does
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]  # the loader outside passes its own class on, as accelerate does
+    def __class__(self) -> type:
         return self._loader.__class__
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.pool import close_pool
+from tests.pool import close_pools
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,4 +19,4 @@ def one_thread():
 def _end_the_pool():
     """The processes of tests/pool.py end with the session."""
     yield
-    close_pool()
+    close_pools()

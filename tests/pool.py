@@ -1,4 +1,4 @@
-"""Four processes with gloo, started once: `pool.run(function, K, *args)` runs a function on the first K of them."""
+"""Processes with gloo, started once: `pool.run(function, K, *args)` runs a function on the first K of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ TIMEOUT = 30
 class Pool:
     """Processes that wait for functions. A function is called as `function(group, *args)` on every member."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.pipes, self.processes = [], []
-        for rank in range(WORLD):
+        for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, port, timeout, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -39,10 +40,10 @@ class Pool:
             pipe.send((function, ranks, args))
         answers = []
         for rank, pipe in enumerate(self.pipes[:ranks]):
-            if not pipe.poll(TIMEOUT):
-                _pool.clear()  # the next test starts afresh
+            if not pipe.poll(self.timeout):
+                _pools.clear()  # the next test starts afresh
                 self.kill()
-                raise TimeoutError(f"rank {rank} of {ranks} did not answer in {TIMEOUT} s: {function.__name__}")
+                raise TimeoutError(f"rank {rank} of {ranks} did not answer in {self.timeout} s: {function.__name__}")
             answers.append(pipe.recv())
         for rank, (_value, error) in enumerate(answers):
             if error is not None:
@@ -63,14 +64,15 @@ class Pool:
             process.kill()
 
 
-def _serve(rank: int, port: int, pipe: Any) -> None:
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    groups = {k: dist.new_group(list(range(k)), backend="gloo") for k in range(1, WORLD)}
-    groups[WORLD] = None  # the default group
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    groups = {k: dist.new_group(list(range(k)), backend="gloo") for k in range(1, world)}
+    groups[world] = None  # the default group
     while (task := pipe.recv()) is not None:
-        faulthandler.dump_traceback_later(TIMEOUT * 0.9)  # where a rank waits for another
+        faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
         function, ranks, args = task
         try:
             pipe.send((function(groups[ranks], *args), None))
@@ -80,17 +82,17 @@ def _serve(rank: int, port: int, pipe: Any) -> None:
             faulthandler.cancel_dump_traceback_later()
 
 
-_pool: list[Pool] = []
+_pools: dict[int, Pool] = {}
 
 
-def the_pool() -> Pool:
-    """The one pool of this test session."""
-    if not _pool:
-        _pool.append(Pool())
-    return _pool[0]
+def the_pool(world: int = WORLD, timeout: float = TIMEOUT) -> Pool:
+    """The one pool of this size in this test session."""
+    if world not in _pools:
+        _pools[world] = Pool(world, timeout)
+    return _pools[world]
 
 
-def close_pool() -> None:
+def close_pools() -> None:
     """At the end of the session."""
-    while _pool:
-        _pool.pop().close()
+    while _pools:
+        _pools.popitem()[1].close()
