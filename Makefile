@@ -51,4 +51,5 @@ $(VENV)/.recipes: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation -e ".[dev]"
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e ".[deepspeed]"
 	@touch $(VENV)/.recipes $@

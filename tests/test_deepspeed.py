@@ -169,6 +169,9 @@ def run_accelerate(group, stage, folder):
         plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=WINDOW)
         plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=MICRO // 2, zero_allow_untested_optimizer=True)
         acc = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=WINDOW)
+        # accelerate believes that DeepSpeed on the CPU has one process: its CPU branch excludes DeepSpeed
+        for state in (AcceleratorState, PartialState):
+            state._shared_state.update(num_processes=2, process_index=dist.get_rank())
         model = Encoders(torch.float32)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.groups(), lr=1e-2))
         est = compopt.ISogCLREstimator(N, rho=0.5, shard=True)
