@@ -32,7 +32,7 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(VENV)/.recipes  ## time the pair-weight kernel; writes benchmarks/results/
-	$(BIN)/python benchmarks/kernel.py $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.kernel $(BENCH_ARGS)
 
 clean:  ## remove build outputs and caches; keeps the environment and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

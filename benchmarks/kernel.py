@@ -1,7 +1,7 @@
 """Time and memory of the pair-weight kernel against what no method can avoid and against plain autograd.
 
-    python benchmarks/kernel.py            # writes benchmarks/results/kernel.md and kernel.json
-    python benchmarks/kernel.py --quick    # a smaller run, printed and not written
+    python -m benchmarks.kernel            # writes benchmarks/results/kernel.md and kernel.json
+    python -m benchmarks.kernel --quick    # a smaller run, printed and not written
 
 Every contender turns two normalised feature matrices into a loss and both feature gradients. Contenders run
 round-robin in one process (A B C A B C ...), each round on fresh random features, so that a slow moment of
@@ -12,10 +12,8 @@ own for each contender.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
+from benchmarks.machine import ROOT, environment, heading
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TAU = 0.07
 CHUNK = 512
@@ -212,9 +210,9 @@ def peak_bytes(contender: Contender, B: int, d: int) -> int:
 
 def peak_bytes_apart(suite: str, name: str, B: int, d: int) -> int:
     """`peak_bytes` in a process of its own, whose allocator returns what is freed: live buffers count."""
-    command = [sys.executable, __file__, "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
+    command = [sys.executable, "-m", "benchmarks.kernel", "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd=ROOT).stdout)
 
 
 def check_equal_work(B: int, d: int) -> None:
@@ -269,33 +267,9 @@ def section(result: dict) -> list[str]:
     return [*lines, ""]
 
 
-def git(*arguments: str) -> str:
-    """What git prints; nothing outside a repository."""
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
-
-
-def environment() -> dict:
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "compopt": compopt.__version__,
-        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "load average before": round(os.getloadavg()[0], 2),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
 def report(env: dict, results: list[dict]) -> str:
-    lines = ["# The pair-weight kernel: time and memory", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in env.items()]
+    lines = heading("The pair-weight kernel: time and memory", env)
     lines += [
-        "",
         "A call is a loss with both feature gradients. Each cell is the median (first to third quartile)",
         "over the rounds; ratios pair the calls of one round. Features are float32, random, normalised, and",
         "new in every round; every loss normalises them again, as losses do. Peak memory is what one",

@@ -1,8 +1,8 @@
 """Time of reading and committing rows, by placement and table size, and what a training step pays for it.
 
-    python benchmarks/rows.py               # writes benchmarks/results/rows.md and rows.json; needs 16 GB of disk
-    python benchmarks/rows.py --quick       # small tables, few rounds, printed and not written
-    python benchmarks/rows.py --steps-only  # only the training step, printed and not written
+    python -m benchmarks.rows               # writes benchmarks/results/rows.md and rows.json; needs 16 GB of disk
+    python -m benchmarks.rows --quick       # small tables, few rounds, printed and not written
+    python -m benchmarks.rows --steps-only  # only the training step, printed and not written
 
 Every table is measured in a process of its own, so that its memory can be read off; table files lie in a temporary
 directory under --dir and are removed at the end, errors included.
@@ -11,10 +11,8 @@ directory under --dir and are removed at the end, errors included.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,9 +25,9 @@ import torch
 from torch import Tensor
 
 import compopt
+from benchmarks.machine import ROOT, environment, heading, resident, table
 from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
 QUICK = [("cpu", 10**5), ("disk", 10**7)]
@@ -65,12 +63,6 @@ def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def resident() -> dict[str, int]:
-    """Bytes of this process in memory: of its own, of files."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {key: int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
 
 
 def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
@@ -306,19 +298,13 @@ def spread(values: list[float], unit: float = 1e-6, digits: int = 0) -> str:
     return f"{median} ({low} to {high})"
 
 
-def table(head: list[str], lines: list[list[str]]) -> list[str]:
-    body = ["| " + " | ".join(cells) + " |" for cells in [head, *lines]]
-    return [body[0], "|---" + "|---:" * (len(head) - 1) + "|", *body[1:], ""]
-
-
 def title(result: dict) -> str:
     return f"{result['offload']}, n = {result['n']:,}"
 
 
 def report(env: dict, args: argparse.Namespace, results: dict) -> str:
-    lines = ["# Rows: reading and committing, by placement and size", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in env.items()]
-    lines += ["", ABOUT.format(batch=args.batch, cold=COLD_BATCHES, pool=args.pool, work=args.work), ""]
+    lines = heading("Rows: reading and committing, by placement and size", env)
+    lines += [ABOUT.format(batch=args.batch, cold=COLD_BATCHES, pool=args.pool, work=args.work), ""]
     tables = results["tables"]
     names = list(dict.fromkeys(name for r in tables for name in r["seconds"]))
     lines += ["## One table, microseconds", ""]
@@ -348,29 +334,6 @@ def step_table(results: list[dict]) -> list[str]:
     return table(["", *names], [[title(r), *(spread(r["step"][n]) for n in names)] for r in results])
 
 
-def git(*arguments: str) -> str:
-    """What git prints; nothing outside a repository."""
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
-
-
-def environment() -> dict:
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "compopt": compopt.__version__,
-        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "load average before": round(os.getloadavg()[0], 2),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
 # running ------------------------------------------------------------------------------------------
 
 
@@ -379,10 +342,20 @@ def in_a_process(args: argparse.Namespace, kind: str, offload: str, n: int) -> d
     print(f"{kind}: {offload}, n = {n:,} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as directory:
         options = {"batch": args.batch, "pool": args.pool, "work": args.work, "step": args.step, "steps": args.steps}
-        command = [sys.executable, __file__, "--one", kind, offload, str(n), directory, "--threads", str(args.threads)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.rows",
+            "--one",
+            kind,
+            offload,
+            str(n),
+            directory,
+            "--threads",
+            str(args.threads),
+        ]
         command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout)
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout)
 
 
 def measure_one(args: argparse.Namespace) -> dict:

@@ -1,0 +1,64 @@
+"""What every result states about where it was measured, and the form of its tables."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import compopt
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing outside a repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+
+
+def command() -> str:
+    """This program's own, as `python -m ...` where it was started so."""
+    main = sys.modules["__main__"].__spec__
+    start = ["-m", main.name] if main is not None else [sys.argv[0]]
+    return " ".join(["python", *start, *sys.argv[1:]])
+
+
+def environment() -> dict:
+    """Hardware, versions, commit, load."""
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
+    return {
+        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compopt": compopt.__version__,
+        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load average before": round(os.getloadavg()[0], 2),
+        "command": command(),
+    }
+
+
+def heading(title: str, env: dict) -> list[str]:
+    """The top of a result file."""
+    return [f"# {title}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in env.items()), ""]
+
+
+def table(head: list[str], lines: list[list[str]]) -> list[str]:
+    """A table whose first column is text."""
+    body = ["| " + " | ".join(cells) + " |" for cells in [head, *lines]]
+    return [body[0], "|---" + "|---:" * (len(head) - 1) + "|", *body[1:], ""]
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process in memory: of its own, of files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {key: int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
