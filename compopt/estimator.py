@@ -102,11 +102,19 @@ class Estimator(Hooks):
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set, ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
 
-        Its samples take the indices after all existing ones. The table is copied once.
+        Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
+        is as it was. With several ranks collective.
         """
+        if self._owned:
+            raise RuntimeError("this object is part of a ContrastiveEstimator; add the group there")
         self._groups.add(group)
-        if self._table is not None:
-            self._table.grow()
+        try:
+            if self._table is not None:
+                self._forget_prefetched()
+                self._table.grow(self.n or 0)
+        except BaseException:
+            self._groups.drop_last()
+            raise
 
     # -- rows --------------------------------------------------------------------------------------------------
 

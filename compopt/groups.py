@@ -210,6 +210,10 @@ class SampleGroups:
         self.groups.append(new)
         self._snapshot.append(dict(new))
 
+    def drop_last(self) -> None:
+        """Undo :meth:`add`."""
+        del self.groups[-1], self._snapshot[-1]
+
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
         """Hyper-parameters of one component for these rows, ``(B, R)``."""
         return Hyper(self.groups, self.names[role], membership(self.groups, rows), dtype)

@@ -51,10 +51,13 @@ class Prefetcher:
         self._started = 0
         self._under_way: deque[Fetch] = deque()
         self._thread: ThreadPoolExecutor | None = None
-        self._group: ProcessGroup | None = ranks.new_host_group() if table.sharded else None
+        self._group: ProcessGroup | None = None
+        self._asked_for_group = False
 
     def start(self, rows: Tensor, device: torch.device) -> None:
         """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
+        if self._table.sharded and not self._asked_for_group:  # formed at the first use: all ranks prefetch alike
+            self._group, self._asked_for_group = self._ranks.new_host_group(), True
         if self._table.sharded and self._group is None:
             return
         self._started += 1

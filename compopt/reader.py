@@ -64,8 +64,10 @@ class Reader:
                 keys = {name: key.cpu() for name, key in keys.items()}
             rows, bad = self._rows(keys, like.device)
             fetch = None if self.prefetcher is None else self.prefetcher.find(_on_host(keys))
-            if self.table is not None and depositing:
-                self.table.store.to(like.device)
+            if self.table is not None:
+                self.table.rows.ready()
+                if depositing:
+                    self.table.store.to(like.device)
             own = self._fetch_own(rows, _on_host(keys), fetch)
         written = 0 if self.table is None else self.table.rows.written
         facts = {**progress, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}

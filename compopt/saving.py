@@ -42,7 +42,7 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
     """
     checks.count("keep", keep)
     ranks, root = est._ranks, Path(directory)
-    est._run("state_dict_pre")
+    ranks.agree(lambda: est._run("state_dict_pre"))
     made = ranks.agree(lambda: manifest.fresh(root, est.t) if ranks.rank == 0 else None)
     target: Checkpoint = ranks.gather_objects(made)[0]
     files = ranks.agree(lambda: _write_files(est, target))
@@ -99,7 +99,10 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 
 def _write_files(est: Estimator, target: Checkpoint) -> list[File]:
     """This rank's files."""
-    files = [] if est._table is None else list(_write_rows(est._table, est._ranks.rank, est._ranks.size, target))
+    files = []
+    if est._table is not None:
+        with est._table.at_rest():
+            files = list(_write_rows(est._table, est._ranks.rank, est._ranks.size, target))
     if est._ranks.rank == 0:
         extra = {
             f"{role}.{name}": value.detach().cpu()
@@ -112,7 +115,6 @@ def _write_files(est: Estimator, target: Checkpoint) -> list[File]:
 
 def _write_rows(table: RowTable, rank: int, size: int, target: Checkpoint) -> Iterator[File]:
     """Own rows of a shard; of a table that every rank has, every K-th block."""
-    table.rows.settle()
     store = table.store
     starts = range(0, store.n, BLOCK_ROWS)
     for number in range(len(starts)) if table.sharded else range(rank, len(starts), size):
@@ -203,15 +205,19 @@ def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tenso
 
 def _read_rows(table: RowTable, source: Checkpoint, files: list[File]) -> None:
     """Fill this process's rows block by block, in order, whatever ranks wrote them."""
-    table.rows.settle()
-    for start in range(0, table.store.n, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, table.store.n)
-        block = torch.zeros(stop - start, table.layout.words, dtype=torch.complex128)
-        views = table.layout.unpack(block)
-        first, last = table.first + start * table.stride, table.first + (stop - 1) * table.stride
-        for file in files:
-            _read_part(source.path / file.name, file, first, last, table.stride, views)
-        table.store.write_block(start, block.to(table.store.device))
+    with table.at_rest():
+        for start in range(0, table.store.n, BLOCK_ROWS):
+            _read_block(table, source, files, start)
+
+
+def _read_block(table: RowTable, source: Checkpoint, files: list[File], start: int) -> None:
+    stop = min(start + BLOCK_ROWS, table.store.n)
+    block = torch.zeros(stop - start, table.layout.words, dtype=torch.complex128)
+    views = table.layout.unpack(block)
+    first, last = table.first + start * table.stride, table.first + (stop - 1) * table.stride
+    for file in files:
+        _read_part(source.path / file.name, file, first, last, table.stride, views)
+    table.store.write_block(start, block.to(table.store.device))
 
 
 def _read_part(path: Path, file: File, first: int, last: int, stride: int, views: Mapping[str, Tensor]) -> None:

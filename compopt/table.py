@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,7 +54,9 @@ class RowTable:
         self.layout = RowLayout((*columns, Column(COUNT, directions, torch.int32)))
         self.n = groups.n or 0
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows: Rows = placement.open(self._local_count(), self.layout, ranks)
+        self.rows: Rows = placement.open(self._local_count(self.n), self.layout, ranks)
+        # A file of which another rank may be the writer; on shards every rank has its own.
+        self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
 
     @property
     def sharded(self) -> bool:
@@ -65,14 +68,35 @@ class RowTable:
         """Where this process keeps its rows."""
         return self.rows.store
 
-    def _local_count(self) -> int:
-        return len(range(self.first, self.n, self.stride))
+    def _local_count(self, n: int) -> int:
+        return len(range(self.first, n, self.stride))
 
-    def grow(self) -> None:
-        """Follow the sample groups, to which one was added."""
-        self.rows.settle()
-        self.n = self._groups.n or 0
-        self.store.grow(self._local_count())
+    @contextmanager
+    def at_rest(self) -> Iterator[RowStore]:
+        """The store, while nothing else touches it: every commit of every rank is in it, and no read is under way.
+
+        Whoever reads or writes a store past the rows, as checkpoints do, does it in here. Collective where ranks
+        share a file: a rank that does not write it learns here that its commits are there, and leaves only when
+        the writer has left.
+        """
+        if not self._shared:
+            self.rows.settle()
+            yield self.store
+            return
+        self._ranks.agree(self.rows.settle)
+        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and its writer has settled
+        try:
+            yield self.store
+        finally:
+            self._ranks.barrier()
+
+    def grow(self, n: int) -> None:
+        """Append rows up to ``n``; all ranks or none. Collective."""
+        local = self._local_count(n)
+        with self.at_rest() as store:
+            self._ranks.agree(lambda: store.grow(local) if self.rows.writes else None)
+            self._ranks.agree(lambda: None if self.rows.writes else store.grow(local))  # readers follow their writer
+        self.n = n
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -141,8 +165,11 @@ class RowTable:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of every column of every row, ``(n, D)``; on shards collective, and whole on every rank."""
-        self.rows.settle()
+        """A copy of every column of every row, ``(n, D)``; collective on shards and on a shared file."""
+        with self.at_rest():
+            return self._columns()
+
+    def _columns(self) -> dict[str, Tensor]:
         device = torch.device("cpu") if self.sharded else self.store.device
         full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in self.layout.columns}
         counts = [len(range(rank, self.n, self.stride)) for rank in range(self.stride)]
@@ -169,11 +196,11 @@ class RowTable:
                 )
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
-        """Overwrite all rows that this process holds."""
-        self.rows.settle()
-        for start in range(0, self.store.n, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, self.store.n)
-            at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-            values = {c.name: columns[c.name][at].to(self.store.device) for c in self.layout.columns}
-            base = torch.zeros(stop - start, self.layout.words, dtype=torch.complex128, device=self.store.device)
-            self.store.write_block(start, self.layout.pack(values, base=base))
+        """Overwrite all rows that this process holds; collective on a shared file."""
+        with self.at_rest() as store:
+            for start in range(0, store.n, BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, store.n)
+                at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
+                values = {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns}
+                base = torch.zeros(stop - start, self.layout.words, dtype=torch.complex128, device=store.device)
+                store.write_block(start, self.layout.pack(values, base=base))

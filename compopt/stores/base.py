@@ -101,6 +101,19 @@ class Rows(ABC):
         """So many commits are in the store, says who writes it."""
         del commits
 
+    @property
+    def committed(self) -> int:
+        """How many commits were made."""
+        return 0
+
+    @property
+    def writes(self) -> bool:
+        """``False``: another process writes the store, from the same commits."""
+        return True
+
+    def ready(self) -> None:
+        """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
+
     def settle(self) -> None:
         """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
 

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class Fetched(Ticket):
-    """Rows that a reader thread is gathering, and the commits made since that are not laid over them yet."""
+    """Rows that a reader thread is gathering, and the commits made since that are not laid over them yet.
+
+    Three threads meet here. The main thread adds commits, takes and drops; the writer thread refreshes; the reader
+    thread's result is in ``future``, which is ``None`` once there is nothing to wait for. Whoever changes the block,
+    or takes commits off the queue, holds the lock; the main thread alone appends to the queue, without it.
+    """
 
     def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
@@ -82,10 +87,10 @@ class Fetched(Ticket):
             here.wait_event(read.event)
             for tensor in (read.block, read.query.rows):
                 tensor.record_stream(here)
-        with self._lock:
+        with self._lock:  # from here on the writer thread leaves the block alone: it would lack what was laid over
             self._lay_over(read)
-        self.future = None
-        return read.block
+            self.future = None
+            return read.block
 
     def drop(self) -> None:
         self._done = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,6 +59,8 @@ class OffloadedRows(Rows):
         self._tickets: list[weakref.ref[Fetched]] = []
         self._streams: dict[torch.device, Any] = {}
         self._reading = False
+        # A ticket and the journal must agree on which commits came before it: shards prefetch in a thread.
+        self._lock = threading.Lock()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -71,18 +74,16 @@ class OffloadedRows(Rows):
         return block
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        self.check()
-        self.store.ready()
+        self.ready()
         if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
             device = torch.device("cuda", torch.cuda.current_device())
         rows = rows.clone()  # a loader may reuse its buffer
-        ticket = Fetched(self, rows, device)
-        self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
-        self._reading = True
-        unwritten = self._journal.entries()
-        ticket.future = self._readers.submit(
-            gather, self.store, rows, device, self._side(device), self._journal, unwritten
-        )
+        ticket, side = Fetched(self, rows, device), self._side(device)
+        with self._lock:
+            self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
+            self._reading = True
+            unwritten = self._journal.entries()
+            ticket.future = self._readers.submit(gather, self.store, rows, device, side, self._journal, unwritten)
         return ticket
 
     def _under_way(self) -> list[Fetched]:
@@ -90,7 +91,8 @@ class OffloadedRows(Rows):
 
     def forget(self, ticket: Fetched) -> None:
         """A ticket that needs no further commits."""
-        self._tickets = [ref for ref in self._tickets if ref() not in (None, ticket)]
+        with self._lock:
+            self._tickets = [ref for ref in self._tickets if ref() not in (None, ticket)]
 
     def _side(self, device: torch.device) -> Any:
         """The stream on which copies to and from a device run; ``None`` on the CPU."""
@@ -103,12 +105,12 @@ class OffloadedRows(Rows):
     # -- writing -----------------------------------------------------------------------------------------------
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        self.check()
-        self.store.ready()
+        self.ready()
         self._make_room()
-        entry = self._journal.append(rows, block)
-        for ticket in self._under_way():
-            ticket.add(entry, self._journal.limit)
+        with self._lock:
+            entry = self._journal.append(rows, block)
+            for ticket in self._under_way():
+                ticket.add(entry, self._journal.limit)
         if self._writing:
             self._stage(entry)
             self._writers.submit(_write, self.store, entry, self._journal, tuple(self._tickets))
@@ -143,6 +145,10 @@ class OffloadedRows(Rows):
             tensor.record_stream(side)
 
     @property
+    def writes(self) -> bool:
+        return self._writing
+
+    @property
     def committed(self) -> int:
         """Commits made so far."""
         return self._journal.committed
@@ -162,13 +168,15 @@ class OffloadedRows(Rows):
     def settle(self) -> None:
         """Wait until this process's commits are in the store and nothing reads it.
 
-        Tickets under way will read anew. A reader of another process's store keeps its unacknowledged commits.
+        Tickets under way will read anew. A reader of another process's store keeps its unacknowledged commits: it
+        cannot know by itself what the writer has done.
         """
         self.check()
         if self._writing:
             self._journal.wait(0)
-        for ticket in self._under_way():
-            ticket.expire()
+        with self._lock:
+            for ticket in self._under_way():
+                ticket.expire()
         if self._reading:  # the reader takes one after the other, dropped tickets included
             self._readers.submit(int).result()
             self._reading = False
@@ -193,6 +201,10 @@ class OffloadedRows(Rows):
                 f"commit {self.written + 1} of {self.committed} could not be written ({type(error).__name__}: "
                 f"{error}); the rows end with commit {self.written}: load a checkpoint into a new estimator"
             ) from error
+
+    def ready(self) -> None:
+        self.check()
+        self.store.ready()
 
     def _restart(self) -> None:
         """The threads of the parent are not here: write what was under way at the fork again, it is the same."""
