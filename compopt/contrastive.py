@@ -18,7 +18,7 @@ from compopt.component import Call, Component, Normalizer, Temperature
 from compopt.estimator import Estimator
 from compopt.gathered import GatheredPairs
 from compopt.groups import GroupSpec, parse
-from compopt.inputs import check_features, check_tau, check_vector
+from compopt.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.kernel import Pairs
 from compopt.placement import Placement
 from compopt.ranks import ProcessGroup
@@ -106,6 +106,9 @@ class ContrastiveEstimator(Estimator):
             part.joined(self._groups, owner=self)
         self._warned_rho = False
         self._last: tuple[Tensor, float | Tensor, list[RunningSums], Tensor] | None = None
+
+    def _options(self) -> dict[str, Any]:
+        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau}
 
     def _override_groups(self, n: GroupSpec) -> None:
         """Presets: the groups that the user gave override the arguments."""
@@ -223,7 +226,7 @@ class ContrastiveEstimator(Estimator):
         payload = [] if self._ranks.size == 1 else [a, b]
         if payload and isinstance(tau, Tensor) and tau.dim():
             payload.append(tau.detach().to(a.device))
-        visit = self._visit(keys, a, payload)
+        visit = self._visit(keys, a, payload, tau_facts(tau))
         for name, key in visit.keys.items():
             if len(key) < 2:
                 raise ValueError(f"the batch has {len(key)} samples on all ranks together; it needs at least two")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,16 @@ class RowTable:
     def store(self) -> RowStore:
         """Where this process keeps its rows."""
         return self.rows.store
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle or a copy; that of a shard belongs to its rank."""
+        self.__dict__.update(state)
+        here = (self._ranks.rank, self._ranks.size)
+        if self.sharded and here != (self.first, self.stride):
+            raise RuntimeError(
+                f"this is the shard of rank {self.first} of {self.stride}, and this process is rank {here[0]} of "
+                f"{here[1]}; move rows between runs with compopt.save and compopt.load"
+            )
 
     def _local_count(self, n: int) -> int:
         return len(range(self.first, n, self.stride))
