@@ -385,6 +385,75 @@ for k in range(20):
     assert read_table(tmp_path, "rows", torch.arange(5))["u"].tolist() == [[19.0] * 4] * 5
 
 
+def test_rows_that_are_taken_are_not_refreshed_any_more():
+    """The writer thread comes by right after take() has laid over what it has not written yet."""
+    store, one = MemoryStore(8, 1), torch.tensor([3])
+    rows, gate, scatter = OffloadedRows(store), threading.Event(), store.scatter
+    written = []
+
+    def second_waits(*args):
+        if written:
+            gate.wait(10)
+        scatter(*args)
+        written.append(1)
+
+    store.scatter = second_waits
+    ticket = rows.prefetch(one, torch.device("cpu"))
+    ticket.future.result()
+    for value in (1, 2):
+        rows.commit(one.clone(), torch.full((1, 1), complex(value), dtype=torch.complex128))
+    while not written:
+        time.sleep(0.001)
+
+    class Lock:
+        """Lets the writer run as soon as the main thread lets go."""
+
+        def __init__(self, lock):
+            self.lock, self.armed = lock, True
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                writer = threading.Thread(target=ticket.refresh, args=(store, 1))
+                writer.start()
+                writer.join()
+
+    ticket._lock = Lock(ticket._lock)
+    assert ticket.take().real.item() == 2
+    gate.set()
+    rows.close()
+
+
+def test_tickets_of_two_threads_are_all_remembered():
+    """Shards prefetch in a thread of their own while the main thread takes: no ticket may miss a commit."""
+    rows = OffloadedRows(MemoryStore(8, 1))
+    added, interval = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def prefetch():
+        for _ in range(300):
+            added.append(rows.prefetch(torch.arange(8), torch.device("cpu")))
+
+    thread = threading.Thread(target=prefetch)
+    try:
+        thread.start()
+        taken = 0
+        while thread.is_alive() or taken < len(added):
+            if taken < len(added):
+                ticket = added[taken]
+                assert any(ref() is ticket for ref in rows._tickets)
+                ticket.drop()
+                taken += 1
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    rows.close()
+
+
 # files --------------------------------------------------------------------------------------------
 
 
