@@ -95,7 +95,10 @@ class RowTable:
             yield self.store
             return
         self._ranks.agree(self.rows.settle)
-        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and its writer has settled
+        committed = self._ranks.gather_objects(self.rows.committed)
+        if len(set(committed)) > 1:
+            raise RuntimeError(f"every rank must call step() after the same updates; commits by rank: {committed}")
+        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and the writer has settled
         try:
             yield self.store
         finally:

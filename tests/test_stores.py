@@ -312,6 +312,85 @@ def test_tickets_are_taken_once_and_cost_nothing_when_forgotten():
     assert not rows._journal.entries() or rows.settle() is None
 
 
+class RunAtExit:
+    """A lock after whose first release by the main thread something else runs at once."""
+
+    def __init__(self, lock, then):
+        self.lock, self.then = lock, then
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *exception):
+        self.lock.release()
+        if self.then is not None and threading.current_thread() is threading.main_thread():
+            then, self.then = self.then, None
+            thread = threading.Thread(target=then)
+            thread.start()
+            thread.join()
+
+
+def test_the_writer_does_not_take_back_what_a_ticket_hands_out():
+    """The writer reads a ticket's rows again just when they are handed out, without the commits laid over them."""
+    rows = OffloadedRows(Gated(5))
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    ticket.future.result()
+    commit_value(rows, 1)  # not written: the gate is closed
+    ticket._lock = RunAtExit(ticket._lock, lambda: ticket.refresh(rows.store, 0))
+    assert value_of(ticket.take()) == 1
+    rows.store.gate.set()
+    rows.settle()
+
+
+class Meanwhile(list):
+    """A list of tickets: while one thread goes through it, another does something."""
+
+    action = None
+
+    def __iter__(self):
+        action, self.action = self.action, None
+        if action is not None:
+            self.thread = threading.Thread(target=action)
+            self.thread.start()
+            self.thread.join(0.2)  # it waits for a lock, or is done
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("first", ["take", "prefetch"])
+def test_tickets_issued_by_two_threads_are_all_handed_the_commits(first):
+    """With shards a background thread asks for tickets while the main thread takes and asks for others."""
+    rows, kept = OffloadedRows(HostStore(5, 1)), []
+    early = rows.prefetch(torch.tensor([2]), CPU)
+    rows._tickets = between = Meanwhile(rows._tickets)
+    between.action = lambda: kept.append(rows.prefetch(torch.tensor([2]), CPU))
+    if first == "take":
+        early.take()
+    else:
+        kept.append(rows.prefetch(torch.tensor([2]), CPU))
+    between.thread.join()
+    for ticket in kept:
+        ticket.future.result()
+    commit_value(rows, 1)
+    assert [value_of(ticket.take()) for ticket in kept] == [1] * len(kept)
+
+
+def test_a_ticket_issued_while_the_rows_settle_reads_anew():
+    """What expires before its read has begun stays expired."""
+    rows = OffloadedRows(HostStore(5, 1))
+    submit = rows._readers.submit
+
+    def late(*args):
+        rows._readers.submit = submit
+        future = submit(*args)
+        future.result()
+        rows.settle()
+        rows.store.write_block(0, torch.full((5, 1), 9, dtype=torch.complex128))
+        return future
+
+    rows._readers.submit = late
+    assert value_of(rows.prefetch(torch.tensor([2]), CPU).take()) == 9
+
+
 def test_a_ticket_from_before_a_load_sees_it():
     rows = OffloadedRows(HostStore(5, 1))
     ticket = rows.prefetch(torch.tensor([2]), CPU)
