@@ -1,0 +1,110 @@
+"""One process or many, with or without DeepSpeed: how a run gets its ``Accelerator``.
+
+All of these start the same recipe; ``--batch-size`` counts over all ranks, so that the results agree::
+
+    python -m recipes.train_clip
+    torchrun --nproc_per_node 2 -m recipes.train_clip
+    accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+        -m recipes.train_clip
+    torchrun --nproc_per_node 2 -m recipes.train_clip --deepspeed-config recipes/deepspeed/zero2.json
+    DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
+        --deepspeed-config recipes/deepspeed/zero2.json
+
+``accelerate launch`` starts DeepSpeed runs too: leave ``--use_deepspeed`` out and give the recipe its
+``--deepspeed-config``. On GPUs add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
+from torch import nn
+
+
+def local_device(device: torch.device) -> torch.device:
+    """``cuda`` is this rank's own card, the one that accelerate takes."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process prints, draws and writes results; known before the process group is."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
+    """A fresh one for each run; all of them share one process group."""
+    AcceleratorState._reset_state()  # keeps the process group; accelerate takes no second DeepSpeed plugin otherwise
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
+    if deepspeed is None:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
+        # batch norm's buffers are equal on all ranks already, see models.BatchNorm
+        handler = DistributedDataParallelKwargs(broadcast_buffers=False)
+        return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[handler], **options)
+    return _with_deepspeed(device, accumulate, deepspeed, options)
+
+
+def _with_deepspeed(device: torch.device, accumulate: int, path: Path, options: dict[str, Any]) -> Accelerator:
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
+    handlers = []
+    if device.type == "cpu":
+        # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
+        os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+    from accelerate import DeepSpeedPlugin
+
+    config = json.loads(path.read_text())
+    config["gradient_accumulation_steps"] = accumulate
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+
+
+def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
+    """DeepSpeed wants to know what a rank takes per forward; there is no loader from which it could tell."""
+    plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
+    if plugin is not None:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type.value == "DEEPSPEED"
+
+
+@contextlib.contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Inside, every rank has all of the parameters, which ZeRO 3 keeps in pieces."""
+    parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if not parameters:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        yield
