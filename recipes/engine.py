@@ -121,6 +121,8 @@ class Run:
         config, device = self.config, self.control.device
         torch.manual_seed(config.seed)
         plain = self.task.model().to(device)
+        if self.control.deepspeed:  # it broadcasts weights as flat bytes
+            plain = plain.to(memory_format=torch.contiguous_format)
         self.est = methods.build(
             config.method, self.task.n, self.task.mode, config.options, self.control.placement
         ).to(device)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
 from torch import nn
 
@@ -63,9 +63,7 @@ def accelerator(device: torch.device, accumulate: int, mixed_precision: str, dee
     options: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-        # batch norm's buffers are equal on all ranks already, see models.BatchNorm
-        handler = DistributedDataParallelKwargs(broadcast_buffers=False)
-        return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[handler], **options)
+        return Accelerator(cpu=device.type == "cpu", **options)
     return _with_deepspeed(device, accumulate, deepspeed, options)
 
 
