@@ -224,7 +224,9 @@ def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
 def _train(run: Run, progress: bool) -> Run:
     """Train with a progress bar that shows the loss and the headline metric."""
     title = METHODS[run.config.method].title
-    with tqdm(total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress or not launch.is_main()) as bar:
+    with tqdm(
+        total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress or not launch.is_main()
+    ) as bar:
         run.control.on_step = lambda run: _show(bar, run)
         run.train()
         _show(bar, run)

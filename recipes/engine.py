@@ -123,9 +123,9 @@ class Run:
         plain = self.task.model().to(device)
         if self.control.deepspeed:  # it broadcasts weights as flat bytes
             plain = plain.to(memory_format=torch.contiguous_format)
-        self.est = methods.build(
-            config.method, self.task.n, self.task.mode, config.options, self.control.placement
-        ).to(device)
+        self.est = methods.build(config.method, self.task.n, self.task.mode, config.options, self.control.placement).to(
+            device
+        )
         self.optimizer = torch.optim.AdamW(self._parameter_groups(plain), lr=config.lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)

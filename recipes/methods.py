@@ -80,13 +80,17 @@ METHODS: dict[str, Method] = {
     ),
     "clip": Method(
         "CLIP (learned temperature)",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode, **o.placement),
+        lambda n, mode, o: compopt.InfoNCEEstimator(
+            tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode, **o.placement
+        ),
         {"tau": 0.18},
         unimodal={"tau": 0.1},
     ),
     "sogclr": Method(
         "SogCLR",
-        lambda n, mode, o: compopt.SogCLREstimator(n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode, **o.placement),
+        lambda n, mode, o: compopt.SogCLREstimator(
+            n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode, **o.placement
+        ),
         {"tau": 0.08, "gamma": 0.5, "reference": "none"},
         unimodal={"tau": 0.1},
     ),

@@ -60,7 +60,7 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(x)
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         moments = torch.stack([wide.mean((0, 2, 3)), wide.square().mean((0, 2, 3))])
         mean, square = _SumOverRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
         variance = (square - mean.square()).clamp(min=0)
