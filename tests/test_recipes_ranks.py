@@ -51,7 +51,7 @@ def finish(command, environment):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)  # DeepSpeed may compile an extension first
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
