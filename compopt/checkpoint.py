@@ -22,7 +22,14 @@ def config(estimator: Estimator) -> dict[str, Any]:
         "dtype": str(estimator.dtype),
         "n": [group.get("n") for group in estimator.sample_groups],
         "columns": {c.name: [c.width, str(c.dtype)] for c in columns},
+        "options": estimator._options(),
     }
+
+
+def compare(estimator: Estimator, given: Mapping[str, Any]) -> None:
+    """Refuse the configuration of another estimator, with both values."""
+    expected = config(estimator)
+    _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
 
 
 def state_dict(estimator: Estimator) -> dict[str, Any]:
@@ -48,17 +55,21 @@ def load_state_dict(estimator: Estimator, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
         )
-    _compare("", config(estimator), state["config"])
+    compare(estimator, state["config"])
+    t = int(state["t"])
     for role, part in estimator._components.items():
+        if role not in state["extra"]:
+            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(state['extra'])}")
         part.check_state(state["extra"][role])
     if estimator._table is not None:
         estimator._table.check_state(state["rows"])
     estimator._groups.replace(state["sample_groups"])
+    estimator._forget_prefetched()
     if estimator._table is not None:
         estimator._table.load_state_dict(state["rows"])
     for role, part in estimator._components.items():
         part.restore_state(state["extra"][role])
-    estimator.t = int(state["t"])
+    estimator.t = t
     estimator.discard()
 
 

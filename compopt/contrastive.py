@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +16,15 @@ from compopt.component import Call, Component, Normalizer, Temperature
 from compopt.estimator import Estimator
 from compopt.gathered import GatheredPairs
 from compopt.groups import GroupSpec, parse
-from compopt.inputs import check_features, check_tau, check_vector
+from compopt.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.kernel import Pairs
+from compopt.monitor import warn_rho
 from compopt.placement import Placement
 from compopt.ranks import ProcessGroup
 from compopt.strips import RunningSums
 from compopt.visit import Visit
 
 MODES = ("bimodal", "unimodal")
-NORM_MIN = 1e-12  # as F.normalize
 # Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
 _FAR = 1 << 40
 
@@ -60,6 +58,13 @@ class ContrastiveEstimator(Estimator):
         dtype: of the rows, float32 or float64.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
+
+    Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
+    (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
+    samples; one all-gather of 4 to 8 floats per sample and direction. With ``shard=True`` rows come by one all-reduce
+    of the global batch's rows instead. The backward pass and :meth:`step` communicate nothing. Every rank computes
+    its own anchors against all candidates, returns the global loss, and gets the complete gradient of its own
+    features, multiplied by K for wrappers that average over ranks.
 
     Raises:
         TypeError, ValueError, IndexError: at construction and call; the state is then as before.
@@ -107,6 +112,9 @@ class ContrastiveEstimator(Estimator):
         self._warned_rho = False
         self._last: tuple[Tensor, float | Tensor, list[RunningSums], Tensor] | None = None
 
+    def _options(self) -> dict[str, Any]:
+        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau}
+
     def _override_groups(self, n: GroupSpec) -> None:
         """Presets: the groups that the user gave override the arguments."""
         self._groups.override(parse(n))
@@ -147,7 +155,7 @@ class ContrastiveEstimator(Estimator):
         with self._reader.meeting.guard():
             keys, tau = self._check_call(z1, z2, index, index2, group, encode, tau)
         with torch.autocast(z1.device.type, enabled=False):
-            (a, norm1), (b, norm2) = self._prepare(z1), self._prepare(z2)
+            (a, norm1), (b, norm2) = (objective.prepare(z, self.normalize) for z in (z1, z2))
             visit = self._enter(keys, a, b, tau)
             temperature = self._temperature(visit, tau, a)
             learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
@@ -159,7 +167,7 @@ class ContrastiveEstimator(Estimator):
                 for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
-        self._watch_features(a, b, value)
+        self._reader.monitor.watch_features(a, b, value)
         value = visit.guard(value)
         return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
 
@@ -223,38 +231,15 @@ class ContrastiveEstimator(Estimator):
         payload = [] if self._ranks.size == 1 else [a, b]
         if payload and isinstance(tau, Tensor) and tau.dim():
             payload.append(tau.detach().to(a.device))
-        visit = self._visit(keys, a, payload)
+        visit = self._visit(keys, a, payload, tau_facts(tau))
         for name, key in visit.keys.items():
-            if len(key) < 2:
-                raise ValueError(f"the batch has {len(key)} samples on all ranks together; it needs at least two")
-            host = key if key.device.type == "cpu" else None
-            if host is None:
-                flag = (key == key[0]).all()
+            flag = self._reader.monitor.two_samples(name, key)
+            if flag is not None:
                 visit.bad = flag if visit.bad is None else visit.bad | flag
-                self._reader.monitor.watch(flag.to(torch.int32), self._refuse_batch)
-            elif (first := host.numpy()[0]) == host.numpy().min() == host.numpy().max():
-                raise ValueError(
-                    f"{name} is {first} for the whole batch; a batch must have at least two distinct samples"
-                )
         if visit.depositing:
             for part in (self.normalizer, self.temperature):
                 part.move(a.device)
         return visit
-
-    def _refuse_batch(self, one_sample: int) -> None:
-        if one_sample:
-            raise ValueError(
-                "an index, index2 or group of an earlier call was one value for the whole batch (its loss was NaN); a "
-                "batch must have at least two distinct samples"
-            )
-
-    def _prepare(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features in working precision without their graph, normalised, and the norms they had."""
-        z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
-        if not self.normalize:
-            return z, None
-        norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
-        return z / norm, norm
 
     def _temperature(self, visit: Visit, tau: Tensor | float | None, z: Tensor) -> float | Tensor:
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
@@ -281,7 +266,7 @@ class ContrastiveEstimator(Estimator):
         alpha = estimate.alpha.expand(-1, 2)
         call.hyper = visit.hypers("temperature")
         rho = self.temperature.rho(call.hyper)
-        self._warn_rho(pairs)
+        self._warn_rho(pairs.negatives)
         if visit.depositing:
             proposals = dict(estimate.proposals)
             if self.temperature.learns:
@@ -346,33 +331,9 @@ class ContrastiveEstimator(Estimator):
 
     # -- what the user should hear -----------------------------------------------------------------------------
 
-    def _warn_rho(self, pairs: AnchorStatistics) -> None:
-        if self._warned_rho or not self.temperature.learns or not pairs.negatives:
-            return
-        largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
-        limit = math.log(pairs.negatives)
-        if largest >= limit:
-            self._warned_rho = True
-            warnings.warn(
-                f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
-                f"and every tau is pushed to tau_min; use a smaller rho or a larger batch",
-                stacklevel=4,
-            )
-
-    def _watch_features(self, a: Tensor, b: Tensor, value: Tensor) -> None:
-        if value.device.type == "cpu" and math.isfinite(value.item()):
-            return  # a bad feature reaches every anchor's sum
-        with torch.no_grad():
-            bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
-            self._reader.monitor.watch(bad.sum(), self._warn_features)
-
-    def _warn_features(self, bad: int) -> None:
-        if bad:
-            warnings.warn(
-                f"{bad} feature rows of a batch are NaN or infinite: its loss is not finite and the rows of its "
-                f"samples keep their previous values",
-                stacklevel=4,
-            )
+    def _warn_rho(self, negatives: int | None) -> None:
+        if not self._warned_rho and self.temperature.learns and negatives:
+            self._warned_rho = warn_rho(self.sample_groups, negatives)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -17,7 +18,7 @@ from compopt.component import Component
 from compopt.deposits import COUNT, Deposit
 from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
-from compopt.inputs import check_vector
+from compopt.inputs import check_index
 from compopt.lookahead import Lookahead
 from compopt.monitor import Monitor
 from compopt.placement import Placement
@@ -105,8 +106,7 @@ class Estimator(Hooks):
         Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
         is as it was. With several ranks collective.
         """
-        if self._owned:
-            raise RuntimeError("this object is part of a ContrastiveEstimator; add the group there")
+        self._refuse_part()
         self._groups.add(group)
         try:
             if self._table is not None:
@@ -119,7 +119,15 @@ class Estimator(Hooks):
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype)
+        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype, self._identity)
+
+    def _options(self) -> dict[str, Any]:
+        """What decides the meaning of the state beside the parts and their hyper-parameters."""
+        return {}
+
+    def _identity(self) -> object:
+        """What must be alike on all ranks."""
+        return checkpoint.config(self), self._table is not None and self._table.sharded
 
     def _make_table(self, placement: Placement) -> RowTable | None:
         directions = DIRECTIONS[self.mode]
@@ -127,20 +135,27 @@ class Estimator(Hooks):
             return None
         return RowTable(self._components, self._groups, directions, self.dtype, placement, self._ranks)
 
-    def _visit(self, keys: Mapping[str, Tensor], like: Tensor, payload: Sequence[Tensor] = ()) -> Visit:
-        """The committed rows of a call, and what it sends along, over all ranks."""
-        if self._owned:
-            raise RuntimeError("this object is part of a ContrastiveEstimator, which reads and writes its rows")
+    def _visit(
+        self,
+        keys: Mapping[str, Tensor],
+        like: Tensor,
+        payload: Sequence[Tensor] = (),
+        facts: Mapping[str, int] | None = None,
+    ) -> Visit:
+        """The committed rows of a call, and what it sends along, over all ranks; ``facts`` must be alike there."""
+        self._refuse_part()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
             self._drop_skipped()
-        progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending}
+        progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
         return self._reader.visit(keys, like, payload, depositing, progress)
 
-    @property
-    def _owned(self) -> bool:
-        """This estimator is a component of another one."""
-        return isinstance(self, Component) and self.owner is not None
+    def _refuse_part(self) -> None:
+        """A component of another estimator has no rows of its own."""
+        if isinstance(self, Component) and self.owner is not None:
+            raise RuntimeError(
+                "this object is part of a ContrastiveEstimator, which reads, writes, saves and grows its rows; ask that"
+            )
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Committed values by column.
@@ -152,10 +167,10 @@ class Estimator(Hooks):
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
             ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
+        self._refuse_part()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        batch = len(index) if isinstance(index, Tensor) and index.dim() else 0
-        rows = check_vector("index", index, batch).cpu()
+        rows = self._reader._agree(lambda: check_index("index", index)).cpu()
         columns = self._reader.look(rows, torch.zeros((), dtype=self.dtype, device=self._table.store.device)).columns
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
@@ -177,15 +192,19 @@ class Estimator(Hooks):
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
         """
+        self._refuse_part()
         if isinstance(source, Tensor):
-            self._prefetch(source, index2)
+            self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
+        if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
+            raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
+        if self._table is None:  # nothing to read, so no index is asked for
+            return source
         return Lookahead(source, self._prefetch, self._forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        batch = len(index) if isinstance(index, Tensor) and index.dim() else 0
-        self._reader.prefetch({name: check_vector(name, value, batch) for name, value in given.items()})
+        self._reader.prefetch({name: check_index(name, value) for name, value in given.items()})
 
     def _forget_prefetched(self) -> None:
         if self._reader.prefetcher is not None:
@@ -314,18 +333,24 @@ class Estimator(Hooks):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not."""
+        """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
+
+        Collective on shards, which every rank gets whole, and where ranks share a file.
+        """
+        self._refuse_part()
         self._run("state_dict_pre")
         return self._run_replacing("state_dict_post", checkpoint.state_dict(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
-        dtype and device stay those of this estimator. Nothing is written unless everything fits.
+        dtype and device stay those of this estimator. Nothing is written unless everything fits. Collective where
+        ranks share a file.
 
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
         """
+        self._refuse_part()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         checkpoint.load_state_dict(self, state_dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,15 @@ def parse(n: Any) -> Groups:
             raise ValueError(f"sample group {position} has no 'n'; give its number of samples: {dict(group)!r}")
         groups.append({**group, "n": checks.count(f"n of sample group {position}", group["n"])})
     return groups
+
+
+def plain(group: dict[str, Any]) -> None:
+    """Numbers and pairs of other libraries as Python's, in place: what JSON keeps and nobody else can edit."""
+    for key, value in group.items():
+        if isinstance(value, list):
+            group[key] = tuple(value)
+        elif isinstance(value, Real) and not isinstance(value, int | float):
+            group[key] = int(value) if isinstance(value, Integral) else float(value)
 
 
 class Hyper:
@@ -169,9 +179,15 @@ class SampleGroups:
                     f"n of {what} is fixed at {self._snapshot[number].get('n')}, got {group.get('n')!r}; append rows "
                     f"with add_sample_group"
                 )
+            plain(group)
             for role, part in self._components.items():
                 part.check(self._own(role, group))
         self._snapshot = [dict(group) for group in self.groups]
+
+    @property
+    def checked(self) -> Groups:
+        """The groups as of the last :meth:`check`; another list after every change."""
+        return self._snapshot
 
     def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over saved values, all or none; the list and its dicts stay the same objects."""
@@ -192,8 +208,10 @@ class SampleGroups:
         """Let the groups that a user gave to a preset override the preset's arguments."""
         for number, (group, values) in enumerate(zip(self.groups, given, strict=True)):
             checks.known_keys(f"sample group {number}", values, {"n", *self.defaults})
-            group.update(values)
-            self._fill(group)
+            filled = {**self.defaults, **values}  # what the mode fills must see what the user gave
+            plain(filled)
+            self._fill(filled)
+            group.update(filled)
         self.check()
 
     def add(self, group: Mapping[str, Any]) -> None:
@@ -204,15 +222,17 @@ class SampleGroups:
         (new,) = parse([group])
         checks.known_keys(f"sample group {len(self.groups)}", new, {"n", *self.defaults})
         new = {**self.defaults, **new}
+        plain(new)
         self._fill(new)
         for role, part in self._components.items():
             part.check(self._own(role, new))
         self.groups.append(new)
-        self._snapshot.append(dict(new))
+        self._snapshot = [*self._snapshot, dict(new)]
 
     def drop_last(self) -> None:
         """Undo :meth:`add`."""
-        del self.groups[-1], self._snapshot[-1]
+        del self.groups[-1]
+        self._snapshot = self._snapshot[:-1]
 
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
         """Hyper-parameters of one component for these rows, ``(B, R)``."""

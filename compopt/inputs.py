@@ -5,6 +5,7 @@ Values are checked where that is free, on the host; an index on a device is flag
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ def check_vector(name: str, value: Any, batch: int) -> Tensor:
     if value.device.type == "meta":
         raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
     return value.to(torch.int64)
+
+
+def check_index(name: str, value: Any) -> Tensor:
+    """A 1-D integer tensor of any length, as int64."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}; see torch.as_tensor")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have shape (B,), got {tuple(value.shape)}; one entry per sample")
+    return check_vector(name, value, len(value))
 
 
 def check_range(name: str, value: Tensor, n: int | None) -> Tensor | None:
@@ -91,3 +101,17 @@ def check_tau(tau: Any, batch: int) -> float | Tensor:
         wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()[0].item()
         raise ValueError(f"tau must be greater than 0 and finite, got {wrong!r}")
     return tau[:, None] if tau.dim() == 1 else tau
+
+
+def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
+    """What ranks must have alike of ``tau``, as integers: its kind and, where the host knows it, its value."""
+    if tau is None:
+        return {"tau_kind": 0, "tau": 0}
+    if not isinstance(tau, Tensor):
+        return {"tau_kind": 1, "tau": _bits(tau)}
+    kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad
+    return {"tau_kind": kind, "tau": _bits(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", value))[0]

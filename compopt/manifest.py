@@ -63,19 +63,63 @@ def parse(path: Path) -> Checkpoint | None:
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """All checkpoints of a run, complete or not, oldest first."""
-    found = [parse(path) for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+    """All checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    found = [parse(path) for path in paths if path.is_dir() and not path.is_symlink()]
     return sorted((c for c in found if c is not None), key=lambda c: c.number)
 
 
-def fresh(directory: Path, t: int) -> Checkpoint:
-    """Create the directory of a new save."""
+def fresh(directory: Path, t: int, config: Mapping[str, Any]) -> Checkpoint:
+    """Create the directory of a new save.
+
+    Raises:
+        ValueError: ``directory`` is itself a checkpoint, or holds those of another method.
+    """
+    if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
+        raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
     directory.mkdir(parents=True, exist_ok=True)
-    number = max((c.number for c in checkpoints(directory)), default=0) + 1
+    present = checkpoints(directory)
+    _refuse_another_method(present, config)
+    number = max((c.number for c in present), default=0) + 1
     save_id = secrets.token_hex(4)
     path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
     path.mkdir()
     return Checkpoint(path, number, t, save_id)
+
+
+def _refuse_another_method(present: list[Checkpoint], config: Mapping[str, Any]) -> None:
+    """Two estimators that save into one directory would remove each other's checkpoints."""
+    complete = [c for c in present if c.complete]
+    try:
+        found = json.loads((complete[-1].path / MANIFEST).read_bytes())["config"] if complete else config
+    except (ValueError, KeyError, TypeError):  # a damaged one says nothing
+        return
+    for key in ("mode", "method"):
+        if found.get(key) != config[key]:
+            raise ValueError(
+                f"{complete[-1].path.parent} holds checkpoints of another estimator: {key} is {found.get(key)!r} there "
+                f"and {config[key]!r} here; use another directory"
+            )
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """An unfinished one, as far as possible."""
+    shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+def _named(directory: Path) -> Checkpoint | None:
+    """The checkpoint that a directory is, under its own name, through a link, or renamed; ``None`` if it is none."""
+    real = directory.resolve()
+    own = parse(real)
+    if own is not None or not (real / MANIFEST).is_file():
+        return own if own is not None and own.path.is_dir() else None
+    try:
+        content = json.loads((real / MANIFEST).read_bytes())
+        return Checkpoint(real, 0, int(content["t"]), str(content["save_id"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{real / MANIFEST} is damaged ({type(error).__name__}: {error}); load another checkpoint"
+        ) from None
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
@@ -84,13 +128,14 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
     Raises:
         FileNotFoundError: there is none; the message lists those there are.
     """
-    own = parse(directory)
-    if own is not None and own.path.is_dir():
+    own = _named(directory)
+    if own is not None:
         if not own.complete:
             raise FileNotFoundError(f"{directory} has no {MANIFEST}: its save was not finished; load another one")
         return own
     if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} does not exist; pass the directory that was given to save()")
+        problem = "is a file" if directory.exists() else "does not exist"
+        raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
     complete = [c for c in checkpoints(directory) if c.complete]
     wanted = [c for c in complete if t is None or c.t == t]
     if not wanted:
@@ -107,7 +152,7 @@ def prune(directory: Path, keep: int) -> None:
         (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete
     for checkpoint in found:
         if checkpoint.number < complete[-1].number and not checkpoint.complete:
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            remove(checkpoint)
 
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -163,10 +208,13 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     try:
         content = json.loads(path.read_bytes())
         version = content["version"]
-        files = [File(**file) for file in content["files"]]
+        newer = isinstance(version, int) and version > FORMAT_VERSION  # which may describe its files otherwise
+        files = [] if newer else [File(**file) for file in content["files"]]
         missing = {"save_id", "t", "config", "sample_groups"} - content.keys()
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
+    if newer:
+        raise ValueError(f"{path} has format version {version}, this library reads {FORMAT_VERSION}; update compopt")
     if missing or sum(file.name == STATE for file in files) != 1:
         lacks = ", ".join(sorted(missing)) or STATE
         raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")

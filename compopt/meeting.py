@@ -19,6 +19,9 @@ FACTS = {
     "depositing": "training mode (1: deposits, 0: eval() or no_grad)",
     "t": "the number of commits so far; every rank must call step() after the same updates",
     "pending": "the number of calls since the last commit",
+    "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
+    "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
+    "tau": "the value of tau= (its bits)",
 }
 REFUSED, SIZE, KINDS, TICKET, WRITTEN = range(5)
 HEADER = 5 + len(FACTS)
@@ -107,7 +110,7 @@ class Meeting:
             message[REFUSED] = 1
             return message
         size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        message[:HEADER] = torch.tensor([0, size, kinds, ticket, written, *(facts[name] for name in FACTS)])
+        message[:HEADER] = torch.tensor([0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)])
         if size <= self._room:
             for name, key in keys.items():
                 start = HEADER + KEYS.index(name) * self._room

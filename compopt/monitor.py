@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +36,56 @@ class Monitor:
         while self._waiting and self._waiting[0][0].query():
             _, host, react = self._waiting.pop(0)
             react(int(host))
+
+    def two_samples(self, name: str, key: Tensor) -> Tensor | None:
+        """Refuse a global batch without two distinct samples; on a device a 0-d flag, and the refusal later."""
+        if len(key) < 2:
+            raise ValueError(f"the batch has {len(key)} samples on all ranks together; it needs at least two")
+        if key.device.type != "cpu":
+            flag = (key == key[0]).all()
+            self.watch(flag.to(torch.int32), _refuse_batch)
+            return flag
+        values = key.numpy()
+        if values[0] == values.min() == values.max():
+            raise ValueError(
+                f"{name} is {values[0]} for the whole batch; a batch must have at least two distinct samples"
+            )
+        return None
+
+    def watch_features(self, a: Tensor, b: Tensor, value: Tensor) -> None:
+        """Warn of rows that are not finite, if the value says that there may be some."""
+        if value.device.type == "cpu" and math.isfinite(value.item()):
+            return  # a bad feature reaches every anchor's sum
+        with torch.no_grad():
+            bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
+            self.watch(bad.sum(), _warn_features)
+
+
+def _refuse_batch(one_sample: int) -> None:
+    if one_sample:
+        raise ValueError(
+            "an index, index2 or group of an earlier call was one value for the whole batch (its loss was NaN); a "
+            "batch must have at least two distinct samples"
+        )
+
+
+def _warn_features(bad: int) -> None:
+    if bad:
+        warnings.warn(
+            f"{bad} feature rows of a batch are NaN or infinite: its loss is not finite and the rows of its "
+            f"samples keep their previous values",
+            stacklevel=6,
+        )
+
+
+def warn_rho(groups: Sequence[Mapping[str, Any]], negatives: int) -> bool:
+    """Whether rho is too large for a batch with so many negatives per anchor; then a warning says so."""
+    largest, limit = max((group.get("rho") or 0.0 for group in groups), default=0.0), math.log(negatives)
+    if largest < limit:
+        return False
+    warnings.warn(
+        f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
+        f"and every tau is pushed to tau_min; use a smaller rho or a larger batch",
+        stacklevel=5,
+    )
+    return True

@@ -8,6 +8,8 @@ from torch import Tensor
 from compopt.anchors import AnchorStatistics
 from compopt.functional import Scalar, temperature_gradient
 
+NORM_MIN = 1e-12  # as F.normalize
+
 
 def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions, 0-d."""
@@ -46,3 +48,12 @@ def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
 def _with_negatives(pairs: AnchorStatistics, per_anchor: Tensor) -> Tensor:
     """Anchors without any negative (possible with index2 and group) count as zero."""
     return per_anchor if pairs.distinct else torch.where(pairs.count > 0, per_anchor, 0)
+
+
+def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    """Features in working precision without their graph, normalised if asked for, and the norms they had."""
+    z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
+    if not normalize:
+        return z, None
+    norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
+    return z / norm, norm

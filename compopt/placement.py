@@ -32,6 +32,8 @@ class Placement:
     def __post_init__(self) -> None:
         checks.flag("shard", self.shard)
         check_offload(self.offload, self.offload_dir)
+        if self.offload_dir is not None:  # a later chdir moves nothing
+            object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
 
     def open(self, n: int, layout: RowLayout, ranks: Ranks) -> Rows:
         """The rows of this process; collective for ``"disk"``.

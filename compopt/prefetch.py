@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,16 +26,14 @@ class Fetch:
     Attributes:
         number: equal on all ranks for the same batch.
         rows: this rank's row numbers, ``(b, R)``, on the CPU.
-        ticket: the rows that this process reads for it, once it is known which these are.
+        ticket: the rows that this process reads for it; waits until it is known which these are.
+        dropped: nobody will take it, and no read may begin for it.
     """
 
     number: int
     rows: Tensor
-    ticket: Callable[[], Ticket]
-
-    def drop(self) -> None:
-        """Nobody will take it."""
-        self.ticket().drop()
+    ticket: Callable[[], Ticket] = field(init=False)
+    dropped: bool = False
 
 
 class Prefetcher:
@@ -50,6 +49,7 @@ class Prefetcher:
         self._table, self._ranks = table, ranks
         self._started = 0
         self._under_way: deque[Fetch] = deque()
+        self._issuing = threading.RLock()  # a shard's read either begins before its batch is dropped or never
         self._thread: ThreadPoolExecutor | None = None
         self._group: ProcessGroup | None = None
         self._asked_for_group = False
@@ -61,27 +61,34 @@ class Prefetcher:
         if self._table.sharded and self._group is None:
             return
         self._started += 1
-        self._under_way.append(Fetch(self._started, rows, self._begin(rows.flatten(), device)))
+        fetch = Fetch(self._started, rows)
+        fetch.ticket = self._begin(fetch, device)
+        self._under_way.append(fetch)
         while len(self._under_way) > MOST:
             self._drop(self._under_way.popleft())
 
-    def _begin(self, rows: Tensor, device: torch.device) -> Callable[[], Ticket]:
+    def _begin(self, fetch: Fetch, device: torch.device) -> Callable[[], Ticket]:
         if not self._table.sharded:
-            ticket = self._table.rows.prefetch(rows, device)
+            ticket = self._table.rows.prefetch(fetch.rows.flatten(), device)
             return lambda: ticket
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
-        future: Future[Ticket] = self._thread.submit(self._begin_sharded, rows, device)
+        future: Future[Ticket] = self._thread.submit(self._begin_sharded, fetch, device)
         return future.result
 
-    def _begin_sharded(self, rows: Tensor, device: torch.device) -> Ticket:
+    def _begin_sharded(self, fetch: Fetch, device: torch.device) -> Ticket:
         """Learn the global batch, read the owned part of it."""
+        rows = fetch.rows.flatten()
         sizes = self._ranks.gather_host(torch.tensor(len(rows)), self._group).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64)
         message[: len(rows)] = rows
         gathered = self._ranks.gather_host(message, self._group)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
-        return self._table.rows.prefetch(self._table.local(everyone[self._table.owned(everyone)]), device)
+        local = self._table.local(everyone[self._table.owned(everyone)])
+        with self._issuing:
+            if fetch.dropped:
+                raise CancelledError
+            return self._table.rows.prefetch(local, device)
 
     def find(self, rows: Tensor | None) -> Fetch | None:
         """The read that was started for these rows, if any; those started before it are dropped."""
@@ -94,10 +101,12 @@ class Prefetcher:
             self._drop(fetch)
 
     def drop_all(self) -> None:
-        """Forget every read under way."""
+        """Forget every read under way; none begins for these batches from here on."""
         while self._under_way:
             self._drop(self._under_way.popleft())
 
     def _drop(self, fetch: Fetch) -> None:
+        with self._issuing:
+            fetch.dropped = True
         if not self._table.sharded:  # a shard's exchange may still wait for other ranks: let it end by itself
-            fetch.drop()
+            fetch.ticket().drop()

@@ -33,13 +33,18 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process is not in process_group; build the estimator on the group's ranks only")
         self._host: ProcessGroup | None = None
-        if self.size > 1:
+
+    @property
+    def host(self) -> ProcessGroup:
+        """The group for control messages, formed at the first of them: parts of an estimator never send any."""
+        if self._host is None:
             self._host = self.group if _works_on_cpu(self.group) else self.new_host_group()
             if self._host is None:
                 raise RuntimeError(
                     "process_group has no backend for CPU tensors and none can be added to it; create it with "
                     "backend='cpu:gloo,cuda:nccl'"
                 )
+        return self._host
 
     def new_host_group(self) -> ProcessGroup | None:
         """Another CPU group of the same ranks, for collectives from a thread of their own (collective).
@@ -81,14 +86,14 @@ class Ranks:
         """CPU tensors of one shape ``(...)`` from all ranks, ``(K, ...)``."""
         if self.size == 1:
             return message[None]
-        return _all_gather(message, group or self._host, self.size)
+        return _all_gather(message, group or self.host, self.size)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._host)
+        dist.all_gather_object(values, value, group=self.host)
         return values
 
     def barrier(self) -> None:

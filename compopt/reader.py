@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +33,20 @@ class Reader:
     """
 
     def __init__(
-        self, groups: SampleGroups, table: RowTable | None, ranks: Ranks, monitor: Monitor, dtype: torch.dtype
+        self,
+        groups: SampleGroups,
+        table: RowTable | None,
+        ranks: Ranks,
+        monitor: Monitor,
+        dtype: torch.dtype,
+        identity: Callable[[], object],
     ) -> None:
         self.groups, self.table, self.ranks, self.monitor, self.dtype = groups, table, ranks, monitor, dtype
         self.meeting = Meeting(ranks)
         self.prefetcher = None if table is None else Prefetcher(table, ranks)
         self._device = torch.device("cpu")
+        self._identity, self._crc = identity, 0
+        self._described: object = None
 
     def visit(
         self,
@@ -71,6 +81,7 @@ class Reader:
             own = self._fetch_own(rows, _on_host(keys), fetch)
         written = 0 if self.table is None else self.table.rows.written
         facts = {**progress, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
+        facts["configuration"] = self._fingerprint() if self.ranks.size > 1 else 0
         samples = self.meeting.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
         old, everyone = self._gather(samples, fetch, own, list(payload), like.device)
         if self.ranks.size > 1:
@@ -80,7 +91,7 @@ class Reader:
     def look(self, index: Tensor, like: Tensor | None = None) -> Visit:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
         like = torch.zeros((), dtype=self.dtype) if like is None else like
-        rows, bad = self._rows({"index": index}, like.device)
+        rows, bad = self._agree(lambda: self._rows({"index": index}, like.device))
         samples = Samples({"index": index}, [len(index)], slice(0, len(index)))
         old = None
         if self.table is not None:
@@ -98,7 +109,19 @@ class Reader:
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)
 
+    def _agree(self, action: Callable[[], Any]) -> Any:
+        """Before ranks ask each other for rows, which they do on shards only, all of them must be able to."""
+        return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
+
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> int:
+        """Of everything that all ranks must have alike; computed anew when a sample group was changed."""
+        if self._described is not self.groups.checked:
+            values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
+            self._crc = zlib.crc32(repr((self._identity(), values)).encode())
+            self._described = self.groups.checked
+        return self._crc
 
     def _rows(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not."""

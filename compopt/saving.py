@@ -29,7 +29,8 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, on a file system that all ranks see; created if need be.
+        directory: of the run's checkpoints, on a file system that all ranks see; created if need be. One directory
+            serves one estimator of one run: two that save there would remove each other's checkpoints.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
 
     Returns:
@@ -37,18 +38,23 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
 
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
+        ValueError: the directory is itself a checkpoint, or has those of another method.
 
     Communicates: collective; a few small messages.
     """
     checks.count("keep", keep)
     ranks, root = est._ranks, Path(directory)
-    ranks.agree(lambda: est._run("state_dict_pre"))
-    made = ranks.agree(lambda: manifest.fresh(root, est.t) if ranks.rank == 0 else None)
+    content = ranks.agree(lambda: _describe(est))
+    made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
     target: Checkpoint = ranks.gather_objects(made)[0]
-    files = ranks.agree(lambda: _write_files(est, target))
-    everyone = [file for own in ranks.gather_objects(files) for file in own]
-    content = {"config": states.config(est), "sample_groups": [dict(group) for group in est.sample_groups]}
-    ranks.agree(lambda: manifest.write(target, everyone, content) if ranks.rank == 0 else None)
+    try:
+        files = ranks.agree(lambda: _write_files(est, target))
+        everyone = [file for own in ranks.gather_objects(files) for file in own]
+        ranks.agree(lambda: manifest.write(target, everyone, content) if ranks.rank == 0 else None)
+    except Exception:  # on every rank: nobody writes any more
+        if ranks.rank == 0 and not target.complete:
+            manifest.remove(target)
+        raise
     ranks.agree(lambda: manifest.prune(root, keep) if ranks.rank == 0 else None)
     return target.path
 
@@ -75,23 +81,32 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 
     Communicates: collective; a few small messages.
     """
-    if t is not None and (isinstance(t, bool) or not isinstance(t, int)):
+    if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
+    est._refuse_part()
     ranks, root = est._ranks, Path(directory)
     chosen = ranks.agree(lambda: manifest.choose(root, t) if ranks.rank == 0 else None)
     source: Checkpoint = ranks.gather_objects(chosen)[0]
     content, files, extra = ranks.agree(lambda: _verify(est, source))
+    est._forget_prefetched()
+    ranks.agree(lambda: est._groups.replace(content["sample_groups"]))
     if est._table is not None:
         table = est._table
         ranks.agree(lambda: _read_rows(table, source, files))
-    est._groups.replace(_like(est.sample_groups, content["sample_groups"]))
     for role, part in est._components.items():
         part.restore_state(extra[role])
     est.t = int(content["t"])
     est.discard()
-    est._forget_prefetched()
     est._run("load_state_dict_post")
     return source.path
+
+
+def _describe(est: Estimator) -> dict[str, Any]:
+    """What the manifest says of the estimator; refused where it could not be loaded again."""
+    est._refuse_part()
+    est._run("state_dict_pre")
+    est._groups.check()
+    return {"config": states.config(est), "sample_groups": [dict(group) for group in est.sample_groups]}
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -144,7 +159,7 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[Fi
     """Refuse whatever does not fit or is damaged; every rank checks every K-th file."""
     content, files = manifest.read(source)
     try:
-        states._compare("", states.config(est), content["config"])
+        states.compare(est, content["config"])
     except ValueError as error:
         raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
     row_files = [file for file in files if file.name != STATE]
@@ -242,11 +257,3 @@ def _read_part(path: Path, file: File, first: int, last: int, stride: int, views
     with safe_open(path, framework="pt") as opened:
         for name, view in views.items():
             view[at] = opened.get_slice(name)[low:high][mine]
-
-
-def _like(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """JSON has no tuples: give pairs back the type that they have here."""
-    return [
-        {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values.items()}
-        for group, values in zip(groups, saved, strict=True)
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,16 @@ class RowTable:
         """Where this process keeps its rows."""
         return self.rows.store
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle or a copy; that of a shard belongs to its rank."""
+        self.__dict__.update(state)
+        here = (self._ranks.rank, self._ranks.size)
+        if self.sharded and here != (self.first, self.stride):
+            raise RuntimeError(
+                f"this is the shard of rank {self.first} of {self.stride}, and this process is rank {here[0]} of "
+                f"{here[1]}; move rows between runs with compopt.save and compopt.load"
+            )
+
     def _local_count(self, n: int) -> int:
         return len(range(self.first, n, self.stride))
 
@@ -84,7 +95,10 @@ class RowTable:
             yield self.store
             return
         self._ranks.agree(self.rows.settle)
-        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and its writer has settled
+        committed = self._ranks.gather_objects(self.rows.committed)
+        if len(set(committed)) > 1:
+            raise RuntimeError(f"every rank must call step() after the same updates; commits by rank: {committed}")
+        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and the writer has settled
         try:
             yield self.store
         finally:

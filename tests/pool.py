@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from compopt import saving, table
+
 WORLD = 4
+BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30
 
 
@@ -74,6 +77,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
     while (task := pipe.recv()) is not None:
         faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
         function, ranks, args = task
+        table.BLOCK_ROWS = saving.BLOCK_ROWS = BLOCK_ROWS  # a function may make them small
         try:
             pipe.send((function(groups[ranks], *args), None))
         except Exception:

@@ -659,6 +659,8 @@ def test_load_state_dict_that_lacks_a_key(name):
     est = used(name)
     saved = used(name, "bimodal").state_dict()
     for where, changed in corruptions(saved):
+        if where == ("config", "options"):  # which the first version did not have
+            continue
         with refused((ValueError, KeyError), re.escape(str(where[-1])), est=est, remedy=False):
             est.load_state_dict(changed)
     still_works(est)

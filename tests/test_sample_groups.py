@@ -193,3 +193,30 @@ def test_each_group_with_its_own_reference(mode):
     got, none, positive = (e.read(torch.arange(N1 + N2))["log_u"] for e in (est, pure["none"], pure["positive"]))
     near(got[:N1], none[:N1])
     near(got[N1:], positive[N1:])
+
+
+def test_groups_of_a_preset_are_filled_by_mode_after_they_were_given():
+    est = compopt.ISogCLREstimator([{"n": 20, "tau_min": 0.05}])
+    assert est.sample_groups[0]["tau_init"] == 0.05  # the mode's 0.01, inside the bounds that were given
+
+
+def test_a_group_that_does_not_fit_in_memory_changes_nothing():
+    est = compopt.SogCLREstimator(20)
+    with pytest.raises((MemoryError, RuntimeError, ValueError)):
+        est.add_sample_group({"n": 10**15})
+    assert est.n == 20 and len(est.sample_groups) == 1
+    z1, z2 = torch.randn(2, 4, 3)
+    est(z1, z2, torch.arange(4))
+    est.add_sample_group({"n": 2})
+    assert est.n == 22
+
+
+def test_pairs_are_copied():
+    betas = [0.9, 0.999]
+    est = compopt.ISogCLREstimator([{"n": 9, "betas": betas}])
+    betas[0] = 7.0
+    assert est.sample_groups[0]["betas"] == (0.9, 0.999)
+    est.sample_groups[0]["betas"] = [7.0, 0.9]
+    z1, z2 = torch.randn(2, 4, 3)
+    with pytest.raises(ValueError, match="betas"):
+        est(z1, z2, torch.arange(4))

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -386,3 +387,127 @@ def test_sample_groups_travel(tmp_path):
     compopt.load(other, tmp_path)
     assert other.sample_groups == est.sample_groups and other.sample_groups is groups
     assert isinstance(groups[0]["betas"], tuple)
+
+
+# the estimator as it was, and where checkpoints are --------------------------------------------------
+
+
+def columns_of(est):
+    return {key: value.clone() for key, value in est.read(torch.arange(N)).items()}
+
+
+def test_load_refuses_before_it_writes(tmp_path):
+    writer = compopt.SogCLREstimator(N, tau=torch.tensor(0.1))
+    train(writer, batches(N, 2, seed=1, dtype=torch.float32))
+    compopt.save(writer, tmp_path / "c")
+    est = compopt.SogCLREstimator(N, tau=0.1)
+    state = writer.state_dict()
+    with pytest.raises(ValueError):
+        compopt.load(est, tmp_path / "c")
+    with pytest.raises(ValueError):
+        est.load_state_dict(state)
+    assert est.t == 0 and not columns_of(est)["count"].any()
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g[0].update(gamma=5.0), lambda g: g.append({"n": 5})])
+def test_what_could_not_be_loaded_is_not_saved(spoil, tmp_path):
+    est = sogclr()
+    compopt.save(est, tmp_path)
+    spoil(est.sample_groups)
+    with pytest.raises(ValueError):
+        compopt.save(est, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    compopt.load(sogclr(), tmp_path)
+
+
+def test_versions_of_a_method_are_told_apart(tmp_path):
+    written = compopt.FastCLIPEstimator(N, version="v0")
+    compopt.save(written, tmp_path)
+    for read in (
+        compopt.FastCLIPEstimator(N, version="v3"),
+        compopt.FastCLIPEstimator(N, version="v0", normalize=False),
+    ):
+        with pytest.raises(ValueError, match="options"):
+            compopt.load(read, tmp_path)
+        with pytest.raises(ValueError, match="options"):
+            read.load_state_dict(written.state_dict())
+
+
+def test_a_checkpoint_is_found_by_any_of_its_names(tmp_path, monkeypatch):
+    est = trained()
+    made = compopt.save(est, tmp_path / "run")
+    (tmp_path / "latest").symlink_to(made)
+    shutil.copytree(made, tmp_path / "best")
+    monkeypatch.chdir(made)
+    for name in (made, tmp_path / "latest", tmp_path / "best", "."):
+        other = sogclr()
+        compopt.load(other, name)
+        assert_same_bits(snapshot(other, N), snapshot(est, N))
+    for name in (made, tmp_path / "latest", tmp_path / "best", "."):
+        with pytest.raises(ValueError, match="itself a checkpoint"):
+            compopt.save(est, name)
+
+
+def test_links_to_other_runs_are_never_pruned(tmp_path):
+    est = trained()
+    precious = compopt.save(est, tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / precious.name).symlink_to(precious)
+    for _ in range(4):
+        compopt.save(est, tmp_path / "new", keep=1)
+    compopt.load(sogclr(), precious)
+
+
+def test_a_directory_of_another_method_is_refused(tmp_path):
+    compopt.save(sogclr(), tmp_path)
+    with pytest.raises(ValueError, match="another estimator: method"):
+        compopt.save(compopt.ISogCLREstimator(N), tmp_path)
+
+
+def test_failed_saves_leave_nothing(tmp_path, monkeypatch):
+    est = trained()
+    compopt.save(est, tmp_path)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write_file", full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            compopt.save(est, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_newer_format_is_named(tmp_path):
+    made = compopt.save(sogclr(), tmp_path)
+    content = json.loads((made / "manifest.json").read_text())
+    content["version"] = 99
+    content["files"][0]["colour"] = "blue"
+    (made / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="version 99.*update compopt"):
+        compopt.load(sogclr(), tmp_path)
+
+
+def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    est = compopt.SogCLREstimator(N, gamma=np.float32(0.5), offload="disk", offload_dir="rows")
+    train(est, batches(N, 2, seed=1, dtype=torch.float32))
+    compopt.save(est, tmp_path / "c")
+    monkeypatch.chdir("/")
+    compopt.load(est, tmp_path / "c", t=np.int64(2))
+    est.add_sample_group({"n": 3})
+    assert est.n == N + 3 and est.read(torch.arange(N + 3))["count"].sum() > 0
+
+
+def test_parts_are_not_saved_alone(tmp_path):
+    est = sogclr()
+    for call in (
+        lambda part: compopt.save(part, tmp_path),
+        lambda part: part.state_dict(),
+        lambda part: part.add_sample_group({"n": 2}),
+        lambda part: part.prefetch(torch.arange(2)),
+        lambda part: part.read(torch.arange(2)),
+    ):
+        with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+            call(est.normalizer)
+    assert not list(tmp_path.iterdir()) and est.n == N

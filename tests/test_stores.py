@@ -312,6 +312,85 @@ def test_tickets_are_taken_once_and_cost_nothing_when_forgotten():
     assert not rows._journal.entries() or rows.settle() is None
 
 
+class RunAtExit:
+    """A lock after whose first release by the main thread something else runs at once."""
+
+    def __init__(self, lock, then):
+        self.lock, self.then = lock, then
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *exception):
+        self.lock.release()
+        if self.then is not None and threading.current_thread() is threading.main_thread():
+            then, self.then = self.then, None
+            thread = threading.Thread(target=then)
+            thread.start()
+            thread.join()
+
+
+def test_the_writer_does_not_take_back_what_a_ticket_hands_out():
+    """The writer reads a ticket's rows again just when they are handed out, without the commits laid over them."""
+    rows = OffloadedRows(Gated(5))
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    ticket.future.result()
+    commit_value(rows, 1)  # not written: the gate is closed
+    ticket._lock = RunAtExit(ticket._lock, lambda: ticket.refresh(rows.store, 0))
+    assert value_of(ticket.take()) == 1
+    rows.store.gate.set()
+    rows.settle()
+
+
+class Meanwhile(list):
+    """A list of tickets: while one thread goes through it, another does something."""
+
+    action = None
+
+    def __iter__(self):
+        action, self.action = self.action, None
+        if action is not None:
+            self.thread = threading.Thread(target=action)
+            self.thread.start()
+            self.thread.join(0.2)  # it waits for a lock, or is done
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("first", ["take", "prefetch"])
+def test_tickets_issued_by_two_threads_are_all_handed_the_commits(first):
+    """With shards a background thread asks for tickets while the main thread takes and asks for others."""
+    rows, kept = OffloadedRows(HostStore(5, 1)), []
+    early = rows.prefetch(torch.tensor([2]), CPU)
+    rows._tickets = between = Meanwhile(rows._tickets)
+    between.action = lambda: kept.append(rows.prefetch(torch.tensor([2]), CPU))
+    if first == "take":
+        early.take()
+    else:
+        kept.append(rows.prefetch(torch.tensor([2]), CPU))
+    between.thread.join()
+    for ticket in kept:
+        ticket.future.result()
+    commit_value(rows, 1)
+    assert [value_of(ticket.take()) for ticket in kept] == [1] * len(kept)
+
+
+def test_a_ticket_issued_while_the_rows_settle_reads_anew():
+    """What expires before its read has begun stays expired."""
+    rows = OffloadedRows(HostStore(5, 1))
+    submit = rows._readers.submit
+
+    def late(*args):
+        rows._readers.submit = submit
+        future = submit(*args)
+        future.result()
+        rows.settle()
+        rows.store.write_block(0, torch.full((5, 1), 9, dtype=torch.complex128))
+        return future
+
+    rows._readers.submit = late
+    assert value_of(rows.prefetch(torch.tensor([2]), CPU).take()) == 9
+
+
 def test_a_ticket_from_before_a_load_sees_it():
     rows = OffloadedRows(HostStore(5, 1))
     ticket = rows.prefetch(torch.tensor([2]), CPU)
@@ -383,6 +462,75 @@ for k in range(20):
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert read_table(tmp_path, "rows", torch.arange(5))["u"].tolist() == [[19.0] * 4] * 5
+
+
+def test_rows_that_are_taken_are_not_refreshed_any_more():
+    """The writer thread comes by right after take() has laid over what it has not written yet."""
+    store, one = MemoryStore(8, 1), torch.tensor([3])
+    rows, gate, scatter = OffloadedRows(store), threading.Event(), store.scatter
+    written = []
+
+    def second_waits(*args):
+        if written:
+            gate.wait(10)
+        scatter(*args)
+        written.append(1)
+
+    store.scatter = second_waits
+    ticket = rows.prefetch(one, torch.device("cpu"))
+    ticket.future.result()
+    for value in (1, 2):
+        rows.commit(one.clone(), torch.full((1, 1), complex(value), dtype=torch.complex128))
+    while not written:
+        time.sleep(0.001)
+
+    class Lock:
+        """Lets the writer run as soon as the main thread lets go."""
+
+        def __init__(self, lock):
+            self.lock, self.armed = lock, True
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                writer = threading.Thread(target=ticket.refresh, args=(store, 1))
+                writer.start()
+                writer.join()
+
+    ticket._lock = Lock(ticket._lock)
+    assert ticket.take().real.item() == 2
+    gate.set()
+    rows.close()
+
+
+def test_tickets_of_two_threads_are_all_remembered():
+    """Shards prefetch in a thread of their own while the main thread takes: no ticket may miss a commit."""
+    rows = OffloadedRows(MemoryStore(8, 1))
+    added, interval = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def prefetch():
+        for _ in range(300):
+            added.append(rows.prefetch(torch.arange(8), torch.device("cpu")))
+
+    thread = threading.Thread(target=prefetch)
+    try:
+        thread.start()
+        taken = 0
+        while thread.is_alive() or taken < len(added):
+            if taken < len(added):
+                ticket = added[taken]
+                assert any(ref() is ticket for ref in rows._tickets)
+                ticket.drop()
+                taken += 1
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    rows.close()
 
 
 # files --------------------------------------------------------------------------------------------

@@ -116,12 +116,10 @@ class TemperatureDual(Temperature):
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
         filled = DEFAULTS_BY_MODE["unimodal" if mode == "unimodal" else "bimodal"]
-        for key, value in filled.items():
-            if group[key] is not None:
-                continue
-            if key == "tau_init":  # stay inside bounds the user narrowed
-                value = min(max(value, group["tau_min"] or value), group["tau_max"] or value)
-            group[key] = value
+        unset = group["tau_init"] is None
+        group.update({key: value for key, value in filled.items() if group[key] is None})
+        if unset:  # stay inside bounds the user narrowed
+            group["tau_init"] = min(max(group["tau_init"], group["tau_min"]), group["tau_max"])
         self.check(group)
 
     def joined(self, groups: SampleGroups, owner: object) -> None:
