@@ -126,6 +126,7 @@ class Run:
         self.est = methods.build(config.method, self.task.n, self.task.mode, config.options, self.control.placement).to(
             device
         )
+        launch.check_learned(self.accelerator, list(self.est.parameters()), config.method)
         self.optimizer = torch.optim.AdamW(self._parameter_groups(plain), lr=config.lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)
@@ -242,12 +243,13 @@ class Run:
         return self.history[-1]
 
     def _measure(self) -> Metrics:
-        """Held-out measures (main process only), and the mean training loss since the last time."""
+        """Held-out measures, computed by the main process, and the mean training loss since the last time."""
         model = self.model.eval()
         metrics: Metrics = {}
         if launch.is_main():
             with torch.no_grad():
                 metrics = self.task.evaluate(model, final=self.finished)
+        metrics = launch.from_main(metrics)
         loss = self.recent_loss
         self.loss_sum, self.loss_count = torch.zeros(()), 0
         inside = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}

@@ -10,8 +10,10 @@ All of these start the same recipe; ``--batch-size`` counts over all ranks, so t
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
         --deepspeed-config recipes/deepspeed/zero2.json
 
-``accelerate launch`` starts DeepSpeed runs too: leave ``--use_deepspeed`` out and give the recipe its
-``--deepspeed-config``. On GPUs add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
+``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
+``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
+leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed. On GPUs
+add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,27 @@ def barrier() -> None:
         dist.barrier()
 
 
+def from_main(value: Any) -> Any:
+    """What the main process has, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+@contextlib.contextmanager
+def results_folder(folder: Path) -> Iterator[Path]:
+    """``folder`` on the main process; elsewhere one that goes.
+
+    All ranks draw, since reading sharded rows or gathering ZeRO 3's weights needs all of them.
+    """
+    if is_main():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as elsewhere:
+        yield Path(elsewhere)
+
+
 def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
     """A fresh one for each run; all of them share one process group."""
     AcceleratorState._reset_state()  # keeps the process group; accelerate takes no second DeepSpeed plugin otherwise
@@ -93,6 +117,15 @@ def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type.value == "DEEPSPEED"
+
+
+def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], method: str) -> None:
+    """DeepSpeed's optimizers take the parameters of the model and no others."""
+    if parameters and uses_deepspeed(accelerator):
+        raise ValueError(
+            f"{method} learns a parameter outside the model, which DeepSpeed does not take; leave --deepspeed-config "
+            f"out, or choose a method without one"
+        )
 
 
 @contextlib.contextmanager
