@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from recipes import launch
 from recipes.engine import Config, Control, Run, Task
 from recipes.methods import HYPERPARAMETERS, METHODS
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults shown, except where there is none to show; room for long option names."""
 
     def __init__(self, prog: str) -> None:
@@ -26,10 +28,22 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+def _epilog(prog: str) -> str:
+    """How to start a recipe on several ranks."""
+    module = prog.removeprefix("python -m ")
+    return f"""several ranks, with the results of one:
+  torchrun --nproc_per_node 2 -m {module}
+  accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no -m {module}
+  torchrun --nproc_per_node 2 -m {module} --deepspeed-config recipes/deepspeed/zero2.json
+  DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module {module} \\
+      --deepspeed-config recipes/deepspeed/zero2.json
+On GPUs: --device cuda, without --cpu and without DS_ACCELERATOR."""
+
+
 def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
     """The arguments that every recipe has, in groups."""
     root = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, formatter_class=_Help
+        prog=prog, usage="%(prog)s [options]", description=description, formatter_class=_Help, epilog=_epilog(prog)
     )
     what = root.add_argument_group("what to train", f"Methods: {', '.join(METHODS)}.").add_mutually_exclusive_group()
     what.add_argument("--estimator", choices=METHODS, metavar="METHOD", default="sogclr", help="method of a single run")
@@ -39,7 +53,11 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     _add_hyperparameters(root, mode)
 
     training = root.add_argument_group("training")
-    training.add_argument("--batch-size", type=int, metavar="N", default=64, help="samples per step")
+    training.add_argument("--batch-size", type=int, metavar="N", default=64, help="samples per forward, over all ranks")
+    training.add_argument("--accumulate", type=_positive, metavar="N", default=1, help="batches per update")
+    training.add_argument(
+        "--mixed-precision", choices=("no", "bf16"), default="no", help="autocast; the estimator computes in float32"
+    )
     training.add_argument("--epochs", type=int, metavar="N", default=epochs, help="passes over the training set")
     training.add_argument(
         "--lr", type=float, metavar="X", default=1e-3, help="peak of the one-cycle learning rate (AdamW)"
@@ -81,7 +99,29 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     machine.add_argument(
         "--cache-dir", type=Path, metavar="DIR", help="of the rendered glyphs; default $COMPOPT_CACHE or .cache"
     )
+    machine.add_argument(
+        "--deepspeed-config", type=Path, metavar="FILE", help="train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
+    )
+    machine.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    _add_placement(root)
     return root
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _add_placement(root: argparse.ArgumentParser) -> None:
+    rows = root.add_argument_group("where the estimator's rows live", "No choice here changes the results.")
+    rows.add_argument("--offload", choices=("cpu", "disk"), help="host memory or a file; default: beside the features")
+    rows.add_argument(
+        "--offload-dir", type=Path, metavar="DIR", help="folder of that file, on a local disk; default: in --output-dir"
+    )
+    rows.add_argument("--shard", action="store_true", help="each rank keeps its share of the rows")
+    rows.add_argument("--prefetch", action="store_true", help="fetch the next batch's rows while this one trains")
 
 
 def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
@@ -131,6 +171,7 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 
 def _prepare_machine(args: argparse.Namespace) -> None:
     """Threads, and repeatable kernels where a device has others."""
+    args.device = launch.local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device.type == "cuda":
@@ -140,7 +181,8 @@ def _prepare_machine(args: argparse.Namespace) -> None:
 
 def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> list[Run]:
     """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
-    shared = {name: getattr(args, name) for name in ("batch_size", "epochs", "lr", "weight_decay")}
+    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision")
+    shared = {name: getattr(args, name) for name in names}
     runs = []
     for method, options in args.methods.items():
         for seed in args.seeds:
@@ -150,22 +192,41 @@ def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> lis
 
 
 def _control(args: argparse.Namespace, task: Task, config: Config, error_count: int) -> Control:
-    steps = task.n // config.batch_size * config.epochs
+    steps = task.n // (config.batch_size * config.accumulate) * config.epochs
+    own = Path(f"{config.method}-seed{config.seed}")
     return Control(
         eval_every=args.eval_every or max(1, steps // 8),
         error_every=max(1, steps // error_count) if error_count else 0,
         checkpoint_every=args.checkpoint_every,
         max_steps=args.max_steps,
-        checkpoint=args.output_dir / f"{config.method}-seed{config.seed}" / "checkpoint.pt",
+        checkpoint=args.output_dir / own / "checkpoints",
         resume=args.resume,
         device=args.device,
+        placement=_placement(args, own),
+        prefetch=args.prefetch,
+        deepspeed=args.deepspeed_config,
     )
+
+
+def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
+    """Where this run's rows live; a file that a former run has left goes, unless it is to be continued."""
+    folder = None
+    if args.offload == "disk":
+        folder = (args.offload_dir or args.output_dir) / own / "rows"
+        if launch.is_main():
+            if not args.resume:
+                shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        launch.barrier()
+    return {"offload": args.offload, "offload_dir": folder, "shard": args.shard}
 
 
 def _train(run: Run, progress: bool) -> Run:
     """Train with a progress bar that shows the loss and the headline metric."""
     title = METHODS[run.config.method].title
-    with tqdm(total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress) as bar:
+    with tqdm(
+        total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress or not launch.is_main()
+    ) as bar:
         run.control.on_step = lambda run: _show(bar, run)
         run.train()
         _show(bar, run)

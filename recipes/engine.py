@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from compopt import diagnostics
-from recipes import methods
+from compopt.integrations import accelerate as integration
+from recipes import checkpoints, launch, methods
 
 Metrics = dict[str, float]
 # Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
@@ -32,8 +32,12 @@ class Task(Protocol):
     def model(self) -> nn.Module:
         """A freshly initialised model (torch's seed is set by the caller)."""
 
-    def encode(self, model: nn.Module, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Both features (B, d) of a batch of training samples; augmentation draws from ``generator``."""
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """What the model's forward takes for a batch of training samples, one entry per sample in each.
+
+        Called with the batch of all ranks, so that what augmentation draws from ``generator`` is the same on one
+        rank and on many; the model returns both features (B, d) of the part that its rank takes.
+        """
 
     def evaluate(self, model: nn.Module, final: bool) -> Metrics:
         """Measures on held-out data; ``final`` asks for the costly ones too."""
@@ -48,26 +52,31 @@ class Config:
 
     method: str
     options: dict[str, Any]
-    batch_size: int = 64
+    batch_size: int = 64  # samples per forward, over all ranks
     epochs: int = 2
     lr: float = 1e-3
     weight_decay: float = 0.1
     seed: int = 0
     data: str = ""  # the task's own words for its data and split
+    accumulate: int = 1  # batches per update
+    mixed_precision: str = "no"
 
 
 @dataclass
 class Control:
-    """When to measure, save and stop; none of it changes the weights."""
+    """When to measure, save and stop, and where things live; none of it changes the weights."""
 
     eval_every: int = 200  # steps; 0: at the end only
     error_every: int = 0  # steps between normalizer errors; 0: never
     checkpoint_every: int = 0  # steps; 0: at the end only
     max_steps: int | None = None  # stop here, schedules still span all epochs
-    checkpoint: Path | None = None
+    checkpoint: Path | None = None  # folder
     resume: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     on_step: Callable[[Run], None] = lambda run: None
+    placement: dict[str, Any] = field(default_factory=dict)  # of the rows: offload, offload_dir, shard
+    prefetch: bool = False  # fetch the next batch's rows while this one trains
+    deepspeed: Path | None = None  # a configuration file
 
 
 class Run:
@@ -81,31 +90,67 @@ class Run:
 
     def __init__(self, task: Task, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()
-        if task.n < config.batch_size:
-            raise ValueError(f"batch_size={config.batch_size} exceeds the {task.n} training samples")
-        self.steps_per_epoch = task.n // config.batch_size
+        self.accelerator = launch.accelerator(
+            self.control.device, config.accumulate, config.mixed_precision, self.control.deepspeed
+        )
+        self.part = self._part()
+        self.steps_per_epoch = task.n // (config.batch_size * config.accumulate)
         self.total_steps = self.steps_per_epoch * config.epochs
         self.step = 0
         self.seconds = 0.0
         self.history: list[Metrics] = []
         self.loss_sum, self.loss_count = torch.zeros(()), 0
+        self._order = -1, torch.empty(0)  # epoch and its permutation
         self._build()
 
+    def _part(self) -> slice:
+        """This rank's share of a batch."""
+        batch, ranks = self.config.batch_size, launch.world_size()
+        if self.task.n < batch * self.config.accumulate:
+            raise ValueError(
+                f"batch_size={batch} times accumulate={self.config.accumulate} exceeds the {self.task.n} "
+                f"training samples"
+            )
+        if batch % ranks:
+            raise ValueError(f"batch_size={batch} counts over all ranks and must be a multiple of {ranks}")
+        size = batch // ranks
+        return slice(launch.rank() * size, (launch.rank() + 1) * size)
+
     def _build(self) -> None:
+        """The estimator comes after the accelerator, whose process group it sees, and is attached after prepare."""
         config, device = self.config, self.control.device
         torch.manual_seed(config.seed)
-        self.model = self.task.model().to(device)
-        self.est = methods.build(config.method, self.task.n, self.task.mode, config.options).to(device)
-        self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=config.lr, fused=True)
+        plain = self.task.model().to(device)
+        if self.control.deepspeed:  # it broadcasts weights as flat bytes
+            plain = plain.to(memory_format=torch.contiguous_format)
+        self.est = methods.build(config.method, self.task.n, self.task.mode, config.options, self.control.placement).to(
+            device
+        )
+        launch.check_learned(self.accelerator, list(self.est.parameters()), config.method)
+        self.optimizer = torch.optim.AdamW(self._parameter_groups(plain), lr=config.lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)
         )
+        launch.set_micro_batch(self.accelerator, self.part.stop - self.part.start)
+        self.prepared, self.stepper = self.accelerator.prepare(plain, self.optimizer)
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
-        self.est.attach(self.optimizer)
+        integration.attach(self.est, self.stepper, self.accelerator)
+        integration.register_for_checkpointing(self.est, self.accelerator)
+        self.accelerator.register_for_checkpointing(checkpoints.Progress(self))
 
-    def _parameter_groups(self) -> list[dict[str, Any]]:
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers, to be measured; from DeepSpeed a copy of the whole weights (on all ranks)."""
+        if not launch.uses_deepspeed(self.accelerator):
+            return self.accelerator.unwrap_model(self.prepared)
+        with torch.random.fork_rng(devices=[]), launch.whole(self.prepared.module):
+            copy = self.task.model().to(self.control.device)
+            copy.load_state_dict(self.prepared.module.state_dict())
+        return copy
+
+    def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Weight matrices decay; biases, norms and a learned temperature do not."""
-        parameters = list(self.model.parameters())
+        parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.config.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -116,7 +161,7 @@ class Run:
     @property
     def samples(self) -> int:
         """Training samples seen so far."""
-        return self.step * self.config.batch_size
+        return self.step * self.config.batch_size * self.config.accumulate
 
     @property
     def finished(self) -> bool:
@@ -134,36 +179,48 @@ class Run:
 
     def train(self) -> Run:
         """Train up to ``max_steps`` or to the end, from the checkpoint if asked to; return the run itself."""
-        if self.control.resume and self.control.checkpoint and self.control.checkpoint.exists():
-            self.load(self.control.checkpoint)
+        if self.control.resume and self.control.checkpoint:
+            checkpoints.load(self, self.control.checkpoint)
         stop = min(self.total_steps, self.control.max_steps or self.total_steps)
-        order, order_epoch = None, -1
         while self.step < stop:
             started = time.perf_counter()
-            epoch, batch = divmod(self.step, self.steps_per_epoch)
-            if epoch != order_epoch:
-                order, order_epoch = self._order(epoch), epoch
-            self._train_step(order[batch * self.config.batch_size : (batch + 1) * self.config.batch_size])
+            self._update(last=self.step + 1 == stop)
             self.seconds += time.perf_counter() - started
             self._after_step(stop)
         return self
 
-    def _order(self, epoch: int) -> Tensor:
-        """The data order is a function of (seed, epoch), so that a resumed run finds it again."""
-        return torch.randperm(self.task.n, generator=seeded("order", self.config.seed, epoch))
+    def _batch(self, number: int) -> Tensor:
+        """Batch ``number`` of the run; the order is a function of (seed, epoch): a resumed run finds it again."""
+        per_epoch, size = self.steps_per_epoch * self.config.accumulate, self.config.batch_size
+        epoch, position = divmod(number, per_epoch)
+        if epoch != self._order[0]:
+            generator = seeded("order", self.config.seed, epoch)
+            self._order = epoch, torch.randperm(self.task.n, generator=generator)
+        return self._order[1][position * size : (position + 1) * size]
 
-    def _train_step(self, index: Tensor) -> None:
-        self.model.train()
-        generator = seeded("augment", self.config.seed, self.step)
-        loss = self.est(*self.task.encode(self.model, index, generator), index)
-        loss.backward()
-        self.optimizer.step()  # the attached estimator commits its rows here
-        self.optimizer.zero_grad()
+    def _update(self, last: bool) -> None:
+        """A window of batches, and the update that they share."""
+        self.prepared.train()
+        window = self.config.accumulate
+        for number in range(self.step * window, (self.step + 1) * window):
+            with self.accelerator.accumulate(self.prepared):
+                self._train_batch(number)
+            if self.control.prefetch and not (last and number + 1 == (self.step + 1) * window):
+                self.est.prefetch(self._batch(number + 1)[self.part])
         self.scheduler.step()
         if self.gamma_schedule is not None:
             self.gamma_schedule.step()
         self.step += 1
-        self.loss_sum = self.loss_sum + loss.detach()  # stays on the device
+
+    def _train_batch(self, number: int) -> None:
+        index = self._batch(number)
+        inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
+        z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
+        loss = self.est(z1, z2, index[self.part])
+        self.accelerator.backward(loss)
+        self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
+        self.stepper.zero_grad()
+        self.loss_sum = self.loss_sum + loss.detach()  # stays on the device; the global batch's, on every rank
         self.loss_count += 1
 
     def _after_step(self, stop: int) -> None:
@@ -173,7 +230,7 @@ class Run:
         if control.error_every and self._due(control.error_every):
             self._record()["normalizer_error"] = self.normalizer_error()
         if control.checkpoint and (self._due(control.checkpoint_every) or self.step == stop):
-            self.save(control.checkpoint)
+            checkpoints.save(self, control.checkpoint)
         control.on_step(self)
 
     def _due(self, every: int) -> bool:
@@ -186,10 +243,13 @@ class Run:
         return self.history[-1]
 
     def _measure(self) -> Metrics:
-        """Held-out measures, and the mean training loss since the last time."""
-        self.model.eval()
-        with torch.no_grad():
-            metrics = self.task.evaluate(self.model, final=self.finished)
+        """Held-out measures, computed by the main process, and the mean training loss since the last time."""
+        model = self.model.eval()
+        metrics: Metrics = {}
+        if launch.is_main():
+            with torch.no_grad():
+                metrics = self.task.evaluate(model, final=self.finished)
+        metrics = launch.from_main(metrics)
         loss = self.recent_loss
         self.loss_sum, self.loss_count = torch.zeros(()), 0
         inside = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
@@ -197,58 +257,12 @@ class Run:
 
     @torch.no_grad()
     def normalizer_error(self) -> float:
-        """Mean squared error of the log-normalizers that the estimator would use now."""
-        self.model.eval()
-        z1, z2 = self.task.training_features(self.model)
+        """Mean squared error of the log-normalizers that the estimator would use now; on all ranks."""
+        z1, z2 = self.task.training_features(self.model.eval())
         error = diagnostics.normalizer_error(
             self.est, z1, z2, batch_size=self.config.batch_size, anchors=min(self.task.n, ERROR_ANCHORS)
         )
         return float(error)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on."""
-        schedule = self.gamma_schedule
-        return {
-            "config": vars(self.config),
-            "model": self.model.state_dict(),
-            "estimator": self.est.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "gamma_schedule": None if schedule is None else schedule.state_dict(),
-            "rng": torch.get_rng_state(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "history": self.history,
-            "loss": (self.loss_sum, self.loss_count),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; a differing configuration raises ValueError."""
-        for name, value in vars(self.config).items():
-            if state["config"].get(name) != value:
-                raise ValueError(f"the checkpoint has {name}={state['config'].get(name)!r}, this run {name}={value!r}")
-        for name in ("model", "optimizer", "scheduler"):
-            getattr(self, name).load_state_dict(state[name])
-        self.est.load_state_dict(state["estimator"])
-        if self.gamma_schedule is not None:
-            self.gamma_schedule.load_state_dict(state["gamma_schedule"])
-        torch.set_rng_state(state["rng"].cpu())
-        self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
-        self.loss_sum, self.loss_count = state["loss"]
-
-    def save(self, path: Path) -> None:
-        """Write beside the target, then rename: a kill leaves the previous or the new checkpoint."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            torch.save(self.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-
-    def load(self, path: Path) -> None:
-        """Continue from the checkpoint at ``path``."""
-        self.load_state_dict(torch.load(path, map_location=self.control.device, weights_only=True))
 
 
 def seeded(*key: object) -> torch.Generator:

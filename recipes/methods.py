@@ -32,7 +32,8 @@ class Method:
 
     Attributes:
         title: name for tables and pictures.
-        build: ``(n, mode, o) -> estimator``; ``o`` has one attribute per hyper-parameter.
+        build: ``(n, mode, o) -> estimator``; ``o`` has one attribute per hyper-parameter, and
+            ``placement``: offload, offload_dir, shard.
         defaults: hyper-parameters of the method and their values in bimodal mode.
         unimodal: values that differ in unimodal mode.
     """
@@ -57,7 +58,7 @@ def _fastclip(version: str, title: str, **learned: float) -> Method:
 
     def build(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator:
         options = {"lr" if name == "tau_lr" else name: getattr(o, name) for name in learned}
-        return compopt.FastCLIPEstimator(n, version=version, gamma=1.0, tau=o.tau, mode=mode, **options)
+        return compopt.FastCLIPEstimator(n, version=version, gamma=1.0, tau=o.tau, mode=mode, **options, **o.placement)
 
     return Method(title, build, {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned})
 
@@ -67,25 +68,29 @@ def _fastclip(version: str, title: str, **learned: float) -> Method:
 METHODS: dict[str, Method] = {
     "infonce": Method(
         "InfoNCE",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=True, mode=mode),
+        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=True, mode=mode, **o.placement),
         {"tau": 0.12},
         unimodal={"tau": 0.1},
     ),
     "infonce-no-positive": Method(
         "InfoNCE without the positive",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode),
+        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode, **o.placement),
         {"tau": 0.05},
         unimodal={"tau": 0.1},
     ),
     "clip": Method(
         "CLIP (learned temperature)",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode),
+        lambda n, mode, o: compopt.InfoNCEEstimator(
+            tau=o.tau, learn_tau=True, multiply_tau=False, mode=mode, **o.placement
+        ),
         {"tau": 0.18},
         unimodal={"tau": 0.1},
     ),
     "sogclr": Method(
         "SogCLR",
-        lambda n, mode, o: compopt.SogCLREstimator(n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode),
+        lambda n, mode, o: compopt.SogCLREstimator(
+            n, gamma=o.gamma, tau=o.tau, reference=o.reference, mode=mode, **o.placement
+        ),
         {"tau": 0.08, "gamma": 0.5, "reference": "none"},
         unimodal={"tau": 0.1},
     ),
@@ -101,6 +106,7 @@ METHODS: dict[str, Method] = {
             tau_max=o.tau_max,
             reference=o.reference,
             mode=mode,
+            **o.placement,
         ),
         {
             **{"tau": 0.08, "gamma": 0.8, "reference": "none"},
@@ -115,9 +121,11 @@ METHODS: dict[str, Method] = {
 }
 
 
-def build(name: str, n: int, mode: str, options: Mapping[str, Any]) -> compopt.ContrastiveEstimator:
-    """The estimator of method ``name`` over ``n`` samples."""
-    return METHODS[name].build(n, mode, SimpleNamespace(**options))
+def build(
+    name: str, n: int, mode: str, options: Mapping[str, Any], placement: Mapping[str, Any] | None = None
+) -> compopt.ContrastiveEstimator:
+    """The estimator of method ``name`` over ``n`` samples; ``placement``: where its rows live."""
+    return METHODS[name].build(n, mode, SimpleNamespace(**options, placement=placement or {}))
 
 
 def build_schedule(

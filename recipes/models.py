@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,7 +34,46 @@ class ImageTower(nn.Module):
 def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
     """Halve each side: convolution, batch norm, ReLU."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2, bias=False)
-    return convolution, nn.BatchNorm2d(outputs), nn.ReLU()
+    return convolution, BatchNorm(outputs), nn.ReLU()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The same sum on every rank; each rank's use of it counts in the gradient of every rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _SumOverRanks.forward(ctx, grad.contiguous())
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm over the images of all ranks, so that K ranks compute what one does.
+
+    torch's ``SyncBatchNorm`` does this on GPUs only. On one rank this is ``nn.BatchNorm2d`` bit for bit.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        moments = torch.stack([wide.mean((0, 2, 3)), wide.square().mean((0, 2, 3))])
+        mean, square = _SumOverRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
+        variance = (square - mean.square()).clamp(min=0)
+        self._remember(mean.detach(), variance.detach(), x.numel() // x.shape[1] * dist.get_world_size())
+        scale = (variance + self.eps).rsqrt() * self.weight
+        shift = self.bias - mean * scale
+        return (wide * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+
+    def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        unbiased = variance * count / max(1, count - 1)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
 
 
 class TextTower(nn.Module):
@@ -71,6 +113,10 @@ class TwoTowers(nn.Module):
         self.image = ImageTower(dim)
         self.text = TextTower(vocabulary, length, dim)
 
+    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Both sides in one call: the wrappers of many ranks expect one forward per backward."""
+        return self.image(images), self.text(tokens)
+
 
 class Projected(nn.Module):
     """SimCLR's encoder: the probes read :attr:`image`'s features, the loss reads the projection of them."""
@@ -80,5 +126,10 @@ class Projected(nn.Module):
         self.image = ImageTower(dim)
         self.projection = nn.Sequential(nn.ReLU(), nn.Linear(dim, dim))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def project(self, images: Tensor) -> Tensor:
         return self.projection(self.image(images))
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        """Both views in one batch."""
+        first, second = self.project(torch.cat([one, two])).chunk(2)
+        return first, second

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recipes import launch
 from recipes.engine import Run
 from recipes.methods import METHODS
 
@@ -108,7 +109,9 @@ def save_metrics(runs: Sequence[Run], path: Path) -> None:
 
 
 def finish(runs: Sequence[Run], output_dir: Path) -> None:
-    """Write the metrics, print the table and where things are."""
+    """Write the metrics, print the table and where things are; on the main process only."""
+    if not launch.is_main():
+        return
     save_metrics(runs, output_dir / "metrics.json")
     print("\n" + text_table(rows(runs)))
     for run in runs:
@@ -119,6 +122,8 @@ def finish(runs: Sequence[Run], output_dir: Path) -> None:
 
 
 def list_files(paths: Sequence[Path]) -> None:
-    """Say where things are."""
+    """Say where things are; on the main process only."""
+    if not launch.is_main():
+        return
     for path in paths:
         print(f"wrote {path}")

@@ -53,9 +53,9 @@ class GlyphNames:
     def model(self) -> nn.Module:
         return TwoTowers(len(self.tokenizer), self.tokenizer.length)
 
-    def encode(self, model: nn.Module, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        caption = self.caption[index].to(self.device)
-        return model.image(self.images[index.to(self.device)]), model.text(self.tokens[caption])
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Images and tokens."""
+        return self.images[index.to(self.device)], self.tokens[self.caption[index].to(self.device)]
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
         found = self.retrieve(model)
@@ -110,15 +110,16 @@ class GlyphFaces:
     def model(self) -> nn.Module:
         return Projected()
 
-    def encode(self, model: nn.Module, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Two views."""
         batch, count = len(index), self.count[index]
         draw = torch.rand(2, batch, generator=generator)
         one = (draw[0] * count).long()
         two = (one + 1 + (draw[1] * (count - 1)).long()) % count  # another face
         chosen = torch.cat([self.first[index] + one, self.first[index] + two]).to(self.device)
         offsets = torch.randint(0, 2 * self.shift + 1, (2, 2 * batch), generator=generator).to(self.device)
-        z = model(_shifted(self.images[chosen], offsets, self.shift))
-        return z[:batch], z[batch:]
+        views = _shifted(self.images[chosen], offsets, self.shift)
+        return views[:batch], views[batch:]
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
         bank, queries = in_chunks(model.image, self.bank), in_chunks(model.image, self.queries)
@@ -129,7 +130,7 @@ class GlyphFaces:
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """The first two faces of each character, unshifted."""
         first = self.first.to(self.device)
-        return in_chunks(model, self.images[first]), in_chunks(model, self.images[first + 1])
+        return in_chunks(model.project, self.images[first]), in_chunks(model.project, self.images[first + 1])
 
 
 def _one_per_character(

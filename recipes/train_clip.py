@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes import cli, glyphs, report
+from recipes import cli, glyphs, launch, report
 from recipes.engine import Run
 from recipes.tasks import GlyphNames
 
@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = cli.train_all(args, task, error_count=times)
     report.finish(runs, args.output_dir)
     if args.plots:
-        report.list_files(draw(runs, task, args.output_dir))
+        with launch.results_folder(args.output_dir) as folder:
+            report.list_files(draw(runs, task, folder))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from recipes import cli, glyphs, report
+from recipes import cli, glyphs, launch, report
 from recipes.tasks import GlyphFaces
 
 
@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plots and measured:
         from recipes import plots
 
-        pictures = [plots.recall(measured, args.output_dir / "accuracy.png")]
-        learned = next((run for run in measured if plots.learned_temperatures(run) is not None), None)
-        if learned is not None:
-            pictures.append(plots.temperatures(learned, args.output_dir / "temperatures.png"))
-        report.list_files(pictures)
+        with launch.results_folder(args.output_dir) as folder:
+            pictures = [plots.recall(measured, folder / "accuracy.png")]
+            learned = next((run for run in measured if plots.learned_temperatures(run) is not None), None)
+            if learned is not None:
+                pictures.append(plots.temperatures(learned, folder / "temperatures.png"))
+            report.list_files(pictures)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""The recipes on two ranks, under each launcher: the numbers of one process, and checkpoints that continue them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes import glyphs
+from recipes.models import BatchNorm
+from tests.pool import the_pool
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parent.parent
+STEPS = 3
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+ACCELERATE = (
+    *("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("glyphs")
+    glyphs.load(folder)
+    return folder
+
+
+def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEPS):
+    """Carry out a short run; -> its record in metrics.json."""
+    # limit: 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small
+    arguments = ["--limit", "192", "--batch-size", "16", "--accumulate", "2", "--epochs", "1", "--eval-every", "1"]
+    arguments += ["--max-steps", str(steps), "--threads", "1", "--no-plots", "--no-progress"]
+    arguments += ["--cache-dir", str(cache), "--output-dir", str(output), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *launcher, *arguments]
+    code, out, err = finish(command, environment)
+    assert code == 0, err[-4000:]
+    assert out.count("wrote ") == 1  # by the main process alone
+    return json.loads((output / "metrics.json").read_text())["runs"][0]
+
+
+def finish(command, environment):
+    """Run in a session of its own: a launcher that hangs ends with its ranks."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=300)  # DeepSpeed may compile an extension first
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, out, err
+
+
+def launched(launcher):
+    return (*launcher, "recipes.train_clip")
+
+
+def losses(record):
+    return [entry["loss"] for entry in record["history"]]
+
+
+@pytest.fixture(scope="module")
+def single(cache, tmp_path_factory):
+    """One process."""
+    return recipe(cache, tmp_path_factory.mktemp("single"))
+
+
+def assert_like(record, single):
+    assert losses(record) == pytest.approx(losses(single), abs=1e-4)
+    assert record["final"]["r1"] == pytest.approx(single["final"]["r1"], abs=2e-3)
+
+
+def test_accelerate_launch(cache, single, tmp_path):
+    assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
+
+
+def test_torchrun_and_resume(cache, single, tmp_path):
+    """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""
+    options = ("--offload", "disk", "--shard", "--prefetch")
+    whole = recipe(cache, tmp_path / "whole", *options, launcher=launched(TORCHRUN))
+    assert_like(whole, single)
+    recipe(cache, tmp_path / "part", *options, launcher=launched(TORCHRUN), steps=1)
+    resumed = recipe(cache, tmp_path / "part", *options, "--resume", launcher=launched(TORCHRUN))
+    assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
+
+
+def test_deepspeed_and_resume(cache, single, tmp_path):
+    pytest.importorskip("deepspeed")
+    options = ("--deepspeed-config", "recipes/deepspeed/zero2.json")
+    recipe(cache, tmp_path, *options, launcher=launched(TORCHRUN), steps=1)
+    assert_like(recipe(cache, tmp_path, *options, "--resume", launcher=launched(TORCHRUN)), single)
+
+
+def norm_of(x, part=slice(None)):
+    """Output, gradients (a sum over ranks) and running statistics of one training step."""
+    torch.manual_seed(0)
+    norm, x = BatchNorm(3).double(), x[part].clone().requires_grad_()
+    y = norm(x)
+    (y * torch.linspace(-1, 2, 8 * 3 * 4, dtype=y.dtype).reshape(8, 3, 2, 2)[part]).square().sum().backward()
+    return y.detach(), x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+
+def norm_of_rank(group, x):
+    return norm_of(x, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))
+
+
+def test_batch_norm_over_ranks():
+    x = torch.randn(8, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one, ranks = norm_of(x), the_pool(2, timeout=120).run(norm_of_rank, 2, x)
+    split = [torch.cat(parts) for parts in zip(*(r[:2] for r in ranks), strict=True)]
+    split += [a + b for a, b in zip(ranks[0][2:4], ranks[1][2:4], strict=True)]
+    for found in (ranks[0][4:], ranks[1][4:]):
+        torch.testing.assert_close((*split, *found), one, rtol=1e-10, atol=1e-10)
