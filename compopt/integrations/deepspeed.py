@@ -19,7 +19,8 @@ def save_checkpoint(
     save_dir: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
-    **options: Any,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
 ) -> Any:
     """``engine.save_checkpoint(...)``, with the rows of every rank in ``<save_dir>/<tag>/compopt``.
 
@@ -29,7 +30,8 @@ def save_checkpoint(
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: the estimator.
-        save_dir, tag, client_state, options: as for the engine; ``tag=None`` is ``global_step<N>`` as there.
+        save_dir, tag, client_state, save_latest, exclude_frozen_parameters: as for the engine; ``tag=None`` is
+            ``global_step<N>`` as there.
 
     Returns:
         What the engine returns.
@@ -41,18 +43,32 @@ def save_checkpoint(
         raise ValueError(f"client_state must leave the key {KEY!r} to compopt")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     client_state[KEY] = {"checkpoint": saving.save(est, Path(save_dir) / tag / KEY).name}
-    return engine.save_checkpoint(os.fspath(save_dir), tag=tag, client_state=client_state, **options)
+    return engine.save_checkpoint(
+        os.fspath(save_dir),
+        tag=tag,
+        client_state=client_state,
+        save_latest=save_latest,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
 
 
 def load_checkpoint(
-    engine: Any, est: Estimator, load_dir: str | os.PathLike[str], tag: str | None = None, **options: Any
+    engine: Any,
+    est: Estimator,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """``engine.load_checkpoint(...)``, then the rows that were saved with it, on any number of ranks.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: an estimator of the same configuration.
-        load_dir, tag, options: as for the engine; ``tag=None`` is the latest.
+        load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only: as for
+            the engine; ``tag=None`` is the latest.
 
     Returns:
         ``(path, client_state)`` as the engine returns them, without compopt's entry. If the engine finds nothing
@@ -65,7 +81,14 @@ def load_checkpoint(
 
     Communicates: collective, as the engine's method.
     """
-    path, client_state = engine.load_checkpoint(os.fspath(load_dir), tag=tag, **options)
+    path, client_state = engine.load_checkpoint(
+        os.fspath(load_dir),
+        tag=tag,
+        load_module_strict=load_module_strict,
+        load_optimizer_states=load_optimizer_states,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+    )
     if path is None:
         return path, client_state
     client_state = dict(client_state or {})
