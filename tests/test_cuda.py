@@ -109,3 +109,32 @@ def test_repeats_on_the_device_have_the_same_bits_every_time():
 
     first, second = run(), run()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_rows_on_the_host_wait_for_nobody_and_change_nothing(offload, prefetch, tmp_path):
+    options = {"offload_dir": tmp_path} if offload == "disk" else {}
+    near, far = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, offload=offload, **options)
+    train(near, "cuda", steps=2), train(far, "cuda", steps=2)
+    batches = [batch(seed, "cuda") for seed in range(10, 18)]
+    if prefetch:
+        far.prefetch(batches[0][2])
+    torch.cuda.synchronize()
+    losses = []
+    for step, (z1, z2, index) in enumerate(batches):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if prefetch and step + 1 < len(batches):
+                far.prefetch(batches[step + 1][2])
+            loss = far(z1, z2, index)
+            loss.backward()
+            far.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append((loss.detach(), near(z1, z2, index).detach()))
+        near.step()
+    assert all(torch.equal(a, b) for a, b in losses)
+    everything = torch.arange(N)
+    for column, value in near.read(everything).items():
+        assert torch.equal(far.read(everything)[column].cpu(), value.cpu())
