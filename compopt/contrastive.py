@@ -15,7 +15,6 @@ from compopt.autograd import with_gradients
 from compopt.component import Call, Component, Normalizer, Temperature
 from compopt.estimator import Estimator
 from compopt.gathered import GatheredPairs
-from compopt.groups import GroupSpec, parse
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.kernel import Pairs
 from compopt.monitor import warn_rho
@@ -114,12 +113,6 @@ class ContrastiveEstimator(Estimator):
 
     def _options(self) -> dict[str, Any]:
         return {"normalize": self.normalize, "multiply_tau": self.multiply_tau}
-
-    def _override_groups(self, n: GroupSpec) -> None:
-        """Presets: the groups that the user gave override the arguments."""
-        self._groups.override(parse(n))
-        for part in (self.normalizer, self.temperature):
-            part.joined(self._groups, owner=self)
 
     # -- the call ----------------------------------------------------------------------------------------------
 

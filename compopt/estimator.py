@@ -56,6 +56,9 @@ class Estimator(Hooks):
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
     """
 
+    # Presets: the groups as the user gave them, which override the arguments that all groups share.
+    _given_groups: Groups | None = None
+
     def __init__(
         self,
         components: Mapping[str, Component],
@@ -73,7 +76,7 @@ class Estimator(Hooks):
         self.training = True
         self.t = 0
         self._components = dict(components)
-        self._groups = SampleGroups(self._components, mode)
+        self._groups = SampleGroups(self._components, mode, self._given_groups)
         placement = placement or Placement()
         self._ranks = Ranks(placement.process_group)
         self._table = self._make_table(placement)
@@ -111,7 +114,8 @@ class Estimator(Hooks):
         try:
             if self._table is not None:
                 self._forget_prefetched()
-                self._table.grow(self.n or 0)
+                with torch.inference_mode(False):  # rows made inside it could not be written outside
+                    self._table.grow(self.n or 0)
         except BaseException:
             self._groups.drop_last()
             raise
@@ -133,7 +137,8 @@ class Estimator(Hooks):
         directions = DIRECTIONS[self.mode]
         if not any(part.columns(directions, self.dtype) for part in self._components.values()):
             return None
-        return RowTable(self._components, self._groups, directions, self.dtype, placement, self._ranks)
+        with torch.inference_mode(False):  # rows made inside it could not be written outside
+            return RowTable(self._components, self._groups, directions, self.dtype, placement, self._ranks)
 
     def _visit(
         self,
@@ -242,6 +247,7 @@ class Estimator(Hooks):
 
     def step(self) -> None:
         """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
+        self._refuse_part()
         self._commit(None)
 
     def _commit(self, found_inf: Tensor | None) -> None:
@@ -290,6 +296,7 @@ class Estimator(Hooks):
         Raises:
             TypeError: no torch optimizer is inside.
         """
+        self._refuse_part()
         inner = attaching.unwrap(optimizer)
         handle = self._handles.get(id(inner))
         if handle is None or handle.id not in inner._optimizer_step_post_hooks:
@@ -314,6 +321,8 @@ class Estimator(Hooks):
     def to(self, device: torch.device | str) -> Estimator:
         """Move rows and other state to a device; they otherwise follow the first features in training mode."""
         device = torch.device(device)
+        if device.type == "meta":
+            raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
         if self._table is not None:
             self._table.store.to(device)
         for part in self._components.values():

@@ -106,13 +106,20 @@ class SampleGroups:
 
     A key that two components share is prefixed with the component's role (``temperature.lr``).
 
+    Args:
+        components: by role.
+        mode: of the estimator.
+        given: one mapping per group, which overrides the components' values (presets).
+
     Attributes:
         groups: the list that users read and edit.
         defaults: what fills a group that leaves a key out.
         names: role -> the component's keys -> keys in the groups.
     """
 
-    def __init__(self, components: Mapping[str, Component], mode: str) -> None:
+    def __init__(
+        self, components: Mapping[str, Component], mode: str, given: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         self._components, self._mode = components, mode
         keys = [key for part in components.values() for key in part.own_defaults]
         self.names = {
@@ -124,11 +131,11 @@ class SampleGroups:
             for role, part in components.items()
             for key, value in part.own_defaults.items()
         }
-        self.groups = self._merge()
+        self.groups = self._merge(given)
         self._snapshot: Groups = []
         self.check()
 
-    def _merge(self) -> Groups:
+    def _merge(self, given: Sequence[Mapping[str, Any]] | None) -> Groups:
         """One list from the components' own; those that have groups must agree on the sizes."""
         sizes = {role: [g["n"] for g in part.own_groups] for role, part in self._components.items()}
         sizes = {role: size for role, size in sizes.items() if size}
@@ -141,7 +148,11 @@ class SampleGroups:
             for role, part in self._components.items():
                 own = part.own_groups[number] if part.own_groups else part.own_defaults
                 group.update({self.names[role][key]: own[key] for key in part.own_defaults})
-            self._fill(group)
+            if given is not None:
+                checks.known_keys(f"sample group {number}", given[number], {"n", *self.defaults})
+                group.update(given[number])
+            plain(group)
+            self._fill(group)  # only now: what the mode fills must see everything that was given
         return merged
 
     @property
@@ -203,16 +214,6 @@ class SampleGroups:
         for group, values in zip(self.groups, groups, strict=True):
             group.clear()
             group.update(values)
-
-    def override(self, given: Sequence[Mapping[str, Any]]) -> None:
-        """Let the groups that a user gave to a preset override the preset's arguments."""
-        for number, (group, values) in enumerate(zip(self.groups, given, strict=True)):
-            checks.known_keys(f"sample group {number}", values, {"n", *self.defaults})
-            filled = {**self.defaults, **values}  # what the mode fills must see what the user gave
-            plain(filled)
-            self._fill(filled)
-            group.update(filled)
-        self.check()
 
     def add(self, group: Mapping[str, Any]) -> None:
         """Append one group, completed by the defaults."""

@@ -94,8 +94,10 @@ def _refuse_another_method(present: list[Checkpoint], config: Mapping[str, Any])
         found = json.loads((complete[-1].path / MANIFEST).read_bytes())["config"] if complete else config
     except (ValueError, KeyError, TypeError):  # a damaged one says nothing
         return
-    for key in ("mode", "method"):
-        if found.get(key) != config[key]:
+    common = min(len(found.get("n", [])), len(config["n"]))  # groups may have been added since, or not yet
+    found, config = ({**c, "n": list(c.get("n", []))[:common]} for c in (found, config))
+    for key in ("mode", "method", "options", "n"):
+        if found.get(key, config[key]) != config[key]:  # early versions did not keep the options
             raise ValueError(
                 f"{complete[-1].path.parent} holds checkpoints of another estimator: {key} is {found.get(key)!r} there "
                 f"and {config[key]!r} here; use another directory"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, sizes
+from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
 from compopt.ranks import ProcessGroup
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -126,6 +126,7 @@ class SogCLREstimator(ContrastiveEstimator):
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference, eps),
             FixedTemperature(tau),
@@ -139,7 +140,6 @@ class SogCLREstimator(ContrastiveEstimator):
             shard=shard,
             dtype=dtype,
         )
-        self._override_groups(n)
 
 
 class ISogCLREstimator(ContrastiveEstimator):
@@ -198,6 +198,7 @@ class ISogCLREstimator(ContrastiveEstimator):
         temperature = TemperatureDual(
             sizes(n), rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer=optimizer, beta=beta
         )
+        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference),
             temperature,
@@ -211,7 +212,6 @@ class ISogCLREstimator(ContrastiveEstimator):
             shard=shard,
             dtype=dtype,
         )
-        self._override_groups(n)
 
 
 FASTCLIP_EPS = 1e-14
@@ -301,6 +301,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
                 optimizer="adam",
                 betas=betas,
             )
+        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference, eps),
             temperature,
@@ -314,4 +315,3 @@ class FastCLIPEstimator(ContrastiveEstimator):
             shard=shard,
             dtype=dtype,
         )
-        self._override_groups(n)

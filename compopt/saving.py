@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compopt import checkpoint as states
 from compopt import checks, manifest
+from compopt.groups import plain
 from compopt.manifest import STATE, Checkpoint, File
 from compopt.table import BLOCK_ROWS, RowTable
 
@@ -89,7 +90,7 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     source: Checkpoint = ranks.gather_objects(chosen)[0]
     content, files, extra = ranks.agree(lambda: _verify(est, source))
     est._forget_prefetched()
-    ranks.agree(lambda: est._groups.replace(content["sample_groups"]))
+    ranks.agree(lambda: _take_groups(est, source, content["sample_groups"]))
     if est._table is not None:
         table = est._table
         ranks.agree(lambda: _read_rows(table, source, files))
@@ -105,6 +106,8 @@ def _describe(est: Estimator) -> dict[str, Any]:
     """What the manifest says of the estimator; refused where it could not be loaded again."""
     est._refuse_part()
     est._run("state_dict_pre")
+    for group in est.sample_groups:  # an edit to an equal number of another library goes unnoticed by check()
+        plain(group)
     est._groups.check()
     return {"config": states.config(est), "sample_groups": [dict(group) for group in est.sample_groups]}
 
@@ -153,6 +156,13 @@ def _write_tensors(
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
+
+
+def _take_groups(est: Estimator, source: Checkpoint, groups: list[dict[str, Any]]) -> None:
+    try:
+        est._groups.replace(groups)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{source.path / manifest.MANIFEST}: {error}") from None
 
 
 def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[File], dict[str, dict[str, Tensor]]]:

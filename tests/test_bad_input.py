@@ -816,3 +816,22 @@ def test_normalizer_error_of_another_data_set():
     z1, z2 = features(N + 1, D, 0, dtype=torch.float32)
     with refused((ValueError, IndexError), rf"\b{N}\b", est=est):
         compopt.diagnostics.normalizer_error(est, z1, z2)
+
+
+# a part, the meta device ---------------------------------------------------------------------------
+
+
+def test_a_part_commits_nothing_by_itself():
+    est = used()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for action in (est.normalizer.step, lambda: est.normalizer.attach(optimizer)):
+        with refused(RuntimeError, "part of a ContrastiveEstimator", est=est, remedy=False):
+            action()
+    still_works(est)
+
+
+def test_the_meta_device():
+    est = used()
+    with refused(ValueError, "device", "meta", est=est):
+        est.to("meta")
+    still_works(est)

@@ -220,3 +220,29 @@ def test_pairs_are_copied():
     z1, z2 = torch.randn(2, 4, 3)
     with pytest.raises(ValueError, match="betas"):
         est(z1, z2, torch.arange(4))
+
+
+def test_what_a_group_leaves_out_is_filled_once_all_else_is_known():
+    """Bounds that only the group narrows or widens count as those given as arguments do."""
+    as_argument = compopt.ISogCLREstimator(20, tau_min=0.05)
+    in_group = compopt.ISogCLREstimator([{"n": 20, "tau_min": 0.05}])
+    assert in_group.sample_groups == as_argument.sample_groups
+    assert in_group.sample_groups[0]["tau_init"] == 0.05
+    wider = compopt.ISogCLREstimator([{"n": 20, "tau_min": 0.001}, {"n": 3, "tau_min": 0.0005}], tau_init=0.002)
+    assert [group["tau_init"] for group in wider.sample_groups] == [0.002, 0.002]
+    tau = compopt.FastCLIPEstimator([{"n": 20, "tau_init": 0.2}]).temperature.tau
+    assert tau == 0.2, "a global temperature starts where the first group says"
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_inference_mode_leaves_rows_that_can_be_written(offload):
+    with torch.inference_mode():
+        est = compopt.SogCLREstimator(12, offload=offload)
+    run(est, *batches(12, 1, seed=9)[0])
+    est.step()
+    with torch.inference_mode():
+        est.add_sample_group({"n": 4})
+    z1, z2, _ = batches(12, 1, seed=9)[0]
+    run(est, z1, z2, torch.arange(10, 16))
+    est.step()
+    assert est.read(torch.arange(10, 16))["count"].gt(0).all()

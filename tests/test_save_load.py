@@ -511,3 +511,35 @@ def test_parts_are_not_saved_alone(tmp_path):
         with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
             call(est.normalizer)
     assert not list(tmp_path.iterdir()) and est.n == N
+
+
+# -- hyper-parameters and owners -----------------------------------------------------------------------
+
+
+def test_a_bad_hyper_parameter_in_a_manifest_names_the_file(tmp_path):
+    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(gamma=5.0))
+    refused(tmp_path, r"manifest\.json: gamma must be in \(0, 1\]")
+
+
+def test_an_edit_to_an_equal_number_of_numpy_is_saved(tmp_path):
+    """A call does not notice it, and JSON has no such number."""
+    est = sogclr()
+    for save in (lambda: compopt.save(est, tmp_path), est.state_dict):
+        est.sample_groups[0]["gamma"] = 0.5
+        run(est, *batches(N, 1, seed=1, dtype=torch.float32)[0])
+        est.sample_groups[0]["gamma"] = np.float32(0.5)
+        saved = save()
+    assert type(saved["sample_groups"][0]["gamma"]) is float
+    compopt.load(sogclr(), tmp_path)
+
+
+def test_a_directory_is_of_one_estimator(tmp_path):
+    est = trained()
+    path = compopt.save(est, tmp_path)
+    for other in (compopt.SogCLREstimator(N + 1), compopt.ISogCLREstimator(N), sogclr(normalize=False)):
+        with pytest.raises(ValueError, match="checkpoints of another estimator"):
+            compopt.save(other, tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+    est.add_sample_group({"n": 4})
+    compopt.save(est, tmp_path)
+    compopt.save(trained(), tmp_path)  # as after going back to the first
