@@ -26,7 +26,7 @@ from torch import Tensor
 
 import compopt
 from benchmarks.machine import ROOT, environment, heading, resident, table
-from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
+from compopt.stores import DiskStore, OffloadedRows, RowStore, Ticket, open_rows
 
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
@@ -188,24 +188,36 @@ def measure_step(offload: str, n: int, directory: str, size: int, pool_size: int
             work()
             rows.commit(batch, rows.fetch(batch, batch))
 
-    def prefetched() -> None:
-        ticket = rows.prefetch(pool[0], CPU)
-        for k in range(steps):
-            following = rows.prefetch(pool[(k + 1) % pool_size], CPU)
-            work()
-            rows.commit(pool[k], ticket.take())
-            ticket = following
+    under_way: list[Ticket] = []
 
-    result = interleave({"bare": bare, "no prefetch": fetched, "prefetch": prefetched}, steps, rounds=25)
+    def first() -> None:
+        under_way[:] = [rows.prefetch(pool[0], CPU)]
+
+    def prefetched() -> None:
+        for k in range(steps):
+            under_way.append(rows.prefetch(pool[k + 1], CPU))
+            work()
+            rows.commit(pool[k], under_way.pop(0).take())
+
+    contenders = {"bare": bare, "no prefetch": fetched, "prefetch": prefetched}
+    result = interleave(contenders, steps, rounds=25, prepare={"prefetch": first})
     rows.close()
     return {"offload": offload, "n": n, "rows": size, "step": result}
 
 
-def interleave(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step, and what each contender adds to the first of its round."""
+def interleave(
+    contenders: dict[str, Callable[[], None]],
+    steps: int,
+    rounds: int,
+    prepare: dict[str, Callable[[], None]],
+) -> dict[str, list[float]]:
+    """Seconds per step, and what each contender adds to the first of its round; preparations are not counted."""
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name, call in contenders.items():
+            if name in prepare:  # the batch before the first step, which an endless loop would have prefetched
+                prepare[name]()
+                time.sleep(0.005)
             seconds = timed(call) / steps
             if turn:  # the first round starts threads
                 spent[name].append(seconds)
@@ -245,8 +257,6 @@ def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: i
 
     def loop(est: compopt.SogCLREstimator, pool: list[Tensor], prefetching: bool) -> Callable[[], None]:
         def run() -> None:
-            if prefetching:
-                est.prefetch(pool[0])
             for k in range(steps):
                 if prefetching:
                     est.prefetch(pool[k + 1])
@@ -259,7 +269,8 @@ def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: i
         "no prefetch": loop(there, pool, False),
         "prefetch": loop(there, pool, True),
     }
-    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, rounds=25)}
+    prepare = {"prefetch": lambda: there.prefetch(pool[0])}
+    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, 25, prepare)}
 
 
 # layout -------------------------------------------------------------------------------------------

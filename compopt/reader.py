@@ -104,7 +104,9 @@ class Reader:
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
-        self._rows(keys, torch.device("cpu"))
+        for name in ROW_KEYS:
+            if name in keys:
+                check_range(name, keys[name], self.groups.n)  # one on a device is checked when its batch is called
         rows = _on_host(keys)
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt import saving, table
+from compopt.stores import HostStore
 from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
@@ -38,11 +39,13 @@ def train(est, data, prefetch, window=1):
     return trace
 
 
-@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("prefetch", [False, True, "few"], ids=["plain", "prefetch", "prefetch few"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", ROWS, ids=str)
-def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path):
+def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path, monkeypatch):
+    if prefetch != "few":  # few rows in memory are read when they are taken, many in a thread
+        monkeypatch.setattr(HostStore, "instant_rows", 0)
     data = batches(N, 8, seed=11)  # six of thirteen rows each: neighbours overlap
     near, _ = make(info, mode, N, gamma=0.6)
     expected = train(near, data, prefetch=False, window=2)

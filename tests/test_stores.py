@@ -45,6 +45,12 @@ def make_store(kind, n, words, directory):
     return {"memory": MemoryStore, "host": HostStore}[kind](n, words)
 
 
+@pytest.fixture(autouse=True)
+def every_read_in_its_thread(monkeypatch):
+    """The tables here are small; large ones are read ahead."""
+    monkeypatch.setattr(HostStore, "instant_rows", 0)
+
+
 class Slow:
     """A store whose reads and writes are slow and torn: half of the rows first, then a pause, then the rest."""
 

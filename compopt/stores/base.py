@@ -17,6 +17,8 @@ class RowStore(ABC):
 
     n: int
     words: int
+    #: So many rows are gathered in less time than it takes to hand the work to a thread.
+    instant_rows: int = 0
 
     @property
     @abstractmethod

@@ -27,7 +27,7 @@ class OffloadedRows(Rows):
     that the store may not hold yet, oldest first: it sees all commits made before it, whatever the writer has done.
     When :data:`JOURNAL_LIMIT` commits wait, the next one waits for the writer.
 
-    *Prefetch.* A reader thread gathers and lays over what was unwritten when the ticket was issued; the commits
+    *Prefetch.* A reader thread (unless the rows are few and in memory, see ``instant_rows``) gathers and lays over what was unwritten when the ticket was issued; the commits
     made since are handed to the ticket. On the CPU the writer thread reads its rows again once it has written them;
     what is not written when the rows are taken, and on CUDA all of it, is laid over then. A ticket that sees too
     many of them, or whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs
@@ -78,6 +78,8 @@ class OffloadedRows(Rows):
         if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
             device = torch.device("cuda", torch.cuda.current_device())
         rows = rows.clone()  # a loader may reuse its buffer
+        if device.type == "cpu" and len(rows) <= self.store.instant_rows:
+            return Fetched(self, rows, device)  # read when taken
         ticket, side = Fetched(self, rows, device), self._side(device)
         with self._lock:
             self._tickets = [ref for ref in self._tickets if ref() is not None] + [weakref.ref(ticket)]
