@@ -380,23 +380,6 @@ def test_tickets_issued_by_two_threads_are_all_handed_the_commits(first):
     assert [value_of(ticket.take()) for ticket in kept] == [1] * len(kept)
 
 
-def test_a_ticket_issued_while_the_rows_settle_reads_anew():
-    """What expires before its read has begun stays expired."""
-    rows = OffloadedRows(HostStore(5, 1))
-    submit = rows._readers.submit
-
-    def late(*args):
-        rows._readers.submit = submit
-        future = submit(*args)
-        future.result()
-        rows.settle()
-        rows.store.write_block(0, torch.full((5, 1), 9, dtype=torch.complex128))
-        return future
-
-    rows._readers.submit = late
-    assert value_of(rows.prefetch(torch.tensor([2]), CPU).take()) == 9
-
-
 def test_a_ticket_from_before_a_load_sees_it():
     rows = OffloadedRows(HostStore(5, 1))
     ticket = rows.prefetch(torch.tensor([2]), CPU)

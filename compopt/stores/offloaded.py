@@ -27,11 +27,11 @@ class OffloadedRows(Rows):
     that the store may not hold yet, oldest first: it sees all commits made before it, whatever the writer has done.
     When :data:`JOURNAL_LIMIT` commits wait, the next one waits for the writer.
 
-    *Prefetch.* A reader thread (unless the rows are few and in memory, see ``instant_rows``) gathers and lays over what was unwritten when the ticket was issued; the commits
-    made since are handed to the ticket. On the CPU the writer thread reads its rows again once it has written them;
-    what is not written when the rows are taken, and on CUDA all of it, is laid over then. A ticket that sees too
-    many of them, or whose rows were loaded or grown meanwhile, reads anew instead; one that is thrown away costs
-    nothing.
+    *Prefetch.* A reader thread (unless the rows are few and in memory, see ``instant_rows``) gathers and lays over what
+    was unwritten when the ticket was issued; the commits made since are handed to the ticket. On the CPU the writer
+    thread reads its rows again once it has written them; what is not written when the rows are taken, and on CUDA all
+    of it, is laid over then. A ticket that sees too many of them, or whose rows were loaded or grown meanwhile, reads
+    anew instead; one that is thrown away costs nothing.
 
     On CUDA, copies go through pinned memory on a side stream and nothing synchronises, provided that
     :meth:`fetch` is given the rows on the host too. Threads are started at the first use, end when this object is
