@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from compopt.groups import plain
-
 if TYPE_CHECKING:
     from compopt.estimator import Estimator
 
@@ -36,13 +34,10 @@ def compare(estimator: Estimator, given: Mapping[str, Any]) -> None:
 
 def state_dict(estimator: Estimator) -> dict[str, Any]:
     """See :meth:`Estimator.state_dict`."""
-    groups = [dict(group) for group in estimator.sample_groups]
-    for group in groups:
-        plain(group)
     return {
         "version": FORMAT_VERSION,
         "config": config(estimator),
-        "sample_groups": groups,
+        "sample_groups": estimator._groups.saved(),
         "rows": {} if estimator._table is None else estimator._table.state_dict(),
         "extra": {role: part.saved_state() for role, part in estimator._components.items()},
         "t": estimator.t,

@@ -279,15 +279,17 @@ class ContrastiveEstimator(Estimator):
     def _pairs(self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, moments: bool) -> AnchorStatistics:
         """The kernel: all pairs of the batch, or those of this rank's anchors."""
         keys = list(visit.keys.values())
-        distinct, unimodal, bounded = visit.distinct, self.mode == "unimodal", self.normalize
-        options: dict[str, Any] = {"chunk_size": self.chunk_size, "moments": moments}
+        options: dict[str, Any] = {
+            "distinct": visit.distinct,
+            "unimodal": self.mode == "unimodal",
+            "bounded": self.normalize,
+            "chunk_size": self.chunk_size,
+            "moments": moments,
+        }
         if self._ranks.size == 1:
-            return Pairs(a, b, tau, keys, distinct=distinct, unimodal=unimodal, bounded=bounded, **options)
+            return Pairs(a, b, tau, keys, **options)
         everyone = (visit.payload[0], visit.payload[1])
-        return GatheredPairs(
-            *((a, b), everyone, tau, keys, self._ranks, visit.sizes),
-            **{"distinct": distinct, "unimodal": unimodal, "bounded": bounded, **options},
-        )
+        return GatheredPairs((a, b), everyone, tau, keys, self._ranks, visit.sizes, **options)
 
     def _of_all(self, visit: Visit, tau: float | Tensor) -> float | Tensor:
         """Temperatures of the whole batch, without their graph."""

@@ -175,7 +175,7 @@ class Estimator(Hooks):
         self._refuse_part()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        rows = self._reader._agree(lambda: check_index("index", index)).cpu()
+        rows = self._reader.agree(lambda: check_index("index", index)).cpu()
         columns = self._reader.look(rows, torch.zeros((), dtype=self.dtype, device=self._table.store.device)).columns
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}

@@ -15,14 +15,14 @@ from torch import Tensor
 from compopt import checks
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_vector(name: str, value: Any, batch: int) -> Tensor:
     """A 1-D integer tensor of ``batch`` entries, as int64."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
-    if value.dtype not in _INTEGERS:
+    if value.dtype not in INTEGERS:
         raise TypeError(f"{name} must hold integers (int64 data-set positions), got {value.dtype}")
     if value.dim() != 1:
         raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")

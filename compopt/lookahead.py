@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from compopt.inputs import INTEGERS
 
 
 class Lookahead:
@@ -160,7 +159,7 @@ def select_index(batch: Any, index: Any) -> Tensor:
             f"a batch of type {type(batch).__name__} has no entry index={index!r}; pass index= as a function that "
             f"takes the data-set positions out of a batch"
         )
-    if not isinstance(found, Tensor) or found.dtype not in _INTEGERS:
+    if not isinstance(found, Tensor) or found.dtype not in INTEGERS:
         kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
         raise TypeError(
             f"index={index!r} selects {kind} from the batch, not a tensor of integers; say where the data-set "

@@ -17,7 +17,8 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,19 +110,24 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(checkpoint.path, ignore_errors=True)
 
 
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """What goes wrong in taking a manifest apart means that it is damaged."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
+
+
 def _named(directory: Path) -> Checkpoint | None:
     """The checkpoint that a directory is, under its own name, through a link, or renamed; ``None`` if it is none."""
     real = directory.resolve()
     own = parse(real)
     if own is not None or not (real / MANIFEST).is_file():
         return own if own is not None and own.path.is_dir() else None
-    try:
+    with _damage(real / MANIFEST):
         content = json.loads((real / MANIFEST).read_bytes())
         return Checkpoint(real, 0, int(content["t"]), str(content["save_id"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{real / MANIFEST} is damaged ({type(error).__name__}: {error}); load another checkpoint"
-        ) from None
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
@@ -207,21 +213,17 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
         ValueError: it is damaged or of a newer version; the message names it.
     """
     path = checkpoint.path / MANIFEST
-    try:
+    with _damage(path):
         content = json.loads(path.read_bytes())
         version = content["version"]
-        newer = isinstance(version, int) and version > FORMAT_VERSION  # which may describe its files otherwise
-        files = [] if newer else [File(**file) for file in content["files"]]
+    if version != FORMAT_VERSION:  # first: another version may describe its files otherwise
+        raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
+    with _damage(path):
+        files = [File(**file) for file in content["files"]]
         missing = {"save_id", "t", "config", "sample_groups"} - content.keys()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
-    if newer:
-        raise ValueError(f"{path} has format version {version}, this library reads {FORMAT_VERSION}; update compopt")
     if missing or sum(file.name == STATE for file in files) != 1:
         lacks = ", ".join(sorted(missing)) or STATE
         raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
     if any(Path(file.name).name != file.name for file in files) or content.get("crc32") != _body_crc(content):
         raise ValueError(f"{path} is damaged: its own checksum does not fit; load another checkpoint")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:

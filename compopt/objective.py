@@ -14,14 +14,14 @@ NORM_MIN = 1e-12  # as F.normalize
 def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions, 0-d."""
     terms = tau * (alpha + rho) if multiply_tau else alpha
-    return _with_negatives(pairs, terms).mean()
+    return pairs.real(terms).mean()
 
 
 def tau_gradient(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments."""
     assert pairs.mean_h is not None
     sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
-    return _with_negatives(pairs, temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
+    return pairs.real(temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
 
 
 def feature_gradients(pairs: AnchorStatistics, alpha: Tensor, tau: Scalar, multiply_tau: bool) -> list[Tensor]:
@@ -43,11 +43,6 @@ def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
     """Mean of ``G`` over the anchors, summed to the shape that ``tau`` was broadcast from."""
     gradient = gradient / gradient.numel()
     return (gradient.sum_to_size(tau.shape) if tau.dim() else gradient.sum()).to(tau.dtype)
-
-
-def _with_negatives(pairs: AnchorStatistics, per_anchor: Tensor) -> Tensor:
-    """Anchors without any negative (possible with index2 and group) count as zero."""
-    return per_anchor if pairs.distinct else torch.where(pairs.count > 0, per_anchor, 0)
 
 
 def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:

@@ -153,10 +153,10 @@ class Ranks:
             start += width
         return result
 
-    def sum_bits(self, words: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    def sum_bits(self, words: Tensor) -> Tensor:
         """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""
         if self.size > 1:
-            dist.all_reduce(words.view(torch.int64), group=group or self.group)
+            dist.all_reduce(words.view(torch.int64), group=self.group)
         return words
 
 

@@ -91,7 +91,7 @@ class Reader:
     def look(self, index: Tensor, like: Tensor | None = None) -> Visit:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
         like = torch.zeros((), dtype=self.dtype) if like is None else like
-        rows, bad = self._agree(lambda: self._rows({"index": index}, like.device))
+        rows, bad = self.agree(lambda: self._rows({"index": index}, like.device))
         samples = Samples({"index": index}, [len(index)], slice(0, len(index)))
         old = None
         if self.table is not None:
@@ -111,7 +111,7 @@ class Reader:
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)
 
-    def _agree(self, action: Callable[[], Any]) -> Any:
+    def agree(self, action: Callable[[], Any]) -> Any:
         """Before ranks ask each other for rows, which they do on shards only, all of them must be able to."""
         return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 
 DIM = 128
 
@@ -37,20 +36,6 @@ def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
     return convolution, BatchNorm(outputs), nn.ReLU()
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The same sum on every rank; each rank's use of it counts in the gradient of every rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _SumOverRanks.forward(ctx, grad.contiguous())
-
-
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm over the images of all ranks, so that K ranks compute what one does.
 
@@ -62,7 +47,7 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         moments = torch.stack([wide.mean((0, 2, 3)), wide.square().mean((0, 2, 3))])
-        mean, square = _SumOverRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
+        mean, square = all_reduce(moments) / dist.get_world_size()  # ranks have equally many images
         variance = (square - mean.square()).clamp(min=0)
         self._remember(mean.detach(), variance.detach(), x.numel() // x.shape[1] * dist.get_world_size())
         scale = (variance + self.eps).rsqrt() * self.weight

@@ -158,7 +158,7 @@ def test_mistakes_are_named(tmp_path):
 def run_accelerate(group, stage, folder):
     """accelerate with a DeepSpeed plugin: the update, and the commit, happen inside accelerator.backward."""
     os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_CPU="false")
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from compopt.integrations import accelerate as integration
@@ -168,10 +168,9 @@ def run_accelerate(group, stage, folder):
             state._reset_state()
         plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=WINDOW)
         plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=MICRO // 2, zero_allow_untested_optimizer=True)
-        acc = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=WINDOW)
-        # accelerate believes that DeepSpeed on the CPU has one process: its CPU branch excludes DeepSpeed
-        for state in (AcceleratorState, PartialState):
-            state._shared_state.update(num_processes=2, process_index=dist.get_rank())
+        # without a backend's name accelerate believes that DeepSpeed on the CPU has one process
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        acc = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=WINDOW, kwargs_handlers=handlers)
         model = Encoders(torch.float32)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.groups(), lr=1e-2))
         est = compopt.ISogCLREstimator(N, rho=0.5, shard=True)

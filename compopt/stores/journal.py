@@ -75,10 +75,9 @@ class Entry:
 class Journal:
     """The commits that are not known to be in the store, oldest first, at most ``limit``."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, written: int = 0) -> None:
         self.limit = limit
-        self.committed = 0
-        self.written = 0
+        self.committed = self.written = written
         self.error: BaseException | None = None
         self._entries: deque[Entry] = deque()
         self._changed = threading.Condition()
@@ -119,10 +118,6 @@ class Journal:
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or len(self._entries) <= unwritten)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """For a copy, whose store holds every commit."""
-        return {"limit": self.limit, "committed": self.committed, "written": self.written}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["limit"])  # type: ignore[misc]
-        self.committed, self.written = state["committed"], state["written"]
+        return Journal, (self.limit, self.committed)

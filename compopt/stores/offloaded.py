@@ -210,8 +210,7 @@ class OffloadedRows(Rows):
 
     def _restart(self) -> None:
         """The threads of the parent are not here: write what was under way at the fork again, it is the same."""
-        old, self._journal = self._journal, Journal(self._journal.limit)
-        self._journal.committed, self._journal.written = old.written, old.written
+        old, self._journal = self._journal, Journal(self._journal.limit, self._journal.written)
         for ticket in self._under_way():
             ticket.abandon()
         self._start()
