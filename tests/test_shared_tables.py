@@ -1,17 +1,21 @@
 """Ranks that share a table, with a slow writer; ranks that differ; ranks of which one fails. Nobody waits for ever."""
 
 import copy
+import functools
 import io
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import saving
+from compopt import saving, table
 from compopt.stores import disk
-from tests.helpers import assert_same_bits, snapshot
+from tests.helpers import assert_same_bits, batches, bits, run, snapshot
 from tests.pool import the_pool
+from tests.test_placements import own_part
 
 pytestmark = pytest.mark.distributed
 N, BATCH = 24, 8
@@ -36,8 +40,6 @@ class SlowWriter:
     """The writer of a file needs 50 ms for every commit and every block."""
 
     def __init__(self, monkeypatch):
-        import time
-
         for name in ("scatter", "write_block", "grow"):
             original = getattr(disk.DiskStore, name)
 
@@ -89,8 +91,6 @@ def test_a_shared_file_is_at_rest_when_it_is_saved_loaded_and_grown(tmp_path):
 
 def failing_writer(group, folder, shard):
     """The disk of rank 0 fails; every rank learns it at its next call."""
-    import time
-
     est = shared(group, folder, shard)
     train(est, group, 1)
     if dist.get_rank(group) == 0:
@@ -222,3 +222,113 @@ def changing(group):
 def test_a_schedule_on_one_rank_only():
     first, second = on_two(changing)
     assert first == second
+
+
+# the table at rest: a rank that shares a file with a slow writer -----------------------------------
+
+
+def slow_writer(group, directory, action):
+    """Two commits that rank 0 writes late; then what every rank sees and what it should."""
+    table.BLOCK_ROWS = saving.BLOCK_ROWS = 4  # every rank writes some blocks of a checkpoint
+    est = compopt.SogCLREstimator(N, process_group=group, offload="disk", offload_dir=f"{directory}/{action}")
+    near = compopt.SogCLREstimator(N, process_group=group)
+    data = batches(N, 5, batch=8, seed=24, dtype=torch.float32)
+    own = own_part(group, 8)
+
+    def both(steps):
+        for z1, z2, index in data[steps]:
+            for other in (est, near):
+                run(other, z1[own], z2[own], index[own])
+                other.step()
+
+    both(slice(0, 1))
+    before, path = near.state_dict(), compopt.save(est, f"{directory}/{action}-c")
+    if dist.get_rank(group) == 0:
+        slow_down(est._table.store, "scatter", "grow", "write_block")
+    both(slice(1, 3))
+    if action == "save":
+        fresh = compopt.SogCLREstimator(N, process_group=group)
+        compopt.load(fresh, compopt.save(est, f"{directory}/{action}-c"))
+        return snapshot(fresh, N), snapshot(near, N)
+    if action == "state_dict":
+        return est.state_dict()["rows"], near.state_dict()["rows"]
+    if action == "grow":
+        for other in (est, near):
+            other.add_sample_group({"n": 2})
+    else:
+        near.load_state_dict(before)
+        est.load_state_dict(before) if action == "load_state_dict" else compopt.load(est, path)
+    now = snapshot(est, N), snapshot(near, N)
+    both(slice(1, 5))
+    return {**now[0], **est.state_dict()["rows"]}, {**now[1], **near.state_dict()["rows"]}
+
+
+def slow_down(store, *names):
+    """What a store does takes a while."""
+
+    def late(method, *args):
+        time.sleep(0.2)
+        return method(*args)
+
+    for name in names:
+        setattr(store, name, functools.partial(late, getattr(store, name)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("action", ["save", "load", "state_dict", "load_state_dict", "grow"])
+def test_ranks_that_share_a_file_wait_for_its_writer(action, tmp_path):
+    for seen, expected in the_pool().run(slow_writer, 2, str(tmp_path), action):
+        assert_same_bits(seen, expected)
+
+
+def out_of_step(group, directory):
+    """One rank commits once more than the other."""
+    est = compopt.SogCLREstimator(N, process_group=group, offload="disk", offload_dir=directory)
+    z1, z2, index = batches(N, 1, batch=8, seed=25)[0]
+    own = own_part(group, 8)
+    run(est, z1[own], z2[own], index[own])
+    if dist.get_rank(group) == 0:
+        est.step()
+    with pytest.raises(RuntimeError, match=r"commits by rank: \[1, 0\]"):
+        est.state_dict()
+
+
+@pytest.mark.distributed
+def test_a_table_is_not_copied_between_the_commits_of_its_ranks(tmp_path):
+    the_pool().run(out_of_step, 2, str(tmp_path))
+
+
+def late_exchange(group, directory, action):
+    """The ranks learn which rows a prefetched batch has when these are about to be overwritten."""
+    est, near = (compopt.SogCLREstimator(N, process_group=group, **p) for p in ({"shard": True, "offload": "cpu"}, {}))
+    data = batches(N, 3, batch=8, seed=26, dtype=torch.float32)
+    own = own_part(group, 8)
+    states, path = [other.state_dict() for other in (est, near)], compopt.save(near, directory)
+    for z1, z2, index in data:
+        for other in (est, near):
+            run(other, z1[own], z2[own], index[own])
+            other.step()
+    local, issued = est._table.local, threading.Event()
+
+    def late(rows):
+        issued.wait(0.3 if threading.current_thread().name.startswith("compopt-prefetch") else 0)
+        return local(rows)
+
+    write_block = est._table.store.write_block
+
+    def overwrite(*args):
+        time.sleep(0.6)  # the read that came late is over
+        write_block(*args)
+
+    est._table.local, est._table.store.write_block = late, overwrite
+    est.prefetch(data[0][2][own])
+    for other, state in zip((est, near), states, strict=True):
+        other.load_state_dict(state) if action == "load_state_dict" else compopt.load(other, path)
+    return [bits(run(other, *(x[own] for x in data[0]))[0]) for other in (est, near)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("action", ["load", "load_state_dict"])
+def test_a_prefetch_whose_exchange_ends_during_a_load(action, tmp_path):
+    for seen, expected in the_pool().run(late_exchange, 4, str(tmp_path), action):
+        assert seen == expected
