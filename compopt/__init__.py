@@ -5,7 +5,7 @@ from compopt.component import Normalizer, Temperature
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
-from compopt.normalizers import BatchNormalizer, MovingAverageEstimator
+from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer
 from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, SogCLREstimator
 from compopt.saving import load, save
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -21,6 +21,7 @@ __all__ = [
     "ISogCLREstimator",
     "InfoNCEEstimator",
     "MovingAverageEstimator",
+    "NeuralNormalizer",
     "Normalizer",
     "SogCLREstimator",
     "Temperature",

@@ -65,6 +65,15 @@ def count(name: str, value: Any) -> int:
     return int(value)
 
 
+def whole(name: str, value: Any) -> int:
+    """A non-negative integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a non-negative integer, got {value!r} of type {type(value).__name__}")
+    if int(value) < 0:
+        raise ValueError(f"{name} must be a non-negative integer, got {value!r}")
+    return int(value)
+
+
 def known_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     """Nothing is swallowed: an unknown key is refused with the list of the known ones."""
     for key in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ class Call:
         hyper: the component's hyper-parameters for these rows.
         tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
         pairs: the statistics of the batch.
+        features: ``z1, z2`` of the whole batch over all ranks as the pairs see them, ``(B, d)``.
+        t: commits so far.
+        training: what the call proposes may be committed.
         unimodal: rows are shared by both views.
     """
 
@@ -36,15 +39,30 @@ class Call:
     hyper: Hyper
     tau: float | Tensor
     pairs: AnchorStatistics
+    features: tuple[Tensor, Tensor]
+    t: int
+    training: bool
     unimodal: bool
 
 
 @dataclass
 class Estimate:
-    """A normalizer's answer: ``alpha`` (B, 2) and the new values of its columns."""
+    """A normalizer's answer.
+
+    Attributes:
+        alpha: log-normalizers, ``(B, 2)`` or ``(B, 1)``.
+        proposals: new values of its columns.
+        slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
+        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, 2)``, to gradients of the whole
+            batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
+        metrics: 0-d tensors to show.
+    """
 
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
+    slack: Tensor | None = None
+    through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Component(ABC):
@@ -94,6 +112,10 @@ class Component(ABC):
         del directions, dtype
         return []
 
+    def structure(self) -> dict[str, Any]:
+        """What decides the meaning of the state beside hyper-parameters and columns."""
+        return {}
+
     def learned(self) -> Iterator[torch.nn.Parameter]:
         """Learned by the user's own optimizer."""
         return iter(())
@@ -135,7 +157,7 @@ class Component(ABC):
         self.state = {name: value.to(device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Committed state that is not rows."""
+        """Committed state that is not rows, whole; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -166,9 +188,11 @@ class Normalizer(Component):
     def estimate(self, call: Call) -> Estimate:
         """Log-normalizers of this batch and the rows they propose."""
 
-    def stored(self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper) -> Tensor | None:
-        """Log-normalizers as the committed rows have them, with the positives of now; ``None``: stateless."""
-        del rows, positive, tau, hyper
+    def stored(
+        self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
+    ) -> Tensor | None:
+        """Log-normalizers as the committed state has them, for the features of now; ``None``: stateless."""
+        del rows, features, tau, hyper
         return None
 
 

@@ -109,10 +109,13 @@ class ContrastiveEstimator(Estimator):
         for part in parts.values():
             part.joined(self._groups, owner=self)
         self._warned_rho = False
+        self._shown: dict[str, Tensor] = {}
         self._last: tuple[Tensor, float | Tensor, list[RunningSums], Tensor] | None = None
 
     def _options(self) -> dict[str, Any]:
-        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau}
+        structures = {role: part.structure() for role, part in self._components.items()}
+        parts = {role: structure for role, structure in structures.items() if structure}
+        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **parts}
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -253,8 +256,9 @@ class ContrastiveEstimator(Estimator):
     ) -> tuple[Tensor, list[Tensor]]:
         """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
         constant = self._of_all(visit, tau)
+        everyone = (a, b) if self._ranks.size == 1 else (visit.payload[0], visit.payload[1])
         pairs = self._pairs(a, b, constant, visit, moments=bool(learned) or self.temperature.learns)
-        call = self._call(visit, pairs, constant)
+        call = self._call(visit, pairs, constant, everyone)
         estimate = self.normalizer.estimate(call)
         alpha = estimate.alpha.expand(-1, 2)
         call.hyper = visit.hypers("temperature")
@@ -263,17 +267,22 @@ class ContrastiveEstimator(Estimator):
         if visit.depositing:
             proposals = dict(estimate.proposals)
             if self.temperature.learns:
-                g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau)
+                g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau, estimate.slack)
                 proposals.update(self.temperature.update(call, g))
             self._deposit(visit, proposals, self._valid(pairs))
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
         gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if features else []
+        if features and estimate.through_alpha is not None:
+            slope = objective.alpha_slope(pairs, constant, self.multiply_tau)
+            for gradient, more in zip(gradients, estimate.through_alpha(slope), strict=True):
+                gradient.add_(more[visit.own])
         gradients = [gradient * self._ranks.size if self._ranks.size > 1 else gradient for gradient in gradients]
         for tensor in learned:
-            g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau)
+            g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau, estimate.slack)
             gradients.append(self._of_own(visit, g, tensor))
         count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
         self._last = (alpha, constant, pairs.sides, count)
+        self._shown = estimate.metrics
         return value, gradients
 
     def _pairs(self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, moments: bool) -> AnchorStatistics:
@@ -307,13 +316,18 @@ class ContrastiveEstimator(Estimator):
             return objective.reduce_like(g, tau)
         return objective.reduce_like(g[visit.own], tau) * (len(tau) * self._ranks.size / len(g))
 
-    def _call(self, visit: Visit, pairs: AnchorStatistics, tau: float | Tensor) -> Call:
+    def _call(
+        self, visit: Visit, pairs: AnchorStatistics, tau: float | Tensor, features: tuple[Tensor, Tensor]
+    ) -> Call:
         return Call(
             rows=visit.columns,
             count=visit.columns["count"],
             hyper=visit.hypers("normalizer"),
             tau=tau,
             pairs=pairs,
+            features=features,
+            t=self.t,
+            training=visit.depositing,
             unimodal=self.mode == "unimodal",
         )
 
@@ -349,4 +363,5 @@ class ContrastiveEstimator(Estimator):
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
             "new_rows": (count == 0).any(dim=1).sum(),
+            **self._shown,
         }

@@ -126,11 +126,10 @@ def normalizer_error(
         order = order.to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
         exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
-        positive = (a * b).sum(1, keepdim=True)
-        stored = est.normalizer.stored(visit.columns, positive, tau, visit.hypers("normalizer"))
+        stored = est.normalizer.stored(visit.columns, (a, b), tau, visit.hypers("normalizer"))
         if stored is not None:
-            seen = (visit.columns["count"] > 0).expand_as(stored)[order]
-            return (stored[order] - exact)[seen].square().mean()
+            seen = visit.columns["count"] > 0 if est._table is not None else torch.ones_like(stored, dtype=torch.bool)
+            return (stored[order] - exact)[seen.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
         errors = []
@@ -239,4 +238,4 @@ def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau
     visit = est._reader.look(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
-    return est.normalizer.estimate(est._call(visit, pairs, own)).alpha.expand(-1, 2)
+    return est.normalizer.estimate(est._call(visit, pairs, own, (a, b))).alpha.expand(-1, 2)

@@ -17,10 +17,25 @@ def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, mult
     return pairs.real(terms).mean()
 
 
-def tau_gradient(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
-    """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments."""
+def alpha_slope(pairs: AnchorStatistics, tau: Scalar, multiply_tau: bool) -> Tensor:
+    """Derivative of :func:`value` with respect to ``alpha``, ``(B, 2)``."""
+    like = pairs.positive
+    slope = torch.as_tensor(tau if multiply_tau else 1.0, dtype=like.dtype, device=like.device)
+    return pairs.real(slope.expand(like.shape)) / like.numel()
+
+
+def tau_gradient(
+    pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool, slack: Tensor | None = None
+) -> Tensor:
+    """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments.
+
+    ``slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1``
+    and ``alpha`` no exact minimiser of it.
+    """
     assert pairs.mean_h is not None
     sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
+    if slack is not None and multiply_tau:
+        alpha = alpha + slack
     return pairs.real(temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
 
 

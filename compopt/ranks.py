@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
+
+
+@dataclass(frozen=True)
+class Part:
+    """The contiguous part ``start`` to ``stop`` that one rank has of something all ranks share."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of a tensor that is whole, a view."""
+        return whole.narrow(dim, self.start, self.size)
 
 
 class Ranks:
@@ -152,6 +169,36 @@ class Ranks:
             result.append(own.view(len(gathered), *tensor.shape[1:]))
             start += width
         return result
+
+    def part(self, count: int) -> Part:
+        """This rank's share of ``count`` things, in pieces whose sizes differ by one at most."""
+        bounds = [rank * count // self.size for rank in (self.rank, self.rank + 1)]
+        return Part(*bounds)
+
+    def join(self, own: Tensor, count: int, dim: int) -> Tensor:
+        """The whole of what :meth:`part` split along ``dim``; collective."""
+        if self.size == 1:
+            return own
+        sizes = [(rank + 1) * count // self.size - rank * count // self.size for rank in range(self.size)]
+        return self.gather([own.movedim(dim, 0).contiguous()], sizes)[0].movedim(0, dim).contiguous()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
+        """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
+
+        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
+
+        Args:
+            logs: ``-inf`` where a rank has nothing to add.
+            centre: known to all ranks; ``|logs - centre|`` must stay below 700.
+        """
+        centre = centre.double()
+        return (self.sum((logs.double() - centre).exp_()).log_() + centre).to(logs.dtype)
 
     def sum_bits(self, words: Tensor) -> Tensor:
         """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""

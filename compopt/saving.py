@@ -118,12 +118,12 @@ def _write_files(est: Estimator, target: Checkpoint) -> list[File]:
     if est._table is not None:
         with est._table.at_rest():
             files = list(_write_rows(est._table, est._ranks.rank, est._ranks.size, target))
+    extra = {
+        f"{role}.{name}": value.detach().cpu()
+        for role, part in est._components.items()
+        for name, value in part.saved_state().items()
+    }
     if est._ranks.rank == 0:
-        extra = {
-            f"{role}.{name}": value.detach().cpu()
-            for role, part in est._components.items()
-            for name, value in part.saved_state().items()
-        }
         files.append(_write_tensors(target, STATE, extra))
     return files
 

@@ -18,6 +18,7 @@ from tests.reference import (
     FixedReference,
     GlobalDualReference,
     MovingAverageReference,
+    NeuralReference,
     Reference,
 )
 
@@ -38,6 +39,8 @@ class EstimatorInfo:
     min_tau: float = 0.0
     exact_at_gamma_1: bool = True  # gamma = 1, batch = data set: the gradient of the global objective
     views: str = "averaged"  # which unimodal objective it estimates
+    network: bool = False  # whether a network learns from every batch
+    restarts: bool = False  # whether what it does depends on the number of commits
 
     def __str__(self):
         return self.name
@@ -50,7 +53,7 @@ class EstimatorInfo:
     @property
     def has_state(self) -> bool:
         """Whether a step changes anything."""
-        return self.has_rows or self.global_tau
+        return self.has_rows or self.global_tau or self.network
 
 
 def dual_options(tau: float) -> dict:
@@ -265,6 +268,70 @@ def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True)
     )
 
 
+# networks -----------------------------------------------------------------------------------------
+
+DIM = 4  # of the features that the generic tests make
+
+
+def perceptron(mode, width=7, seed=0):
+    """First weights of the library's perceptron, which a twin starts from as well."""
+    shapes, bounds = ((width, DIM), (width,), (width,), (1,)), (DIM, DIM, width, width)
+    random = torch.Generator().manual_seed(seed)
+    networks = 1 if mode == "unimodal" else 2
+    return [
+        (2 * torch.rand(networks, *shape, dtype=torch.float64, generator=random) - 1) / bound**0.5
+        for shape, bound in zip(shapes, bounds, strict=True)
+    ]
+
+
+def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
+    """NeuralNormalizer x a temperature: fixed, individual, or global."""
+    mlp = network.get("architecture") == "mlp"
+    network = {"lr": 0.2, "updates": 3, "restart_every": 3, **network}
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        duals = {
+            "individual": lambda: compopt.TemperatureDual(n, **dual_options(tau)),
+            "global": lambda: compopt.TemperatureDual(None, **dual_options(tau), mode="global", beta=0.7),
+        }
+        return compopt.ContrastiveEstimator(
+            compopt.NeuralNormalizer(DIM, prototypes, **network),
+            duals[dual]() if dual else compopt.FixedTemperature(tau),
+            mode=mode,
+            multiply_tau=multiply_tau,
+            dtype=dtype,
+            **o,
+        )
+
+    def twin(mode, n, tau, gamma):
+        temperature = {
+            None: FixedReference,
+            "individual": lambda: DualReference("momentum", 0.9),
+            "global": lambda: GlobalDualReference(tau, "momentum", 0.7),
+        }
+        initial = perceptron(mode, prototypes) if mlp else None
+        return Reference(
+            group(n, tau, gamma),
+            NeuralReference(DIM, prototypes, initial=initial, **network),
+            temperature[dual](),
+            mode,
+            multiply_tau,
+        )
+
+    return EstimatorInfo(
+        name,
+        build,
+        twin,
+        columns=MOMENTUM_COLUMNS[1:] if dual == "individual" else (),
+        global_tau=dual == "global",
+        min_tau=0.07,  # below, gradients that cancel to rounding steer the network
+        exact_at_gamma_1=False,
+        views="separate",
+        network=True,
+        restarts=not mlp and network["restart_every"] is not None,
+    )
+
+
 DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
@@ -291,6 +358,19 @@ DATABASE = [
     global_dual("global-dual-adam", "adam"),
     global_dual("global-dual-not-multiplied", "momentum", multiply_tau=False),
     global_dual("batch-global-dual", "adam", normalizer="batch"),
+    neural("neural"),
+    neural("neural-few", prototypes=4),
+    neural("neural-queue", prototypes=15, restart_every=4, lr=1.0, updates=2),
+    neural("neural-never-restarted", prototypes=15, restart_every=None),
+    neural("neural-no-updates", prototypes=15, updates=0),
+    neural("neural-separate", objective="separate", lr=0.05, eps=0.1),
+    neural("neural-adam-reset", optimizer=torch.optim.Adam, lr=0.02, reset_optimizer=True),
+    neural("neural-mlp", architecture="mlp", optimizer=torch.optim.Adam, lr=0.01),
+    neural("neural-mlp-separate", architecture="mlp", objective="separate", lr=0.02, through_alpha=True),
+    neural("neural-through-alpha", through_alpha=True, eps=0.3),
+    neural("neural-through-alpha-not-multiplied", through_alpha=True, multiply_tau=False, prototypes=15),
+    neural("neural-dual", dual="individual", eps=0.01),
+    neural("neural-global-dual", dual="global", prototypes=15),
 ]
 
 BY_NAME = {info.name: info for info in DATABASE}
@@ -298,5 +378,6 @@ assert len(BY_NAME) == len(DATABASE), "names must be distinct"
 
 STATEFUL = [info for info in DATABASE if info.has_state]
 GLOBAL = [info for info in DATABASE if info.global_tau]
-NO_GLOBAL = [info for info in DATABASE if not info.global_tau]  # a global tau continues within a window
+# what is not a row continues within a window
+NO_GLOBAL = [info for info in DATABASE if not (info.global_tau or info.network)]
 WITH_ROWS = [info for info in DATABASE if info.has_rows]

@@ -48,7 +48,7 @@ def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):
     """The estimator of one database entry and its twin."""
     tau = max(tau, info.min_tau)
     est, ref = info.build(mode, n, dtype, tau, gamma, **options), info.twin(mode, n, tau, gamma)
-    if info.min_tau:  # log(1/tau) is stored: use the value it really has
+    if info.min_tau and info.tau_leaf:  # log(1/tau) is stored: use the value it really has
         ref.temperature.tau = float(torch.exp(-info.tau_leaf(est).detach().double()))
     return est, ref
 
@@ -90,6 +90,8 @@ def snapshot(est, n) -> dict[str, Tensor]:
     tau = getattr(getattr(est, "temperature", None), "tau", None)
     if isinstance(tau, Tensor):
         state["global_tau"] = tau.detach().clone()
+    for role, extra in est.state_dict()["extra"].items():
+        state.update({f"{role}.{name}": value for name, value in extra.items()})
     return state
 
 

@@ -78,7 +78,7 @@ def on_ranks(group, name, mode, dtype, data, options, window):
 def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=True):
     """Run one configuration on K ranks and on one."""
     info = BY_NAME[name]
-    data = batches(N, count, batch=BATCH, dim=5, seed=31, repeats=repeats, dtype=dtype)
+    data = batches(N, count, batch=BATCH, dim=4, seed=31, repeats=repeats, dtype=dtype)
     est, _ = make(info, mode, N, dtype, TAU[dtype], 0.6)
     whole, state = steps(est, info, data, lambda step: slice(0, BATCH), window)
     answers = the_pool().run(on_ranks, ranks, name, mode, dtype, data, options or {}, window)
@@ -146,7 +146,7 @@ def with_keys(group, data, options):
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_index2_group_and_tau_per_sample(ranks, shard, shape):
-    z1, z2, index = batches(N, 2, batch=BATCH, dim=5, seed=41)[1]
+    z1, z2, index = batches(N, 2, batch=BATCH, dim=4, seed=41)[1]
     tau = 0.1 + 0.2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = [(z1, z2, index, tau, (index * 7 + 3) % N, torch.arange(BATCH) // 2)]
     est_data = the_pool().run(with_keys_alone, 1, data)[0]

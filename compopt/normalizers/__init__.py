@@ -2,5 +2,6 @@
 
 from compopt.normalizers.batch import BatchNormalizer
 from compopt.normalizers.moving_average import MovingAverageEstimator
+from compopt.normalizers.neural import NeuralNormalizer
 
-__all__ = ["BatchNormalizer", "MovingAverageEstimator"]
+__all__ = ["BatchNormalizer", "MovingAverageEstimator", "NeuralNormalizer"]

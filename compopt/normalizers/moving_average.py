@@ -120,7 +120,10 @@ class MovingAverageEstimator(Normalizer, Estimator):
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
         return Estimate(alpha=log_u - shift, proposals={"log_u": log_u})
 
-    def stored(self, rows: Mapping[str, Tensor], positive: Tensor, tau: float | Tensor, hyper: Hyper) -> Tensor:
+    def stored(
+        self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
+    ) -> Tensor:
+        positive = torch.linalg.vecdot(*features).unsqueeze(1)
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     def update(self, log_g: Tensor, index: Tensor) -> Tensor:

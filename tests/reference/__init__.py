@@ -6,6 +6,7 @@ from tests.reference.dense import (
     dense_global_loss,
     dense_log_normalizers,
 )
+from tests.reference.neural import NeuralReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.temperatures import (
     DualReference,
@@ -19,6 +20,7 @@ __all__ = [
     "FixedReference",
     "GlobalDualReference",
     "MovingAverageReference",
+    "NeuralReference",
     "Reference",
     "dense_global_gradient",
     "dense_global_loss",

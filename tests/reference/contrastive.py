@@ -48,6 +48,7 @@ class Reference:
         row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
         rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
+        self.features, self.train = (z1, z2), train
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
         surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []
@@ -59,6 +60,9 @@ class Reference:
             value += tau * (alpha + rho) if self.multiply_tau else alpha
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, tau, alpha, rho)
             self.weights.append(w)
+        if hasattr(self.normalizer, "surrogate"):
+            scale = (lambda tau: tau) if self.multiply_tau else (lambda tau: 1.0)
+            surrogate = surrogate + self.normalizer.surrogate(self, found, taus, scale)
         total = len(found)
         self.alphas, self.taus = alphas, taus
         self.tau_grad = sum(gradients.values()) / total - (sum(rhos) / total if self.multiply_tau else 0.0)
@@ -73,6 +77,8 @@ class Reference:
         t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
         linear = sum(w_ij * h_ij / t for w_ij, h_ij in zip(w, a.h, strict=True))
         objective = t * (alpha + rho) + tau * linear if self.multiply_tau else linear
+        if self.multiply_tau and hasattr(self.normalizer, "slack"):
+            objective = objective + t * self.normalizer.slack(a, w, alpha)
         return float(torch.autograd.grad(objective, t)[0])
 
     # commit ---------------------------------------------------------------------------------------
@@ -90,11 +96,15 @@ class Reference:
         self.steps += bool(self.pending)
         self.pending = []
         self.temperature.step()
+        if hasattr(self.normalizer, "step"):
+            self.normalizer.step()
 
     def discard(self):
         """Forget the proposals."""
         self.pending = []
         self.temperature.discard()
+        if hasattr(self.normalizer, "discard"):
+            self.normalizer.discard()
 
     def read(self, row):
         """Committed values of one seen row under the library's column names, as lists of length D."""

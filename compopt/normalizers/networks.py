@@ -1,0 +1,215 @@
+r"""Networks that predict log-partitions from features: prototypes under a log-sum-exp, or a perceptron.
+
+Letters (shapes): ``D`` networks (2: one per direction; 1 in unimodal mode, shared by both views), ``P`` anchors of
+each, ``d`` their dimension, ``m`` prototypes or hidden units. A network maps unit features ``e_i`` to
+
+.. math:: \ell_i \approx \log \tfrac{1}{n} \sum_j e^{s_{ij}/\tau_i}
+
+so that ``l_i - s_ii / tau_i`` is the log-normalizer. Gradients are written out: the two matrix products of an update
+are all that it costs, and nothing is recorded by autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compopt.anchors import MASKED, MAX_UNSHIFTED_SCALE
+from compopt.objective import NORM_MIN
+from compopt.ranks import Part, Ranks
+
+# Bytes of prototypes that are worked on at a time when their gradient is finished: what fits a core's cache twice.
+CPU_BLOCK_BYTES = 1 << 19
+
+
+class Sweep(ABC):
+    """One batch of anchors before a network whose parameters change.
+
+    Args:
+        features: unit features of the anchors, ``(D, P, d)``.
+        scale: ``1 / tau`` of each, ``(D, P)``.
+    """
+
+    def __init__(self, features: Tensor, scale: Tensor) -> None:
+        self.features, self.scale = features, scale
+
+    @abstractmethod
+    def predict(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Log-partitions ``l_i``, ``(D, P)``."""
+
+    @abstractmethod
+    def gradients(self, weight: Tensor) -> list[Tensor]:
+        """Gradients of ``sum_i weight_i l_i`` with respect to the parameters of the last :meth:`predict`."""
+
+    @abstractmethod
+    def feature_gradients(self, weight: Tensor) -> Tensor:
+        """The same with respect to the features, ``(D, P, d)``; call it before :meth:`gradients`."""
+
+
+class PrototypeSweep(Sweep):
+    r"""``l_i = log 1/m sum_j exp(<e_i, W_j / |W_j|> / tau_i)`` over the active prototypes of all ranks (eq. 10, 11).
+
+    Args:
+        features, scale: see :class:`Sweep`.
+        active: which of this rank's prototypes take part, ``(m_k,)``.
+        count: how many do on all ranks, 0-d.
+        bounded: known on the host: no exponent is beyond what needs a maximum.
+        ranks: hold ``m / K`` prototypes each.
+
+    Communicates: :meth:`predict` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one of ``D P d``.
+    """
+
+    def __init__(
+        self, features: Tensor, scale: Tensor, active: Tensor, count: Tensor, bounded: bool, ranks: Ranks
+    ) -> None:
+        super().__init__(features, scale)
+        self.bounded, self.ranks = bounded, ranks
+        self._queries = features * scale.unsqueeze(2)
+        self._bias = torch.where(active, 0.0, MASKED).to(features.dtype).expand(len(features), 1, -1)
+        self._log_count = count.to(features.dtype).log()
+        self._e = features.new_empty(*features.shape[:2], len(active))
+        self._unit = features.new_empty(len(features), len(active), features.shape[2])
+        self._gradient: Tensor | None = None
+
+    def predict(self, parameters: Sequence[Tensor]) -> Tensor:
+        (weights,) = parameters
+        self._norm = torch.linalg.vector_norm(weights, dim=2, keepdim=True).clamp_(min=NORM_MIN)
+        torch.div(weights, self._norm, out=self._unit)
+        e = torch.baddbmm(self._bias, self._queries, self._unit.mT, out=self._e)
+        top: Tensor | float = 0.0
+        if not self.bounded:
+            shift = e.amax(2, keepdim=True)
+            e.sub_(shift)
+            top = shift.squeeze(2)
+        log_total = e.exp_().sum(2).log() + top
+        if self.ranks.size > 1:
+            log_total = self.ranks.log_sum_exp(log_total, self.scale / 2)
+        self._log_share = top - log_total  # e_ij exp(log_share_i) are the softmax weights of all ranks
+        return log_total - self._log_count
+
+    def gradients(self, weight: Tensor) -> list[Tensor]:
+        """With unit vectors ``u_j``: ``(v_j - <v_j, u_j> u_j) / |W_j|`` where ``v = softmax^T (weight / tau * e)``."""
+        if self._gradient is None:
+            self._gradient = torch.empty_like(self._unit)
+        factor = weight * self.scale * self._log_share.exp()
+        queries = self.features * factor.unsqueeze(2)
+        for network, query in enumerate(queries):
+            for rows in self._blocks():
+                v = self._gradient[network, rows]
+                unit = self._unit[network, rows]
+                torch.mm(self._e[network, :, rows].T, query, out=v)
+                radial = torch.linalg.vecdot(v, unit).unsqueeze(1)
+                v.addcmul_(radial, unit, value=-1).div_(self._norm[network, rows])
+        return [self._gradient]
+
+    def _blocks(self) -> list[slice]:
+        """Parts of the prototypes that stay in the cache from the product to the last division."""
+        _, count, dim = self._unit.shape
+        size = count if self._unit.device.type != "cpu" else max(1, CPU_BLOCK_BYTES // (dim * self._unit.itemsize))
+        return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]
+
+    def feature_gradients(self, weight: Tensor) -> Tensor:
+        factor = weight * self.scale * self._log_share.exp()
+        return self.ranks.sum(torch.bmm(self._e, self._unit).mul_(factor.unsqueeze(2)))
+
+
+class PerceptronSweep(Sweep):
+    r"""``l_i = 1/tau_i (b + sum_k v_k relu(<w_k, e_i> + c_k))``: AmorLIP's kind of network (Tables 14 to 16).
+
+    The factor ``1 / tau`` makes the output a soft maximum of similarities, of one size for every temperature. Every
+    rank computes the whole network.
+    """
+
+    def predict(self, parameters: Sequence[Tensor]) -> Tensor:
+        self._parameters = parameters
+        w, c, v, b = parameters
+        self._hidden = torch.baddbmm(c.unsqueeze(1), self.features, w.mT).relu_()
+        return (torch.bmm(self._hidden, v.unsqueeze(2)).squeeze(2) + b) * self.scale
+
+    def gradients(self, weight: Tensor) -> list[Tensor]:
+        weight = (weight * self.scale).unsqueeze(2)
+        back = self._back(weight)
+        return [
+            torch.bmm(back.mT, self.features),
+            back.sum(1),
+            torch.bmm(self._hidden.mT, weight).squeeze(2),
+            weight.sum(1),
+        ]
+
+    def _back(self, weight: Tensor) -> Tensor:
+        """Gradient with respect to the hidden units before the threshold, ``(D, P, m)``."""
+        return weight * self._parameters[2].unsqueeze(1) * (self._hidden > 0)
+
+    def feature_gradients(self, weight: Tensor) -> Tensor:
+        return torch.bmm(self._back((weight * self.scale).unsqueeze(2)), self._parameters[0])
+
+
+class Network(ABC):
+    """An architecture: the names and first values of its parameters, and how it meets a batch.
+
+    Args:
+        networks: ``D``.
+        dim: ``d``.
+        width: ``m``.
+        ranks: who share the work.
+    """
+
+    names: tuple[str, ...]
+    restarts: bool  # whether features can stand for its parameters
+
+    def __init__(self, networks: int, dim: int, width: int, ranks: Ranks) -> None:
+        self.networks, self.dim, self.width, self.ranks = networks, dim, width, ranks
+
+    @abstractmethod
+    def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        """Parameters before the first batch (this rank's part of them)."""
+
+    @abstractmethod
+    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
+        """Meet a batch; ``active``: the prototypes that are in use, ``(m,)``."""
+
+
+class Prototypes(Network):
+    """``m`` prototypes per network, split over the ranks."""
+
+    names = ("prototypes",)
+    restarts = True
+
+    @property
+    def part(self) -> Part:
+        """The prototypes of this rank."""
+        return self.ranks.part(self.width)
+
+    def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        return [torch.zeros(self.networks, self.part.size, self.dim, dtype=dtype)]
+
+    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
+        return PrototypeSweep(features, scale, self.part.of(active), active.sum(), bounded, self.ranks)
+
+
+class Perceptron(Network):
+    """One hidden layer of ``m`` units, replicated on every rank, with torch's default initialisation."""
+
+    names = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
+    restarts = False
+
+    def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((self.width, self.dim), (self.width,), (self.width,), (1,))
+        bounds = (self.dim, self.dim, self.width, self.width)
+        drawn = [torch.rand(self.networks, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
+        return [((2 * value - 1) / bound**0.5).to(dtype) for value, bound in zip(drawn, bounds, strict=True)]
+
+    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
+        return PerceptronSweep(features, scale)
+
+
+def is_bounded(tau: float | Tensor) -> bool:
+    """Whether cosines divided by ``tau`` can be exponentiated as they are, known on the host."""
+    return isinstance(tau, float) and 1 / tau <= MAX_UNSHIFTED_SCALE
+
+
+ARCHITECTURES: dict[str, type[Network]] = {"prototype": Prototypes, "mlp": Perceptron}

@@ -1,0 +1,73 @@
+"""The newest features of the other modality, from which prototypes start again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compopt.ranks import Part
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A ring of ``m`` slots per network; each rank keeps the features of its own prototypes' slots.
+
+    A value: :meth:`push` returns another queue and leaves this one as it was, because a batch may be discarded.
+
+    Attributes:
+        features: this rank's slots, ``(D, m_k, d)``.
+        active: which of all slots hold a feature, ``(m,)``, on the device.
+        place: next slot to fill and number of slots filled, as the host counts them, ``(2,)`` int64 on the CPU. They
+            advance even if a batch on a device turns out to be unusable; its slots then keep what they held.
+    """
+
+    features: Tensor
+    active: Tensor
+    place: Tensor
+
+    @classmethod
+    def empty(cls, networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> Queue:
+        """No features."""
+        return cls(
+            torch.zeros(networks, part.size, dim, dtype=dtype),
+            torch.zeros(width, dtype=torch.bool),
+            torch.zeros(2, dtype=torch.int64),
+        )
+
+    @property
+    def full(self) -> bool:
+        """Every slot has been filled (the host's count)."""
+        return int(self.place[1]) == len(self.active)
+
+    def push(self, new: Tensor, usable: Tensor, part: Part) -> tuple[Queue, list[tuple[slice, Tensor]]]:
+        """Add the features of a batch, oldest first out.
+
+        Args:
+            new: ``(D, P, d)``; of more than ``m`` the last ``m`` are kept, in slots 0 to m - 1.
+            usable: 0-d flag; if False the slots keep their content.
+            part: the slots of this rank.
+
+        Returns:
+            The new queue, and what was written where: slices of this rank's slots with their new content.
+        """
+        width = len(self.active)
+        start, filled = self.place.tolist()
+        if new.shape[1] >= width:
+            new, start = new[:, -width:], 0
+        size = new.shape[1]
+        features, active = self.features.clone(), self.active.clone()
+        written = []
+        for first, stop in ((start, min(start + size, width)), (0, max(0, start + size - width))):
+            offset = 0 if first == start else width - start  # the second piece wraps around
+            active[first:stop] |= usable
+            low, high = max(first, part.start), min(stop, part.stop)
+            if low >= high:
+                continue
+            own = slice(low - part.start, high - part.start)
+            batch = new[:, offset + low - first : offset + high - first].to(features.dtype)
+            features[:, own] = torch.where(usable, batch, features[:, own])
+            written.append((own, features[:, own]))
+        place = torch.tensor([(start + size) % width, min(width, filled + size)])
+        return Queue(features, active, place), written

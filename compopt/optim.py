@@ -1,0 +1,121 @@
+"""Any ``torch.optim`` optimizer as a pure rule: tensors and state in, new tensors and state out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFIX = "optimizer."
+
+
+class Rule:
+    """An optimizer whose state lives with its owner, so that steps can be taken back.
+
+    State tensors are named ``optimizer.<parameter>.<key>``.
+
+    Args:
+        make: called with a list of tensors and ``lr=``.
+
+    Raises:
+        TypeError: ``make`` does not return a ``torch.optim.Optimizer``.
+    """
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.make = make
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._device = ""
+        tensor = torch.zeros(1)
+        trial = self._made([tensor], "cpu")
+        self.name = type(trial).__name__
+        self._initial = dict(trial.state.get(tensor, {}))  # what an optimizer makes before its first step (AdaGrad)
+        tensor.grad = torch.zeros(1)
+        trial.step()
+        self.keys = {key: value.dim() for key, value in trial.state[tensor].items() if isinstance(value, Tensor)}
+
+    @staticmethod
+    def owns(name: str) -> bool:
+        """Whether an entry of the owner's state is the optimizer's."""
+        return name.startswith(PREFIX)
+
+    def shape(self, name: str, parameters: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Expected shape of a state tensor."""
+        _, parameter, key = name.split(".", 2)
+        if parameter not in parameters or key not in self.keys:
+            raise ValueError(f"{name} is no state of {self.name}, which keeps {', '.join(self.keys) or 'nothing'}")
+        return parameters[parameter] if self.keys[key] else ()
+
+    def start(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], lr: float) -> Steps:
+        """Begin steps on copies of ``parameters``, from (a copy of) ``state``."""
+        device = next(iter(parameters.values())).device.type
+        if self._optimizer is None or self._device != device:
+            self._optimizer, self._device = self._made([torch.zeros(1, device=device)], device), device
+        copies = {name: value.clone() for name, value in parameters.items()}
+        states = {name: self._state_of(name, value, state) for name, value in copies.items()}
+        return Steps(self._optimizer, copies, states, lr)
+
+    def _state_of(self, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        prefix = f"{PREFIX}{name}."
+        own = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
+        if own:
+            return own
+        return {
+            key: torch.full_like(parameter, value.item())
+            if isinstance(value, Tensor) and value.dim()
+            else value.clone()
+            for key, value in self._initial.items()
+        }
+
+    def _made(self, tensors: list[Tensor], device: str) -> torch.optim.Optimizer:
+        # torch fuses AdaGrad on the CPU only, and only if asked to
+        options: dict[str, Any] = {"fused": True} if self.make is torch.optim.Adagrad and device == "cpu" else {}
+        made = self.make(tensors, lr=1.0, **options)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must make a torch.optim.Optimizer, got {type(made).__name__}")
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}  # it holds nothing between batches
+
+
+class Steps:
+    """Some steps of an optimizer on tensors of its owner's.
+
+    Attributes:
+        parameters: changed in place by every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, Tensor],
+        states: Mapping[str, dict[str, Any]],
+        lr: float,
+    ) -> None:
+        self._optimizer, self._names = optimizer, list(parameters)
+        self.parameters = list(parameters.values())
+        optimizer.state.clear()
+        optimizer.param_groups[0].update(params=self.parameters, lr=lr)
+        for parameter, state in zip(self.parameters, states.values(), strict=True):
+            if state:
+                optimizer.state[parameter] = state
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """One step along these gradients."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state by name; the optimizer forgets them."""
+        result = dict(zip(self._names, self.parameters, strict=True))
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            parameter.grad = None
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    result[f"{PREFIX}{name}.{key}"] = value
+        self._optimizer.state.clear()
+        self._optimizer.param_groups[0]["params"] = []
+        return result

@@ -1,0 +1,8 @@
+"""The published methods as compositions; nothing here but which parts and which defaults."""
+
+from compopt.presets.fastclip import FastCLIPEstimator
+from compopt.presets.infonce import InfoNCEEstimator
+from compopt.presets.isogclr import ISogCLREstimator
+from compopt.presets.sogclr import SogCLREstimator
+
+__all__ = ["FastCLIPEstimator", "ISogCLREstimator", "InfoNCEEstimator", "SogCLREstimator"]

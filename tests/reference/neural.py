@@ -1,0 +1,177 @@
+"""The network of NeuCLIP (DESIGN 3.5, NeuCLIP eq. 5 to 12, Algorithm 1) by plain autograd and torch.optim."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+
+
+def unit(x):
+    """Rows divided by their lengths."""
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+class NeuralReference:
+    """One network per direction (bimodal) or one for both views; weights learn by autograd on the batch."""
+
+    has_rows = False
+
+    def __init__(
+        self,
+        dim,
+        prototypes,
+        lr=1.0,
+        updates=10,
+        restart_every=500,
+        eps=0.0,
+        objective="unified",
+        architecture="prototype",
+        optimizer=torch.optim.Adagrad,
+        reset_optimizer=False,
+        through_alpha=False,
+        initial=None,  # first weights of an mlp
+    ):
+        self.dim, self.m, self.lr, self.updates, self.restart_every = dim, prototypes, lr, updates, restart_every
+        self.eps, self.objective, self.architecture = eps, objective, architecture
+        self.make, self.reset, self.through_alpha = optimizer, reset_optimizer, through_alpha
+        self.initial = initial
+        self.nets = None
+        self.pending = None
+
+    # one network ----------------------------------------------------------------------------------
+
+    def fresh(self, which):
+        """Weights, slots, and the optimizer's state_dict."""
+        if self.architecture == "mlp":
+            return {"weights": [w[which].clone() for w in self.initial], "slots": {}, "next": 0, "optimizer": None}
+        return {"weights": [torch.zeros(self.m, self.dim).double()], "slots": {}, "next": 0, "optimizer": None}
+
+    def log_partition(self, weights, e, tau, slots):
+        """log mean_j exp(cos(e, W_j) / tau), or the perceptron's output / tau."""
+        if self.architecture == "mlp":
+            w, c, v, b = weights
+            return ((w @ e + c).clamp(min=0) @ v + b[0]) / tau
+        terms = [torch.dot(unit(e), unit(weights[0][j])) / tau for j in sorted(slots)]
+        return torch.logsumexp(torch.stack(terms), dim=0) - math.log(len(terms))
+
+    def alpha(self, net, weights, e, positive, tau):
+        """log(eps + partition / exp(s_ii / tau))."""
+        log_g = self.log_partition(weights, e, tau, net["slots"]) - positive / tau
+        return torch.log(self.eps + torch.exp(log_g)) if self.eps else log_g
+
+    def push(self, net, features, t, first):
+        """New features enter; the prototypes restart or are filled."""
+        before = len(net["slots"])
+        if len(features) >= self.m:
+            features, net["next"] = features[-self.m :], 0
+        filled = {}
+        for feature in features:
+            filled[net["next"]] = feature
+            net["next"] = (net["next"] + 1) % self.m
+        net["slots"].update(filled)
+        due = self.restart_every is not None and t % self.restart_every == 0 and first
+        if due or (before < self.m and len(net["slots"]) == self.m):
+            weights = net["weights"][0].clone()
+            for slot, feature in net["slots"].items():
+                weights[slot] = feature
+            net["weights"] = [weights]
+            if self.reset:
+                net["optimizer"] = None
+        elif before < self.m:
+            weights = net["weights"][0].clone()
+            for slot, feature in filled.items():
+                weights[slot] = feature
+            net["weights"] = [weights]
+
+    def train(self, net, batch):
+        """T_u steps on the mean objective of the batch: entries (e, positive, tau, ghat)."""
+        weights = [w.clone().requires_grad_() for w in net["weights"]]
+        optimizer = self.make(weights, lr=self.lr)
+        if net["optimizer"] is not None:
+            optimizer.load_state_dict(net["optimizer"])
+        for _ in range(self.updates):
+            optimizer.zero_grad()
+            loss = 0.0
+            for e, positive, tau, ghat in batch:
+                if ghat is None:
+                    continue
+                alpha = self.alpha(net, weights, e, positive, tau)
+                if self.objective == "unified":
+                    loss = loss + tau * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
+                else:
+                    loss = loss + (alpha - math.log(self.eps + ghat)) ** 2 / 2
+            (loss / len(batch)).backward()
+            optimizer.step()
+        net["weights"] = [w.detach() for w in weights]
+        if self.updates:
+            net["optimizer"] = copy.deepcopy(optimizer.state_dict())
+
+    # the interface of a normalizer ----------------------------------------------------------------
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Queue, restart, updates; alpha of the trained network."""
+        z = [unit(z.detach()) for z in ref.features]
+        count = 1 if ref.mode == "unimodal" else 2
+        if self.nets is None:
+            self.nets = [self.fresh(k) for k in range(count)]
+        nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
+        first = not (ref.train and self.pending is not None)
+        others = [torch.cat(z)] if count == 1 else [z[1], z[0]]
+        for net, features in zip(nets, others, strict=True):
+            if self.architecture == "prototype":
+                self.push(net, features, ref.steps, first)
+        batches = [[] for _ in nets]
+        for a, tau in zip(anchors, taus, strict=True):
+            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None
+            batches[a.direction % count].append((z[a.direction][a.position], a.positive.item(), tau, ghat))
+        self.before = self.predictions(nets, anchors, taus, z)
+        for net, batch in zip(nets, batches, strict=True):
+            self.train(net, batch)
+        if ref.train:
+            self.pending = nets
+        self.used = nets
+        return self.predictions(nets, anchors, taus, z), []
+
+    def predictions(self, nets, anchors, taus, z):
+        """alpha of every anchor by these networks."""
+        return [
+            float(
+                self.alpha(
+                    nets[a.direction % len(nets)],
+                    nets[a.direction % len(nets)]["weights"],
+                    z[a.direction][a.position],
+                    a.positive.item(),
+                    tau,
+                )
+            )
+            for a, tau in zip(anchors, taus, strict=True)
+        ]
+
+    def slack(self, anchor, w, alpha):
+        """exp(-alpha)(eps + ghat) - 1, on top of G."""
+        return sum(w) + self.eps * math.exp(-alpha) - 1.0
+
+    def surrogate(self, ref, anchors, taus, slope):
+        """What reaches the features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
+        if not self.through_alpha:
+            return 0.0
+        total = 0.0
+        for a, tau in zip(anchors, taus, strict=True):
+            net = self.used[a.direction % len(self.used)]
+            e = unit(ref.features[a.direction][a.position])
+            alpha = self.alpha(net, net["weights"], e, a.positive, tau)
+            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
+            total = total + slope(tau) * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
+        return total
+
+    def step(self):
+        """Commit."""
+        if self.pending is not None:
+            self.nets = self.pending
+        self.pending = None
+
+    def discard(self):
+        """Forget."""
+        self.pending = None
