@@ -5,8 +5,8 @@ from compopt.component import Normalizer, Temperature
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
-from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer
-from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, SogCLREstimator
+from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
+from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, NeuCLIPEstimator, SogCLREstimator
 from compopt.saving import load, save
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -21,8 +21,10 @@ __all__ = [
     "ISogCLREstimator",
     "InfoNCEEstimator",
     "MovingAverageEstimator",
+    "NeuCLIPEstimator",
     "NeuralNormalizer",
     "Normalizer",
+    "ResidualNormalizer",
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",

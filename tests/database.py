@@ -20,6 +20,7 @@ from tests.reference import (
     MovingAverageReference,
     NeuralReference,
     Reference,
+    ResidualReference,
 )
 
 MODES = ("bimodal", "unimodal")
@@ -332,6 +333,37 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
     )
 
 
+def residual(name, dual=False, prototypes=15, network=None, **options):
+    """ResidualNormalizer x a fixed or individual temperature."""
+    network = {"lr": 0.2, "updates": 2, "restart_every": 4, **(network or {})}
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        return compopt.ContrastiveEstimator(
+            compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, prototypes, **network), n, gamma=gamma, **options),
+            compopt.TemperatureDual(n, **dual_options(tau)) if dual else compopt.FixedTemperature(tau),
+            mode=mode,
+            dtype=dtype,
+            **o,
+        )
+
+    return EstimatorInfo(
+        name,
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma),
+            ResidualReference(NeuralReference(DIM, prototypes, **network), **options),
+            DualReference("momentum", 0.9) if dual else FixedReference(),
+            mode,
+        ),
+        columns=("log_ratio", *MOMENTUM_COLUMNS[1:]) if dual else ("log_ratio",),
+        min_tau=0.07,
+        exact_at_gamma_1=False,
+        views="separate",
+        network=True,
+        restarts=True,
+    )
+
+
 DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
@@ -371,6 +403,9 @@ DATABASE = [
     neural("neural-through-alpha-not-multiplied", through_alpha=True, multiply_tau=False, prototypes=15),
     neural("neural-dual", dual="individual", eps=0.01),
     neural("neural-global-dual", dual="global", prototypes=15),
+    residual("residual"),
+    residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
+    residual("residual-dual", dual=True, prototypes=6),
 ]
 
 BY_NAME = {info.name: info for info in DATABASE}

@@ -3,5 +3,6 @@
 from compopt.normalizers.batch import BatchNormalizer
 from compopt.normalizers.moving_average import MovingAverageEstimator
 from compopt.normalizers.neural import NeuralNormalizer
+from compopt.normalizers.residual import ResidualNormalizer
 
-__all__ = ["BatchNormalizer", "MovingAverageEstimator", "NeuralNormalizer"]
+__all__ = ["BatchNormalizer", "MovingAverageEstimator", "NeuralNormalizer", "ResidualNormalizer"]

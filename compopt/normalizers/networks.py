@@ -21,9 +21,6 @@ from compopt.anchors import MASKED, MAX_UNSHIFTED_SCALE
 from compopt.objective import NORM_MIN
 from compopt.ranks import Part, Ranks
 
-# Bytes of prototypes that are worked on at a time when their gradient is finished: what fits a core's cache twice.
-CPU_BLOCK_BYTES = 1 << 19
-
 
 class Sweep(ABC):
     """One batch of anchors before a network whose parameters change.
@@ -42,7 +39,10 @@ class Sweep(ABC):
 
     @abstractmethod
     def gradients(self, weight: Tensor) -> list[Tensor]:
-        """Gradients of ``sum_i weight_i l_i`` with respect to the parameters of the last :meth:`predict`."""
+        """Gradients of ``sum_i weight_i l_i`` with respect to the parameters of the last :meth:`predict`.
+
+        Uses up what that kept; the result is overwritten by the next call.
+        """
 
     @abstractmethod
     def feature_gradients(self, weight: Tensor) -> Tensor:
@@ -70,50 +70,41 @@ class PrototypeSweep(Sweep):
         self._queries = features * scale.unsqueeze(2)
         self._bias = torch.where(active, 0.0, MASKED).to(features.dtype).expand(len(features), 1, -1)
         self._log_count = count.to(features.dtype).log()
-        self._e = features.new_empty(*features.shape[:2], len(active))
-        self._unit = features.new_empty(len(features), len(active), features.shape[2])
+        self._logits = features.new_empty(*features.shape[:2], len(active))
+        self._e = torch.empty_like(self._logits)
         self._gradient: Tensor | None = None
 
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
-        (weights,) = parameters
-        self._norm = torch.linalg.vector_norm(weights, dim=2, keepdim=True).clamp_(min=NORM_MIN)
-        torch.div(weights, self._norm, out=self._unit)
-        e = torch.baddbmm(self._bias, self._queries, self._unit.mT, out=self._e)
+        (self._weights,) = parameters
+        self._inverse = torch.linalg.vector_norm(self._weights, dim=2).clamp_(min=NORM_MIN).reciprocal_().unsqueeze(1)
+        torch.bmm(self._queries, self._weights.mT, out=self._logits)
+        # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
+        logits = torch.addcmul(self._bias, self._logits, self._inverse, out=self._logits)
         top: Tensor | float = 0.0
-        if not self.bounded:
-            shift = e.amax(2, keepdim=True)
-            e.sub_(shift)
+        if self.bounded:
+            torch.exp(logits, out=self._e)
+        else:
+            shift = logits.amax(2, keepdim=True)
+            torch.sub(logits, shift, out=self._e).exp_()
             top = shift.squeeze(2)
-        log_total = e.exp_().sum(2).log() + top
+        log_total = self._e.sum(2).log() + top
         if self.ranks.size > 1:
             log_total = self.ranks.log_sum_exp(log_total, self.scale / 2)
-        self._log_share = top - log_total  # e_ij exp(log_share_i) are the softmax weights of all ranks
+        self._share = (top - log_total).exp_()  # e_ij share_i are the softmax weights over all ranks
         return log_total - self._log_count
 
     def gradients(self, weight: Tensor) -> list[Tensor]:
-        """With unit vectors ``u_j``: ``(v_j - <v_j, u_j> u_j) / |W_j|`` where ``v = softmax^T (weight / tau * e)``."""
+        r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``."""
         if self._gradient is None:
-            self._gradient = torch.empty_like(self._unit)
-        factor = weight * self.scale * self._log_share.exp()
-        queries = self.features * factor.unsqueeze(2)
-        for network, query in enumerate(queries):
-            for rows in self._blocks():
-                v = self._gradient[network, rows]
-                unit = self._unit[network, rows]
-                torch.mm(self._e[network, :, rows].T, query, out=v)
-                radial = torch.linalg.vecdot(v, unit).unsqueeze(1)
-                v.addcmul_(radial, unit, value=-1).div_(self._norm[network, rows])
-        return [self._gradient]
-
-    def _blocks(self) -> list[slice]:
-        """Parts of the prototypes that stay in the cache from the product to the last division."""
-        _, count, dim = self._unit.shape
-        size = count if self._unit.device.type != "cpu" else max(1, CPU_BLOCK_BYTES // (dim * self._unit.itemsize))
-        return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]
+            self._gradient = torch.empty_like(self._weights)
+        factor = weight * self._share
+        along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(self._e))  # sum_i q_ij cos_ij
+        torch.bmm(self._e.mul_(self._inverse).mT, self._queries * factor.unsqueeze(2), out=self._gradient)
+        return [self._gradient.addcmul_((along * self._inverse.square()).mT, self._weights, value=-1)]
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
-        factor = weight * self.scale * self._log_share.exp()
-        return self.ranks.sum(torch.bmm(self._e, self._unit).mul_(factor.unsqueeze(2)))
+        factor = weight * self.scale * self._share
+        return self.ranks.sum(torch.bmm(self._e * self._inverse, self._weights).mul_(factor.unsqueeze(2)))
 
 
 class PerceptronSweep(Sweep):

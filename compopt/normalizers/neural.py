@@ -13,7 +13,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
-from compopt.groups import Hyper, SampleGroups
+from compopt.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 from compopt.objective import through_normalization
@@ -74,6 +74,7 @@ class NeuralNormalizer(Normalizer):
         through_alpha: also pass the gradient of the objective that reaches the encoders through ``alpha`` (second term
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
         seed: of the perceptron's first weights.
+        n: number of samples or sample groups; not needed for anything of its own.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
@@ -118,6 +119,7 @@ class NeuralNormalizer(Normalizer):
         reset_optimizer: bool = False,
         through_alpha: bool = False,
         seed: int = 0,
+        n: GroupSpec | None = None,
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
         checks.one_of("objective", objective, OBJECTIVES)
@@ -128,7 +130,7 @@ class NeuralNormalizer(Normalizer):
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
         self._rule = Rule(optimizer)
-        super().__init__(None, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps})
+        super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps})
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.non_negative("lr", group["lr"])

@@ -3,6 +3,7 @@
 from compopt.presets.fastclip import FastCLIPEstimator
 from compopt.presets.infonce import InfoNCEEstimator
 from compopt.presets.isogclr import ISogCLREstimator
+from compopt.presets.neuclip import NeuCLIPEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
-__all__ = ["FastCLIPEstimator", "ISogCLREstimator", "InfoNCEEstimator", "SogCLREstimator"]
+__all__ = ["FastCLIPEstimator", "ISogCLREstimator", "InfoNCEEstimator", "NeuCLIPEstimator", "SogCLREstimator"]

@@ -6,7 +6,7 @@ from tests.reference.dense import (
     dense_global_loss,
     dense_log_normalizers,
 )
-from tests.reference.neural import NeuralReference
+from tests.reference.neural import NeuralReference, ResidualReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.temperatures import (
     DualReference,
@@ -22,6 +22,7 @@ __all__ = [
     "MovingAverageReference",
     "NeuralReference",
     "Reference",
+    "ResidualReference",
     "dense_global_gradient",
     "dense_global_loss",
     "dense_log_normalizers",

@@ -110,7 +110,7 @@ class Reference:
         """Committed values of one seen row under the library's column names, as lists of length D."""
         names = {}
         if self.normalizer.has_rows:
-            names["log_u"] = [math.log(self.rows["u"][row][c]) for c in range(self.columns)]
+            names[self.normalizer.column] = [math.log(self.rows["u"][row][c]) for c in range(self.columns)]
         if self.temperature.has_rows:
             names["tau"] = [self.rows["tau"][row][c] for c in range(self.columns)]
             names["tau_exp_avg"] = [self.rows["m"][row][c] for c in range(self.columns)]

@@ -175,3 +175,51 @@ class NeuralReference:
     def discard(self):
         """Forget."""
         self.pending = None
+
+
+class ResidualReference:
+    """alpha = network + log ratio; the ratio exp(log(eps + ghat) - network) is averaged per sample."""
+
+    has_rows = True
+    column = "log_ratio"
+
+    def __init__(self, network, prediction="before", first="one"):
+        self.network, self.prediction, self.first = network, prediction, first
+
+    def updated(self, ref, row, column, ratio):
+        """The new ratio of one column of one row."""
+        gamma = ref.hyper(row, "gamma")
+        if ref.visits(row, column) == 0:
+            if self.first == "ratio":
+                return ratio
+            return 1.0 - gamma + gamma * ratio
+        return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * ratio
+
+    def alphas(self, ref, anchors, taus, rows):
+        """alpha per anchor and the proposals (row, column, "u", value)."""
+        after, _ = self.network.alphas(ref, anchors, taus, rows)
+        predicted = self.network.before if self.prediction == "before" else after
+        ratio = {}
+        for a, tau, network in zip(anchors, taus, predicted, strict=True):
+            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
+            ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
+        new, proposals = {}, []
+        for i in range(len(anchors) // 2):
+            for column in range(ref.columns):
+                mean = ratio[(column, i)] if ref.columns == 2 else (ratio[(0, i)] + ratio[(1, i)]) / 2.0
+                row = rows[column][i]
+                new[(column, i)] = self.updated(ref, row, column, mean)
+                proposals.append((row, column, "u", new[(column, i)]))
+        result = []
+        for a, network in zip(anchors, predicted, strict=True):
+            column = a.direction if ref.columns == 2 else 0
+            result.append(network + math.log(new[(column, a.position)]))
+        return result, proposals
+
+    def step(self):
+        """Commit."""
+        self.network.step()
+
+    def discard(self):
+        """Forget."""
+        self.network.discard()

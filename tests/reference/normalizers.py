@@ -28,6 +28,7 @@ class MovingAverageReference:
     """u <- (1 - gamma) u + gamma (eps + g); alpha uses the updated u."""
 
     has_rows = True
+    column = "log_u"
 
     def __init__(self, reference="none", eps=0.0, stale_alpha=False, first_gamma=False):
         self.reference = reference

@@ -1,0 +1,135 @@
+"""NeuCLIP as a composition."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from compopt import checks
+from compopt.contrastive import ContrastiveEstimator
+from compopt.groups import GroupSpec, parse, sizes
+from compopt.normalizers import NeuralNormalizer
+from compopt.ranks import ProcessGroup
+from compopt.temperatures import FixedTemperature, TemperatureDual
+
+LEARNED = ("global", "individual")
+
+
+class NeuCLIPEstimator(ContrastiveEstimator):
+    r"""NeuCLIP: a network predicts every sample's normalizer; nothing is stored per sample.
+
+    .. math::
+        \alpha_i = \log\Big(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau}\Big), \qquad
+        w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij} / \tau - \alpha_i}
+
+    Args:
+        dim: of the features.
+        n: number of samples, or a list of sample groups; needed only for individual temperatures or for groups.
+        tau: temperature, the first one where it is learned.
+        prototypes, lr, updates, restart_every, eps, objective, architecture, optimizer, reset_optimizer,
+            through_alpha, seed: of the network, see :class:`~compopt.NeuralNormalizer`.
+        rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``.
+        tau_lr: step size of a learned temperature (Adam).
+        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
+            sample and direction.
+        tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
+        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
+
+    State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each; a learned temperature adds
+    its own. Communication and cost: see :class:`~compopt.NeuralNormalizer`.
+
+    References:
+        Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.NeuCLIPEstimator(dim=8, prototypes=32, restart_every=100)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2).backward()
+        >>> est.step()
+        >>> est.state_dict()["extra"]["normalizer"]["prototypes"].shape
+        torch.Size([2, 32, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n: GroupSpec | None = None,
+        tau: float = 0.07,
+        prototypes: int = 4096,
+        lr: float = 1.0,
+        updates: int = 10,
+        restart_every: int | None = 500,
+        rho: float = 6.5,
+        tau_lr: float = 1e-4,
+        learn_tau: bool | str = False,
+        eps: float = 0.0,
+        objective: str = "unified",
+        architecture: str = "prototype",
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
+        reset_optimizer: bool = False,
+        through_alpha: bool = False,
+        seed: int = 0,
+        tau_min: float | None = None,
+        tau_max: float | None = None,
+        max_grad: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        mode: str = "bimodal",
+        normalize: bool = True,
+        multiply_tau: bool = True,
+        chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not isinstance(learn_tau, bool):
+            checks.one_of("learn_tau", learn_tau, LEARNED)
+        groups = None if n is None else sizes(n)
+        temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
+        if learn_tau:
+            temperature = TemperatureDual(
+                groups,
+                rho=rho,
+                lr=tau_lr,
+                tau_init=tau,
+                tau_min=tau_min,
+                tau_max=tau_max,
+                max_grad=max_grad,
+                mode="individual" if learn_tau == "individual" else "global",
+                optimizer="adam",
+                betas=betas,
+            )
+        if n is not None:
+            self._given_groups = parse(n)
+        super().__init__(
+            NeuralNormalizer(
+                dim,
+                prototypes,
+                lr,
+                updates,
+                restart_every,
+                eps,
+                objective,
+                architecture,
+                optimizer,
+                reset_optimizer,
+                through_alpha,
+                seed,
+                groups,
+            ),
+            temperature,
+            mode=mode,
+            normalize=normalize,
+            multiply_tau=multiply_tau,
+            chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
+        )
