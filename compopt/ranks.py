@@ -22,6 +22,7 @@ class Part:
 
     @property
     def size(self) -> int:
+        """How much it is."""
         return self.stop - self.start
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ N = 13
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_float32_is_near_float64(info, mode, tau, rtol):
     """The same float32 numbers go into both, so only arithmetic differs: about 1e-7 / tau per similarity."""
-    rtol *= 10 if info.network else 1  # whose steps are divided by the root of their own squares
+    rtol *= 30 if info.network else 1  # whose steps are divided by the root of their own squares
     single, _ = make(info, mode, N, dtype=torch.float32, tau=tau, gamma=0.6)
     _, ref = make(info, mode, N, tau=tau, gamma=0.6)
     for z1, z2, index in batches(N, 6, seed=80, dtype=torch.float32):

@@ -383,21 +383,28 @@ class Training:
     # -- what the estimator gets -------------------------------------------------------------------------------
 
     def estimate(self) -> Estimate:
+        """The network's own answer."""
         target = self._per_sample(self._batch.target)
         return Estimate(
             self.alpha,
             slack=torch.expm1(target - self.alpha),
-            through_alpha=self._through_alpha if self.normalizer.through_alpha else None,
+            through_alpha=self.through_alpha(self.alpha),
             metrics={"network_gap": (target - self.before).abs().mean()},
         )
 
-    def _through_alpha(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of ``sum_i coefficient_i (exp(-alpha_i)(eps + ghat_i) + alpha_i)`` through ``alpha`` alone."""
+    def through_alpha(self, alpha: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """How the objective at ``alpha``, the network's but for a constant, reaches the features through it."""
+        if not self.normalizer.through_alpha:
+            return None
+        slack = self.normalizer.per_anchor(-torch.expm1(self._per_sample(self._batch.target) - alpha), alpha)
+        return lambda coefficient: self._feature_gradients(self.normalizer.per_anchor(coefficient, alpha) * slack)
+
+    def _feature_gradients(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of ``sum_i weight_i alpha_i`` with respect to the features, ``alpha`` the network's."""
         normalizer, batch = self.normalizer, self._batch
         a, b = self.call.features
-        alpha = batch.alpha(self._log_partition)
-        weight = normalizer.per_anchor(coefficient, self.call.pairs.positive) * -torch.expm1(batch.target - alpha)
-        weight = weight * batch.share(self._log_partition, alpha)
+        network = batch.alpha(self._log_partition)
+        weight = weight * batch.share(self._log_partition, network)
         by_direction = self._sweep.feature_gradients(weight).reshape(2, *a.shape).to(a.dtype)
         if not normalizer._unit_features:
             for gradient, z in zip(by_direction, (a, b), strict=True):

@@ -61,7 +61,13 @@ class ResidualNormalizer(Normalizer):
         if not isinstance(doubt, float) or doubt > 0:
             gamma = torch.clamp(1 / (visits + doubt), min=gamma)
         new = F.moving_average(call.rows["log_ratio"], log_ratio, gamma, first=first)
-        return Estimate(network + new, {"log_ratio": new}, metrics={"network_gap": (log_g - network).abs().mean()})
+        alpha = network + new
+        return Estimate(
+            alpha,
+            {"log_ratio": new},
+            through_alpha=training.through_alpha(alpha),
+            metrics={"network_gap": (log_g - network).abs().mean()},
+        )
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
