@@ -48,8 +48,9 @@ class ResidualNormalizer(Normalizer):
         return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")]
 
     def estimate(self, call: Call) -> Estimate:
-        training = self.neural.run(call)
-        network = training.before if self.prediction == "before" else training.alpha
+        training = self.neural.learn_from(call, look_first=self.prediction == "before")
+        prediction = training.before or training.after()
+        network = prediction.alpha
         log_g = F.add_eps(call.pairs.log_ghat, call.hyper("eps"))
         log_ratio = log_g - network
         if call.unimodal:
@@ -65,7 +66,7 @@ class ResidualNormalizer(Normalizer):
         return Estimate(
             alpha,
             {"log_ratio": new},
-            through_alpha=training.through_alpha(alpha),
+            through_alpha=prediction.through_alpha(alpha),
             metrics={"network_gap": (log_g - network).abs().mean()},
         )
 

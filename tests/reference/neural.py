@@ -119,6 +119,9 @@ class NeuralReference:
         nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
         first = not (ref.train and self.pending is not None)
         others = [torch.cat(z)] if count == 1 else [z[1], z[0]]
+        self.before = None
+        if self.architecture == "mlp" or nets[0]["slots"]:
+            self.before = self.predictions(nets, anchors, taus, z)
         for net, features in zip(nets, others, strict=True):
             if self.architecture == "prototype":
                 self.push(net, features, ref.steps, first)
@@ -126,7 +129,8 @@ class NeuralReference:
         for a, tau in zip(anchors, taus, strict=True):
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None
             batches[a.direction % count].append((z[a.direction][a.position], a.positive.item(), tau, ghat))
-        self.before = self.predictions(nets, anchors, taus, z)
+        if self.before is None:
+            self.before = self.predictions(nets, anchors, taus, z)
         for net, batch in zip(nets, batches, strict=True):
             self.train(net, batch)
         if ref.train:

@@ -1,0 +1,214 @@
+"""What one batch does to a neural normalizer: queue, restart, updates, and predictions before and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt import functional as F
+from compopt.component import Call
+from compopt.normalizers.networks import Sweep, is_bounded
+from compopt.normalizers.queue import Queue
+from compopt.objective import through_normalization
+from compopt.optim import Rule
+
+if TYPE_CHECKING:
+    from compopt.normalizers.neural import NeuralNormalizer
+
+QUEUE = ("queue", "queue_active", "queue_place")
+State = Mapping[str, Tensor]
+
+
+def unified_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
+    """Derivative of ``tau (exp(-alpha)(eps + ghat) + alpha)`` with respect to ``alpha``; ``target`` is its optimum."""
+    return tau * -torch.expm1(target - alpha)
+
+
+def separate_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
+    """Derivative of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
+    del tau
+    return alpha - target
+
+
+OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "unified": unified_slope,
+    "separate": separate_slope,
+}
+
+
+@dataclass
+class Batch:
+    """A batch as the networks see it, ``(D, P)`` each.
+
+    Attributes:
+        anchors: unit features, ``(D, P, d)``, zero where the batch is not finite.
+        finite: 0-d, the whole batch is.
+        nan: NaN for the anchors that are not finite, else 0.
+        shift: ``s_ii / tau_i``.
+        target: ``log(eps + ghat_i)``.
+        tau: temperatures.
+        weight: of each anchor in the objective.
+        eps: a number or ``(D, P)``.
+    """
+
+    anchors: Tensor
+    finite: Tensor
+    nan: Tensor
+    shift: Tensor
+    target: Tensor
+    tau: Tensor
+    weight: Tensor
+    eps: Any
+
+    @classmethod
+    def of(cls, normalizer: NeuralNormalizer, call: Call, anchors: Tensor) -> Batch:
+        """From the statistics of a call."""
+        pairs, per_anchor, like = call.pairs, normalizer.per_anchor, call.pairs.positive
+        tau, eps = per_anchor(call.tau, like), call.hyper("eps")
+        eps = per_anchor(eps, like) if isinstance(eps, Tensor) else eps
+        finite = pairs.log_ghat.isfinite().all() & anchors.isfinite().all()
+        return cls(
+            torch.where(finite, anchors, 0),
+            finite,
+            torch.where(anchors.isfinite().all(dim=2), 0.0, torch.nan).to(anchors.dtype),
+            per_anchor(like, like) / tau,
+            F.add_eps(per_anchor(pairs.log_ghat, like), eps),
+            tau,
+            per_anchor((pairs.count > 0).to(like.dtype) / anchors.shape[1], like),
+            eps,
+        )
+
+    def alpha(self, log_partition: Tensor) -> Tensor:
+        """``log(eps + partition / exp(s_ii / tau_i))``."""
+        return F.add_eps(log_partition - self.shift, self.eps)
+
+    def share(self, log_partition: Tensor, alpha: Tensor) -> Tensor:
+        """Derivative of ``alpha`` with respect to the log-partition: 1 but for eps."""
+        return (log_partition - self.shift - alpha).exp()
+
+
+class Prediction:
+    """A network's log-normalizers of a batch.
+
+    Attributes:
+        alpha: ``(B, 2)``.
+    """
+
+    def __init__(
+        self, normalizer: NeuralNormalizer, call: Call, batch: Batch, sweep: Sweep, parameters: list[Tensor]
+    ) -> None:
+        self._normalizer, self._call, self._batch, self._sweep = normalizer, call, batch, sweep
+        self._log_partition = sweep.predict(parameters)
+        self.alpha = self._per_sample(batch.alpha(self._log_partition + batch.nan))
+
+    def _per_sample(self, value: Tensor) -> Tensor:
+        return self._normalizer.per_sample(value, self._call.pairs.positive)
+
+    @property
+    def target(self) -> Tensor:
+        """``log(eps + ghat)``, ``(B, 2)``."""
+        return self._per_sample(self._batch.target)
+
+    def through_alpha(self, alpha: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """How the objective at ``alpha``, this prediction's but for a constant, reaches the features through it.
+
+        ``exp(-alpha)(eps + ghat) + alpha`` has the derivative ``1 - exp(-alpha)(eps + ghat)``: what the weights of the
+        batch's negatives leave of one.
+        """
+        if not self._normalizer.through_alpha:
+            return None
+        rest = self._normalizer.per_anchor(-torch.expm1(self.target - alpha), alpha)
+        return lambda slope: self._feature_gradients(self._normalizer.per_anchor(slope, alpha) * rest)
+
+    def _feature_gradients(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of ``sum_i weight_i alpha_i`` with respect to the features of the whole batch."""
+        normalizer, batch = self._normalizer, self._batch
+        a, b = self._call.features
+        weight = weight * batch.share(self._log_partition, batch.alpha(self._log_partition))
+        by_direction = self._sweep.feature_gradients(weight).reshape(2, *a.shape).to(a.dtype)
+        if not normalizer.unit_features:
+            for gradient, z in zip(by_direction, (a, b), strict=True):
+                norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+                through_normalization(gradient, z / norm, norm)
+        pull = self._per_sample(weight / batch.tau).sum(1, keepdim=True)
+        return by_direction[0].addcmul(pull, b, value=-1), by_direction[1].addcmul(pull, a, value=-1)
+
+
+class Training:
+    """One batch seen by a :class:`~compopt.NeuralNormalizer`.
+
+    A batch with a value that is not finite teaches nothing. On the CPU its state is the one before; on a device, where
+    the host cannot know, its gradients are taken as zero and only the counters advance.
+
+    Args:
+        normalizer, call: whose and which.
+        look_first: predict before the batch enters the queue.
+
+    Attributes:
+        state: the normalizer's state after the batch.
+        before: the prediction asked for (of the very first batch, that of the queue with it), or ``None``.
+    """
+
+    def __init__(self, normalizer: NeuralNormalizer, call: Call, look_first: bool = False) -> None:
+        self._normalizer, self._call = normalizer, call
+        hyper = call.hyper.of_first_group()
+        self.state: State = normalizer.state_on(call.features[0].device, normalizer.working_state(call.training))
+        anchors, others = normalizer.anchors(call.features)
+        self._batch = Batch.of(normalizer, call, anchors)
+        skip = anchors.device.type == "cpu" and not self._batch.finite
+        self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None
+        if normalizer.network.restarts and not skip:
+            first_of_window = not (call.training and normalizer.has_pending_state)
+            self._enqueue(others, hyper("restart_every"), first_of_window)
+        if look_first and self.before is None:
+            self.before = self._predict()
+        updates = 0 if skip else hyper("updates")
+        if updates:
+            self._update(updates, hyper("lr"))
+
+    def after(self) -> Prediction:
+        """What the network predicts after the updates."""
+        return self._predict()
+
+    def _sweep(self) -> Sweep:
+        batch = self._batch
+        return self._normalizer.sweep(self.state, batch.anchors, 1 / batch.tau, is_bounded(self._call.tau))
+
+    def _predict(self) -> Prediction:
+        parameters = [self.state[name] for name in self._normalizer.network.names]
+        return Prediction(self._normalizer, self._call, self._batch, self._sweep(), parameters)
+
+    def _enqueue(self, others: Tensor, restart_every: int | None, first_of_window: bool) -> None:
+        """The batch enters the queue; prototypes start again, or take the places that the queue just filled."""
+        queue = Queue(*(self.state[name] for name in QUEUE))
+        was_full = queue.full
+        queue, written = queue.push(others, self._batch.finite, self._normalizer.part)
+        due = restart_every is not None and self._call.t % restart_every == 0 and first_of_window
+        restart = due or (queue.full and not was_full)
+        prototypes = self.state["prototypes"]
+        if restart:
+            prototypes = queue.features
+        elif not was_full:
+            prototypes = prototypes.clone()
+            for slots, features in written:
+                prototypes[:, slots] = features
+        if restart and self._normalizer.reset_optimizer:
+            self.state = {name: value for name, value in self.state.items() if not Rule.owns(name)}
+        entries = zip(QUEUE, (queue.features, queue.active, queue.place), strict=True)
+        self.state = {**self.state, "prototypes": prototypes, **dict(entries)}
+
+    def _update(self, updates: int, lr: float) -> None:
+        """So many steps of the network's optimizer on this batch."""
+        batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
+        parameters = {name: self.state[name] for name in self._normalizer.network.names}
+        steps = self._normalizer.rule.start(parameters, self.state, lr)
+        for _ in range(updates):
+            log_partition = sweep.predict(steps.parameters)
+            alpha = batch.alpha(log_partition)
+            weight = batch.weight * slope(alpha, batch.target, batch.tau) * batch.share(log_partition, alpha)
+            steps.step(sweep.gradients(torch.where(batch.finite, weight, 0)))
+        self.state = {**self.state, **steps.finish()}
