@@ -90,6 +90,8 @@ def main_arms() -> list[Arm]:
         Arm("main", "isogclr", {**dual, "reference": ("positive",)}, variant="reference positive"),
         Arm("main", "isogclr", {**dual, "reference": ("none",)}, variant="reference none"),
         Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
+        Arm("main", "neuclip", {"tau": TAUS, "through_alpha": (0, 1)}),
+        Arm("main", "residual", {"tau": TAUS, "gamma": (0.3, 0.5, 0.8)}),
         Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
     ]
 
@@ -97,6 +99,7 @@ def main_arms() -> list[Arm]:
 def regime_arms() -> list[Arm]:
     """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
+        "batch 8, 8k pairs, 4 epochs": ({"batch_size": 8, "limit": 8192, "epochs": 4}, REGIME_TAUS),
         "batch 16": ({"batch_size": 16}, REGIME_TAUS),
         "batch 16, 8k pairs, 12 epochs": ({"batch_size": 16, "limit": 8192, "epochs": 12}, REGIME_TAUS),
         "tau 0.02": ({}, (0.02,)),
@@ -105,6 +108,8 @@ def regime_arms() -> list[Arm]:
     for regime, (setting, taus) in regimes.items():
         arms += [Arm(regime, method, {"tau": taus}, **setting) for method in ("infonce", "infonce-no-positive")]
         arms += [Arm(regime, "sogclr", {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}, **setting)]
+        arms += [Arm(regime, "neuclip", {"tau": taus, "through_alpha": (0, 1)}, **setting)]
+        arms += [Arm(regime, "residual", {"tau": taus, "gamma": (0.5, 0.8)}, **setting)]
         dual = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,), "reference": ("none",)}
         arms += [Arm(regime, "isogclr", dual, **setting, variant="reference none")] if regime != "tau 0.02" else []
     return arms

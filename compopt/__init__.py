@@ -6,7 +6,14 @@ from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
-from compopt.presets import FastCLIPEstimator, InfoNCEEstimator, ISogCLREstimator, NeuCLIPEstimator, SogCLREstimator
+from compopt.presets import (
+    FastCLIPEstimator,
+    InfoNCEEstimator,
+    ISogCLREstimator,
+    NeuCLIPEstimator,
+    ResidualEstimator,
+    SogCLREstimator,
+)
 from compopt.saving import load, save
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -24,6 +31,7 @@ __all__ = [
     "NeuCLIPEstimator",
     "NeuralNormalizer",
     "Normalizer",
+    "ResidualEstimator",
     "ResidualNormalizer",
     "SogCLREstimator",
     "Temperature",

@@ -9,6 +9,7 @@ from typing import Any
 
 import compopt
 from compopt import schedules
+from recipes.models import DIM
 
 BIMODAL, UNIMODAL = "bimodal", "unimodal"
 
@@ -23,6 +24,15 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tau_lr": (float, "step size of learned temperatures"),
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),
+    "prototypes": (int, "prototypes of the network, or hidden units of a perceptron"),
+    "network_lr": (float, "step size of the network's AdaGrad"),
+    "updates": (int, "steps of the network per batch"),
+    "restart_every": (int, "commits between restarts of the network; 0: never"),
+    "through_alpha": (int, "1: the gradient through the predicted normalizers reaches the encoders too"),
+    "objective": (str, "what the network learns: unified (NeuCLIP) or separate (AmorLIP)"),
+    "architecture": (str, "of the network: prototype or mlp"),
+    "prediction": (str, "the network that a residual corrects: before or after it has met the batch"),
+    "memory": (int, "1: keep each sample's residual; 0: start from none at every visit"),
 }
 
 
@@ -62,6 +72,31 @@ def _fastclip(version: str, title: str, **learned: float) -> Method:
 
     return Method(title, build, {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned})
 
+
+def _network(o: SimpleNamespace) -> compopt.NeuralNormalizer:
+    return compopt.NeuralNormalizer(
+        DIM,
+        prototypes=o.prototypes,
+        lr=o.network_lr,
+        updates=o.updates,
+        restart_every=o.restart_every or None,
+        objective=o.objective,
+        architecture=o.architecture,
+        through_alpha=bool(o.through_alpha),
+    )
+
+
+def _neuclip(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator:
+    return compopt.ContrastiveEstimator(_network(o), compopt.FixedTemperature(o.tau), mode=mode, **o.placement)
+
+
+def _residual(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator:
+    samples = n if o.memory else None
+    normalizer = compopt.ResidualNormalizer(_network(o), samples, gamma=o.gamma, prediction=o.prediction)
+    return compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(o.tau), mode=mode, **o.placement)
+
+
+NETWORK = {"prototypes": 1024, "network_lr": 1.0, "objective": "unified", "architecture": "prototype"}
 
 # Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
 # glyphs at batch 64 (benchmarks/results/glyphs.md). Unimodal values were not tuned.
@@ -118,6 +153,18 @@ METHODS: dict[str, Method] = {
     "fastclip-v1": _fastclip("v1", "FastCLIP v1"),
     "fastclip-v2": _fastclip("v2", "FastCLIP v2", rho=2.0, tau_lr=0.01),
     "fastclip-v3": _fastclip("v3", "FastCLIP v3", rho=1.0, tau_lr=0.0001),
+    "neuclip": Method(
+        "NeuCLIP", _neuclip, {"tau": 0.07, **NETWORK, "updates": 10, "restart_every": 100, "through_alpha": 0}
+    ),
+    # prototypes that are the newest features themselves
+    "residual": Method(
+        "Residual",
+        _residual,
+        {
+            **{"tau": 0.07, "gamma": 0.5, "memory": 1, "prediction": "before"},
+            **{**NETWORK, "updates": 0, "restart_every": 1, "through_alpha": 1},
+        },
+    ),
 }
 
 

@@ -333,13 +333,15 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
     )
 
 
-def residual(name, dual=False, prototypes=15, network=None, **options):
+def residual(name, dual=False, prototypes=15, network=None, remembers=True, **options):
     """ResidualNormalizer x a fixed or individual temperature."""
     network = {"lr": 0.2, "updates": 2, "restart_every": 4, **(network or {})}
 
     def build(mode, n, dtype, tau, gamma, **o):
         return compopt.ContrastiveEstimator(
-            compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, prototypes, **network), n, gamma=gamma, **options),
+            compopt.ResidualNormalizer(
+                compopt.NeuralNormalizer(DIM, prototypes, **network), n if remembers else None, gamma=gamma, **options
+            ),
             compopt.TemperatureDual(n, **dual_options(tau)) if dual else compopt.FixedTemperature(tau),
             mode=mode,
             dtype=dtype,
@@ -351,11 +353,11 @@ def residual(name, dual=False, prototypes=15, network=None, **options):
         build,
         lambda mode, n, tau, gamma: Reference(
             group(n, tau, gamma),
-            ResidualReference(NeuralReference(DIM, prototypes, **network), **options),
+            ResidualReference(NeuralReference(DIM, prototypes, **network), remembers=remembers, **options),
             DualReference("momentum", 0.9) if dual else FixedReference(),
             mode,
         ),
-        columns=("log_ratio", *MOMENTUM_COLUMNS[1:]) if dual else ("log_ratio",),
+        columns=(("log_ratio",) if remembers else ()) + (MOMENTUM_COLUMNS[1:] if dual else ()),
         min_tau=0.07,
         exact_at_gamma_1=False,
         views="separate",
@@ -406,6 +408,8 @@ DATABASE = [
     residual("residual"),
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
     residual("residual-dual", dual=True, prototypes=6),
+    residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
+    residual("residual-forgetful", remembers=False, network={"through_alpha": True, "eps": 0.1}),
 ]
 
 BY_NAME = {info.name: info for info in DATABASE}

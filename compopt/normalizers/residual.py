@@ -1,4 +1,4 @@
-"""A network that is current, corrected by what each sample's visits showed it to miss."""
+"""A network that is current, corrected by what the samples' own batches show it to miss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
-from compopt.groups import GroupSpec, Hyper, SampleGroups, parse
+from compopt.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.rows import Column
 
@@ -20,60 +20,107 @@ FIRST_VISITS = ("one", "ratio")
 
 
 class ResidualNormalizer(Normalizer):
-    """Being studied."""
+    r"""The network's prediction times a moving average of the ratio by which the batches differ from it.
+
+    .. math::
+        r_i \leftarrow (1 - \gamma)\, r_i + \gamma\, (\epsilon + \hat g_i)\, e^{-\alpha_i^{net}}, \qquad
+        \alpha_i = \alpha_i^{net} + \log r_i
+
+    A moving average per sample is exact but stale; a network is current but approximate. Here the network carries the
+    drift, the row what the network cannot express. Three facts make it work in small batches:
+
+    * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` of what they would
+      be without the network, whatever the batch drew;
+    * the network has not met the batch yet (``prediction="before"``), so that it is no copy of the batch's estimate;
+    * with ``through_alpha=True`` of the network, what the weights of the batch's negatives leave of one,
+      ``1 - sum_j w_ij``, goes to the prototypes: a control variate. An anchor that drew easy negatives learns from the
+      prototypes, and its expected gradient does not change.
+
+    The network need not learn: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
+    is the queue of the newest features, one product per direction and step. :class:`~compopt.ResidualEstimator` has it.
+
+    Args:
+        neural: the network; it becomes part of this normalizer.
+        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample, ``r_i`` starts from 1 at
+            every visit.
+        gamma: in (0, 1]; weight of the newest ratio. 1 is the stateless control.
+        prediction: the network that meets the batch: ``"before"`` its features and updates reach it (of the very first
+            batch: after its features have), or ``"after"``, in sample and biased to what the batch shows.
+        first: of a sample never visited: ``"one"``, the network is believed with weight ``1 - gamma``; ``"ratio"``, the
+            batch is believed.
+
+    Hyper-parameters: ``gamma`` and those of the network.
+
+    State, per sample: ``log_ratio`` (0 before the first visit) and the number of visits, one each per direction
+    (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
+
+    Communicates: what the network does.
+
+    Raises:
+        TypeError: neural is not a :class:`~compopt.NeuralNormalizer`. ValueError: gamma outside (0, 1], an unknown
+            option, a network that is already part of an estimator.
+
+    References:
+        Ours; the network is that of NeuCLIP, the average that of SogCLR.
+
+    Example:
+        >>> import torch, compopt
+        >>> queue = compopt.NeuralNormalizer(16, prototypes=64, updates=0, restart_every=1, through_alpha=True)
+        >>> normalizer = compopt.ResidualNormalizer(queue, n=1000, gamma=0.5)
+        >>> est = compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(0.07))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+    """
 
     def __init__(
         self,
         neural: NeuralNormalizer,
-        n: GroupSpec,
-        gamma: float = 0.8,
+        n: GroupSpec | None,
+        gamma: float = 0.5,
         prediction: str = "before",
         first: str = "one",
-        doubt: float = 0.0,
     ) -> None:
         if not isinstance(neural, NeuralNormalizer):
             raise TypeError(f"neural must be a NeuralNormalizer, got {type(neural).__name__}")
         checks.one_of("prediction", prediction, PREDICTIONS)
         checks.one_of("first", first, FIRST_VISITS)
         neural.check_free()
-        self.neural, self.prediction, self.first = neural, prediction, first
-        super().__init__(parse(n), {"gamma": gamma, "doubt": doubt, **neural.own_defaults})
+        self.neural, self.prediction, self.first, self.remembers = neural, prediction, first, n is not None
+        super().__init__(n, {"gamma": gamma, **neural.own_defaults})
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest ratio, and 1 keeps no history")
-        checks.non_negative("doubt", group["doubt"])
         self.neural.check(group)
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")]
+        return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")] if self.remembers else []
 
     def estimate(self, call: Call) -> Estimate:
         training = self.neural.learn_from(call, look_first=self.prediction == "before")
-        prediction = training.before or training.after()
-        network = prediction.alpha
-        log_g = F.add_eps(call.pairs.log_ghat, call.hyper("eps"))
-        log_ratio = log_g - network
-        if call.unimodal:
+        network = training.before or training.after()
+        log_ratio = network.target - network.alpha
+        if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(log_ratio)
-        visits = call.count.to(log_ratio.dtype) + 1
-        gamma = call.hyper("gamma")
-        doubt = call.hyper("doubt")
-        first = call.count == 0 if self.first == "ratio" else torch.zeros_like(call.count, dtype=torch.bool)
-        if not isinstance(doubt, float) or doubt > 0:
-            gamma = torch.clamp(1 / (visits + doubt), min=gamma)
-        new = F.moving_average(call.rows["log_ratio"], log_ratio, gamma, first=first)
-        alpha = network + new
+        log_ratio = self._average(call, log_ratio)
+        alpha = network.alpha + log_ratio
         return Estimate(
             alpha,
-            {"log_ratio": new},
-            through_alpha=prediction.through_alpha(alpha),
-            metrics={"network_gap": (log_g - network).abs().mean()},
+            proposals={"log_ratio": log_ratio} if self.remembers else {},
+            through_alpha=network.through_alpha(alpha),
+            metrics={"network_gap": (network.target - network.alpha).abs().mean()},
         )
+
+    def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
+        old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
+        first = call.count == 0 if self.first == "ratio" and self.remembers else torch.zeros_like(old, dtype=torch.bool)
+        return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        return self.neural.stored(rows, features, tau, hyper) + rows["log_ratio"]
+        network = self.neural.stored(rows, features, tau, hyper)
+        return network + rows["log_ratio"] if self.remembers else network
 
     # -- the network's state is this part's --------------------------------------------------------------------
 

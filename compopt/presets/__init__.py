@@ -4,6 +4,14 @@ from compopt.presets.fastclip import FastCLIPEstimator
 from compopt.presets.infonce import InfoNCEEstimator
 from compopt.presets.isogclr import ISogCLREstimator
 from compopt.presets.neuclip import NeuCLIPEstimator
+from compopt.presets.residual import ResidualEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
-__all__ = ["FastCLIPEstimator", "ISogCLREstimator", "InfoNCEEstimator", "NeuCLIPEstimator", "SogCLREstimator"]
+__all__ = [
+    "FastCLIPEstimator",
+    "ISogCLREstimator",
+    "InfoNCEEstimator",
+    "NeuCLIPEstimator",
+    "ResidualEstimator",
+    "SogCLREstimator",
+]

@@ -121,7 +121,7 @@ class NeuralReference:
         others = [torch.cat(z)] if count == 1 else [z[1], z[0]]
         self.before = None
         if self.architecture == "mlp" or nets[0]["slots"]:
-            self.before = self.predictions(nets, anchors, taus, z)
+            self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         for net, features in zip(nets, others, strict=True):
             if self.architecture == "prototype":
                 self.push(net, features, ref.steps, first)
@@ -130,7 +130,7 @@ class NeuralReference:
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None
             batches[a.direction % count].append((z[a.direction][a.position], a.positive.item(), tau, ghat))
         if self.before is None:
-            self.before = self.predictions(nets, anchors, taus, z)
+            self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         for net, batch in zip(nets, batches, strict=True):
             self.train(net, batch)
         if ref.train:
@@ -159,13 +159,17 @@ class NeuralReference:
 
     def surrogate(self, ref, anchors, taus, slope):
         """What reaches the features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
-        if not self.through_alpha:
-            return 0.0
+        return self.through(ref, self.used, anchors, taus, slope) if self.through_alpha else 0.0
+
+    def through(self, ref, nets, anchors, taus, slope, value_of=None):
+        """The same for these networks; value_of: what alpha is, where it is theirs and a constant."""
         total = 0.0
         for a, tau in zip(anchors, taus, strict=True):
-            net = self.used[a.direction % len(self.used)]
+            net = nets[a.direction % len(nets)]
             e = unit(ref.features[a.direction][a.position])
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
+            if value_of is not None:
+                alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
             total = total + slope(tau) * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
         return total
@@ -184,19 +188,16 @@ class NeuralReference:
 class ResidualReference:
     """alpha = network + log ratio; the ratio exp(log(eps + ghat) - network) is averaged per sample."""
 
-    has_rows = True
     column = "log_ratio"
 
-    def __init__(self, network, prediction="before", first="one"):
-        self.network, self.prediction, self.first = network, prediction, first
+    def __init__(self, network, prediction="before", first="one", remembers=True):
+        self.network, self.prediction, self.first, self.has_rows = network, prediction, first, remembers
 
     def updated(self, ref, row, column, ratio):
         """The new ratio of one column of one row."""
         gamma = ref.hyper(row, "gamma")
-        if ref.visits(row, column) == 0:
-            if self.first == "ratio":
-                return ratio
-            return 1.0 - gamma + gamma * ratio
+        if not self.has_rows or ref.visits(row, column) == 0:
+            return ratio if self.first == "ratio" and self.has_rows else 1.0 - gamma + gamma * ratio
         return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * ratio
 
     def alphas(self, ref, anchors, taus, rows):
@@ -207,18 +208,25 @@ class ResidualReference:
         for a, tau, network in zip(anchors, taus, predicted, strict=True):
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
             ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
+        if ref.columns == 1 and self.has_rows:  # both views share a row
+            for i in range(len(anchors) // 2):
+                ratio[(0, i)] = ratio[(1, i)] = (ratio[(0, i)] + ratio[(1, i)]) / 2.0
         new, proposals = {}, []
-        for i in range(len(anchors) // 2):
-            for column in range(ref.columns):
-                mean = ratio[(column, i)] if ref.columns == 2 else (ratio[(0, i)] + ratio[(1, i)]) / 2.0
-                row = rows[column][i]
-                new[(column, i)] = self.updated(ref, row, column, mean)
-                proposals.append((row, column, "u", new[(column, i)]))
-        result = []
-        for a, network in zip(anchors, predicted, strict=True):
-            column = a.direction if ref.columns == 2 else 0
-            result.append(network + math.log(new[(column, a.position)]))
-        return result, proposals
+        for (direction, i), value in ratio.items():
+            column = min(direction, ref.columns - 1)
+            row = rows[column][i]
+            new[(direction, i)] = self.updated(ref, row, column, value)
+            if self.has_rows and direction < ref.columns:
+                proposals.append((row, column, "u", new[(direction, i)]))
+        self.alpha_of = {key: predicted[k] + math.log(new[key]) for k, key in enumerate(ratio)}
+        return list(self.alpha_of.values()), proposals
+
+    def surrogate(self, ref, anchors, taus, slope):
+        """Through the network's alpha; the ratio is constant."""
+        if not self.network.through_alpha:
+            return 0.0
+        nets = self.network.nets_before if self.prediction == "before" else self.network.used
+        return self.network.through(ref, nets, anchors, taus, slope, self.alpha_of)
 
     def step(self):
         """Commit."""

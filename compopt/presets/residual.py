@@ -1,0 +1,80 @@
+"""The queue of the newest features and a residual per sample, as a composition: ours, for small batches."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from compopt.contrastive import ContrastiveEstimator
+from compopt.groups import GroupSpec, parse, sizes
+from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
+from compopt.ranks import ProcessGroup
+from compopt.temperatures import FixedTemperature
+
+
+class ResidualEstimator(ContrastiveEstimator):
+    r"""Large-batch gradients from batches of 8 to 64: the newest features predict, the batch and the row correct.
+
+    .. math::
+        \alpha_i = \log \Big( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Big) + \log r_i, \qquad
+        \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij}
+        + \Big(1 - \sum_{j \in N_i} w_{ij}\Big) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
+
+    with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
+    :class:`~compopt.ResidualNormalizer` for ``r_i`` and why.
+
+    Args:
+        dim: of the features.
+        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample.
+        gamma: in (0, 1]; weight of the batch's own estimate.
+        tau: temperature.
+        prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
+        eps: added to the inner function.
+        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
+            :class:`~compopt.ContrastiveEstimator`.
+
+    State: the queue, ``(2, m, d)``, twice; with ``n`` a logarithm and a count per sample and direction.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ResidualEstimator(dim=16, n=1000, prototypes=64)
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n: GroupSpec | None = None,
+        gamma: float = 0.5,
+        tau: float = 0.07,
+        prototypes: int = 1024,
+        eps: float = 0.0,
+        mode: str = "bimodal",
+        normalize: bool = True,
+        multiply_tau: bool = True,
+        chunk_size: int | None = None,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if n is not None:
+            self._given_groups = parse(n)
+        queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
+        super().__init__(
+            ResidualNormalizer(queue, None if n is None else sizes(n), gamma),
+            FixedTemperature(tau),
+            mode=mode,
+            normalize=normalize,
+            multiply_tau=multiply_tau,
+            chunk_size=chunk_size,
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
+        )
