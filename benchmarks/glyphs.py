@@ -70,6 +70,7 @@ class Job:
     seed: int = TUNE_SEED
     split: int = TUNE_SPLIT
     limit: int = field(default=0)
+    errors: int = 0  # how many times the error of the normalizers is measured on the way
 
     @property
     def key(self) -> str:
@@ -178,7 +179,9 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
     task = GlyphNames(glyphs.load(), split_seed=job.split, limit=job.limit)
     options = METHODS[job.method].options(task.mode, job.options)
     config = Config(job.method, options, job.batch_size, job.epochs, seed=job.seed, data=task.description)
-    run = Run(task, config, Control(eval_every=0)).train()
+    steps = task.n // job.batch_size * job.epochs
+    control = Control(eval_every=0, error_every=steps // job.errors if job.errors else 0)
+    run = Run(task, config, control).train()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     facts = {
         "torch": torch.__version__,
@@ -186,6 +189,8 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
         "threads": threads,
         "date": time.strftime("%Y-%m-%d"),
     }
+    if job.errors:
+        facts["errors"] = [record["normalizer_error"] for record in run.history if "normalizer_error" in record]
     return {"job": asdict(job), "final": run.final, "seconds": round(run.seconds, 2), "steps": run.step, **facts}
 
 

@@ -214,6 +214,15 @@ class NeuralNormalizer(Normalizer):
 
     # -- state, split over the ranks ---------------------------------------------------------------------------
 
+    def promote(self, found_inf: Tensor | None) -> None:
+        if found_inf is None or self._pending_state is None:
+            return super().promote(found_inf)
+        for name, new in self._pending_state.items():  # the host's counters advance, see Queue
+            if not on_host(name, new):
+                new = torch.where(found_inf.to(new.device) > 0, self.state.get(name, torch.zeros_like(new)), new)
+            self.state[name] = new
+        self._pending_state = None
+
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a prediction means anything (the host's count of the queue)."""
         return not self.network.restarts or int(state["queue_place"][1]) > 0
