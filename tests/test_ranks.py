@@ -207,7 +207,7 @@ def test_the_moving_average_alone(ranks, options):
 def encoder(dtype):
     """Two towers, the same on every rank."""
     torch.manual_seed(0)
-    return torch.nn.ModuleList([torch.nn.Linear(7, 5), torch.nn.Linear(6, 5)]).to(dtype)
+    return torch.nn.ModuleList([torch.nn.Linear(7, 4), torch.nn.Linear(6, 4)]).to(dtype)
 
 
 class Towers(torch.nn.Module):
@@ -241,7 +241,7 @@ def through_ddp(group, name, mode, dtype, x, y, index, ddp):
     return trace, [p.detach().clone() for p in inner.parameters()]
 
 
-PRESETS = ["infonce", "clip-learned", "sogclr", "isogclr", "isogclr-adam", "global-dual-adam"]
+PRESETS = ["infonce", "clip-learned", "sogclr", "isogclr", "isogclr-adam", "global-dual-adam", "neural-through-alpha", "residual-queue"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
