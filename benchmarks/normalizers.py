@@ -98,6 +98,7 @@ def residual() -> Iterator[Cell]:
         "Gain": {f"gamma {g}": {"gamma": g} for g in (0.1, 0.3, 0.5, 0.7, 0.9)},
         "Gradient through alpha": {"on": {}, "off": {"through_alpha": 0}},
         "Prediction": {"before the batch": {}, "after": {"prediction": "after"}},
+        "First visit": {"the network believed": {}, "the batch believed": {"first": "ratio"}},
         "Memory per sample": {"a row per sample": {}, "none": {"memory": 0}},
         "Network": {
             "queue of 256": {"prototypes": 256},

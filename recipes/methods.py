@@ -32,6 +32,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "objective": (str, "what the network learns: unified (NeuCLIP) or separate (AmorLIP)"),
     "architecture": (str, "of the network: prototype or mlp"),
     "prediction": (str, "the network that a residual corrects: before or after it has met the batch"),
+    "first": (str, "a sample's first visit: one, the network is believed as at any other; ratio, the batch is"),
     "memory": (int, "1: keep each sample's residual; 0: start from none at every visit"),
 }
 
@@ -92,7 +93,7 @@ def _neuclip(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstima
 
 def _residual(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator:
     samples = n if o.memory else None
-    normalizer = compopt.ResidualNormalizer(_network(o), samples, gamma=o.gamma, prediction=o.prediction)
+    normalizer = compopt.ResidualNormalizer(_network(o), samples, gamma=o.gamma, prediction=o.prediction, first=o.first)
     return compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(o.tau), mode=mode, **o.placement)
 
 
@@ -161,7 +162,7 @@ METHODS: dict[str, Method] = {
         "Residual",
         _residual,
         {
-            **{"tau": 0.07, "gamma": 0.5, "memory": 1, "prediction": "before"},
+            **{"tau": 0.07, "gamma": 0.5, "memory": 1, "prediction": "before", "first": "one"},
             **{**NETWORK, "updates": 0, "restart_every": 1, "through_alpha": 1},
         },
     ),

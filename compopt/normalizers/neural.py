@@ -136,6 +136,10 @@ class NeuralNormalizer(Normalizer):
         self._shared = owner.mode == "unimodal"  # one network for both views
         networks = 1 if self._shared else 2
         self._ranks, self._dtype, self.unit_features = owner._ranks, owner.dtype, owner.normalize
+        if self.architecture == "prototype" and self.prototypes < self._ranks.size:
+            raise ValueError(
+                f"prototypes={self.prototypes} cannot be split over {self._ranks.size} ranks; give at least one to each"
+            )
         self.network = ARCHITECTURES[self.architecture](networks, self.dim, self.prototypes, self._ranks)
         self.state = dict(zip(self.network.names, self.network.initial(owner.dtype, self.seed), strict=True))
         if self.network.restarts:
