@@ -259,11 +259,11 @@ class ContrastiveEstimator(Estimator):
         everyone = (a, b) if self._ranks.size == 1 else (visit.payload[0], visit.payload[1])
         pairs = self._pairs(a, b, constant, visit, moments=bool(learned) or self.temperature.learns)
         call = self._call(visit, pairs, constant, everyone)
+        self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
         estimate = self.normalizer.estimate(call)
         alpha = estimate.alpha.expand(-1, 2)
         call.hyper = visit.hypers("temperature")
         rho = self.temperature.rho(call.hyper)
-        self._warn_rho(pairs.negatives)
         if visit.depositing:
             proposals = dict(estimate.proposals)
             if self.temperature.learns:
@@ -272,10 +272,11 @@ class ContrastiveEstimator(Estimator):
             self._deposit(visit, proposals, self._valid(pairs))
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
         gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if features else []
-        if features and estimate.through_alpha is not None:
+        if estimate.through_alpha is not None and (features or self._ranks.size > 1):  # collective: no rank may skip it
             slope = objective.alpha_slope(pairs, constant, self.multiply_tau)
-            for gradient, more in zip(gradients, estimate.through_alpha(slope), strict=True):
-                gradient.add_(more[visit.own])
+            more = estimate.through_alpha(slope)
+            for gradient, rest in zip(gradients, more, strict=False):
+                gradient.add_(rest[visit.own])
         gradients = [gradient * self._ranks.size if self._ranks.size > 1 else gradient for gradient in gradients]
         for tensor in learned:
             g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau, estimate.slack)

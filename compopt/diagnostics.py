@@ -114,6 +114,8 @@ def normalizer_error(
 
     Returns:
         0-d; NaN if no row has been seen.
+
+    Communicates: collective on shards and with a network that ranks split.
     """
     with torch.no_grad():
         n = len(z1)

@@ -344,7 +344,8 @@ class Estimator(Hooks):
     def state_dict(self) -> dict[str, Any]:
         """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
 
-        Collective on shards, which every rank gets whole, and where ranks share a file.
+        Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
+        file.
         """
         self._refuse_part()
         self._run("state_dict_pre")

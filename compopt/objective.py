@@ -20,7 +20,8 @@ def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, mult
 def alpha_slope(pairs: AnchorStatistics, tau: Scalar, multiply_tau: bool) -> Tensor:
     """Derivative of :func:`value` with respect to ``alpha``, ``(B, 2)``."""
     like = pairs.positive
-    slope = torch.as_tensor(tau if multiply_tau else 1.0, dtype=like.dtype, device=like.device)
+    factor = tau if multiply_tau else 1.0
+    slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
     return pairs.real(slope.expand(like.shape)) / like.numel()
 
 

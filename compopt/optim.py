@@ -20,32 +20,63 @@ class Rule:
         make: called with a list of tensors and ``lr=``.
 
     Raises:
-        TypeError: ``make`` does not return a ``torch.optim.Optimizer``.
+        TypeError: ``make`` does not return a ``torch.optim.Optimizer``, or one that keeps something else than tensors
+            of the parameters' shapes and numbers in tensors, or changes its own options, or needs more than gradients.
     """
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self._device = ""
-        tensor = torch.zeros(1)
+        self._initial: dict[str, Tensor] = {}
+        self.keys: dict[str, bool] = {}
+        self._absent: list[str] = []
+        try:
+            self._try()
+        except Exception as error:
+            raise TypeError(
+                f"optimizer={make!r} cannot train a network: {error}; give a class such as torch.optim.Adagrad, "
+                f"Adam or SGD, or functools.partial of one"
+            ) from error
+
+    def _try(self) -> None:
+        """Two steps on a small tensor show what an optimizer keeps."""
+        tensor = torch.zeros(2, 3, 4)
         trial = self._made([tensor], "cpu")
         self.name = type(trial).__name__
-        self._initial = dict(trial.state.get(tensor, {}))  # what an optimizer makes before its first step (AdaGrad)
-        tensor.grad = torch.zeros(1)
-        trial.step()
-        self.keys = {key: value.dim() for key, value in trial.state[tensor].items() if isinstance(value, Tensor)}
+        # what an optimizer makes before its first step, as AdaGrad does
+        self._initial = {key: value.clone() for key, value in trial.state.get(tensor, {}).items()}
+        options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
+        for _ in range(2):
+            tensor.grad = torch.ones_like(tensor)
+            trial.step()
+        if {key: value for key, value in trial.param_groups[0].items() if key != "params"} != options:
+            raise TypeError("it keeps state among its options")
+        for key, value in trial.state[tensor].items():
+            if value is None:  # such as the buffer of a momentum that is off
+                self._absent.append(key)
+                continue
+            if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
+                raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
+            self.keys[key] = value.dim() > 0
 
     @staticmethod
     def owns(name: str) -> bool:
         """Whether an entry of the owner's state is the optimizer's."""
         return name.startswith(PREFIX)
 
-    def shape(self, name: str, parameters: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Expected shape of a state tensor."""
-        _, parameter, key = name.split(".", 2)
-        if parameter not in parameters or key not in self.keys:
-            raise ValueError(f"{name} is no state of {self.name}, which keeps {', '.join(self.keys) or 'nothing'}")
-        return parameters[parameter] if self.keys[key] else ()
+    def shapes(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state tensors after a step, by name."""
+        return {
+            f"{PREFIX}{parameter}.{key}": shape if full else ()
+            for parameter, shape in parameters.items()
+            for key, full in self.keys.items()
+        }
+
+    def initial(self, name: str, like: Tensor) -> Tensor:
+        """A state tensor before the first step."""
+        value = self._initial.get(name.split(".", 2)[2])
+        return torch.full_like(like, 0 if value is None else value.flatten()[0].item())
 
     def start(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], lr: float) -> Steps:
         """Begin steps on copies of ``parameters``, from (a copy of) ``state``."""
@@ -60,11 +91,9 @@ class Rule:
         prefix = f"{PREFIX}{name}."
         own = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
         if own:
-            return own
+            return {**dict.fromkeys(self._absent), **own}
         return {
-            key: torch.full_like(parameter, value.item())
-            if isinstance(value, Tensor) and value.dim()
-            else value.clone()
+            key: self.initial(f"{prefix}{key}", parameter) if value.dim() else value.clone()
             for key, value in self._initial.items()
         }
 
@@ -73,7 +102,7 @@ class Rule:
         options: dict[str, Any] = {"fused": True} if self.make is torch.optim.Adagrad and device == "cpu" else {}
         made = self.make(tensors, lr=1.0, **options)
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must make a torch.optim.Optimizer, got {type(made).__name__}")
+            raise TypeError(f"it makes no torch.optim.Optimizer but a {type(made).__name__}")
         return made
 
     def __getstate__(self) -> dict[str, Any]:

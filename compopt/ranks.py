@@ -52,6 +52,13 @@ class Ranks:
             raise ValueError("this process is not in process_group; build the estimator on the group's ranks only")
         self._host: ProcessGroup | None = None
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process by itself, whatever groups there are."""
+        ranks = cls.__new__(cls)
+        ranks.group, ranks.rank, ranks.size, ranks._host = None, 0, 1, None
+        return ranks
+
     @property
     def host(self) -> ProcessGroup:
         """The group for control messages, formed at the first of them: parts of an estimator never send any."""

@@ -45,10 +45,11 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
     checks.count("keep", keep)
     ranks, root = est._ranks, Path(directory)
     content = ranks.agree(lambda: _describe(est))
+    state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
     made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
     target: Checkpoint = ranks.gather_objects(made)[0]
     try:
-        files = ranks.agree(lambda: _write_files(est, target))
+        files = ranks.agree(lambda: _write_files(est, target, state))
         everyone = [file for own in ranks.gather_objects(files) for file in own]
         ranks.agree(lambda: manifest.write(target, everyone, content) if ranks.rank == 0 else None)
     except Exception:  # on every rank: nobody writes any more
@@ -112,19 +113,23 @@ def _describe(est: Estimator) -> dict[str, Any]:
 # -- writing ---------------------------------------------------------------------------------------------------
 
 
-def _write_files(est: Estimator, target: Checkpoint) -> list[File]:
+def _state(est: Estimator) -> dict[str, Tensor]:
+    """State that is not rows, by role and name."""
+    return {
+        f"{role}.{name}": value.detach().cpu()
+        for role, part in est._components.items()
+        for name, value in part.saved_state().items()
+    }
+
+
+def _write_files(est: Estimator, target: Checkpoint, state: dict[str, Tensor]) -> list[File]:
     """This rank's files."""
     files = []
     if est._table is not None:
         with est._table.at_rest():
             files = list(_write_rows(est._table, est._ranks.rank, est._ranks.size, target))
-    extra = {
-        f"{role}.{name}": value.detach().cpu()
-        for role, part in est._components.items()
-        for name, value in part.saved_state().items()
-    }
     if est._ranks.rank == 0:
-        files.append(_write_tensors(target, STATE, extra))
+        files.append(_write_tensors(target, STATE, state))
     return files
 
 

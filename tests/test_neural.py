@@ -2,13 +2,14 @@
 
 import functools
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import diagnostics
+from compopt import diagnostics, saving
 from compopt.normalizers import networks
 from tests.helpers import assert_same_bits, features, near, run, snapshot
 from tests.pool import the_pool
@@ -144,6 +145,74 @@ def test_cleared_sums_move_every_coordinate_by_the_learning_rate():
     assert errors[True] > 2 * errors[False], errors
 
 
+def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
+    est = network(restart_every=3, updates=0)
+    for seed in range(3):
+        run(est, *batch(seed))
+        est.step()
+    z1, z2, index = batch(3)  # t = 3: a restart is due
+    with pytest.warns(UserWarning, match="NaN"):
+        est(z1 * float("nan"), z2, index)
+    est.step()
+    assert est.t == 4 and not torch.equal(extra(est)["prototypes"], extra(est)["queue"])
+    run(est, *batch(4))
+    est.step()
+    assert torch.equal(extra(est)["prototypes"], extra(est)["queue"])
+
+
+def test_slots_of_a_skipped_window_are_filled_before_they_count():
+    """A device skips the first window; the ring counts it as filled all the same."""
+    est = compopt.NeuCLIPEstimator(8, prototypes=32)
+    for t in range(6):
+        z1, z2 = features(8, 8, t, dtype=torch.float32)
+        est(z1, z2, torch.arange(8))
+        if t == 0:
+            est.normalizer.promote(torch.tensor(1.0))
+            est.t, est._pending = 1, 0
+        else:
+            est.step()
+    assert extra(est)["queue_active"].all()
+    assert (extra(est)["prototypes"].norm(dim=2) > 0.1).all()
+    assert extra(est)["optimizer.prototypes.sum"].max() < 1e9
+
+
+@pytest.mark.parametrize("tau", [0.005, 0.01])
+def test_close_negatives_and_a_small_temperature_keep_the_state_finite(tau):
+    """exp of a gap of a hundred; its square would leave float32."""
+    est = compopt.NeuCLIPEstimator(64, tau=tau, prototypes=32)
+    for t in range(6):
+        z1, z2 = features(32, 64, t, spread=0.3, dtype=torch.float32)
+        if t == 2:
+            z1[1], z2[1] = z1[0] + 0.02 * z1[1], z2[0] + 0.02 * z2[1]
+        loss, g1, _ = run(est, z1, z2, torch.arange(32))
+        est.step()
+        assert torch.isfinite(loss) and torch.isfinite(g1).all()
+    assert all(value.isfinite().all() for value in extra(est).values())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_feature_without_length_is_no_direction(normalize):
+    est = compopt.ContrastiveEstimator(
+        compopt.NeuralNormalizer(8, 32, through_alpha=True), compopt.FixedTemperature(0.3), normalize=normalize
+    )
+    for t in range(3):
+        z1, z2 = features(16, 8, t, dtype=torch.float32)
+        z1[0] = z2[0] = 0.0
+        loss, g1, g2 = run(est, z1, z2, torch.arange(16))
+        est.step()
+        assert torch.isfinite(loss) and torch.isfinite(g1).all() and torch.isfinite(g2).all()
+    assert not normalize or extra(est)["optimizer.prototypes.sum"].max() < 1e9
+
+
+def test_a_warning_that_is_an_error_proposes_nothing():
+    est = network(learn_tau=True, rho=9.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="rho"):
+            run(est, *batch(0))
+    assert est.pending == 0 and not est.normalizer.has_pending_state
+
+
 # optimizers, temperatures, arguments ----------------------------------------------------------------
 
 
@@ -187,6 +256,16 @@ def test_the_state_of_another_optimizer_is_refused():
         other.load_state_dict(est.state_dict())
 
 
+def test_part_of_an_optimizer_s_state_is_refused():
+    est = network()
+    run(est, *batch(0))
+    est.step()
+    state = est.state_dict()
+    del state["extra"]["normalizer"]["optimizer.prototypes.sum"]
+    with pytest.raises(ValueError, match="entries"):
+        network().load_state_dict(state)
+
+
 def test_a_learning_rate_changed_in_the_group_is_used():
     est, frozen = network(), network(updates=0)
     est.sample_groups[0]["lr"] = 0.0
@@ -228,6 +307,9 @@ def test_groups_have_their_own_temperatures():
         ({"objective": "joint"}, ValueError, "unified"),
         ({"architecture": "cnn"}, ValueError, "prototype"),
         ({"optimizer": lambda tensors, lr: None}, TypeError, "torch.optim.Optimizer"),
+        ({"optimizer": None}, TypeError, "optimizer=None"),
+        ({"optimizer": torch.optim.LBFGS}, TypeError, "closure"),
+        ({"optimizer": torch.optim.Adafactor}, TypeError, "row_var"),
         ({"through_alpha": 1}, TypeError, "through_alpha"),
         ({"learn_tau": "all"}, ValueError, "learn_tau"),
     ],
@@ -254,6 +336,8 @@ def test_a_network_belongs_to_one_estimator():
         compopt.ResidualNormalizer(shared, 10)
     with pytest.raises(TypeError, match="NeuralNormalizer"):
         compopt.ResidualNormalizer(compopt.BatchNormalizer(), 10)
+    with pytest.raises(ValueError, match="n of the network"):
+        compopt.ResidualNormalizer(compopt.NeuralNormalizer(D, n=10), 10)
 
 
 # numbers --------------------------------------------------------------------------------------------
@@ -372,6 +456,89 @@ def test_checkpoints_fit_any_number_of_ranks(writers, readers, tmp_path):
     for state, shape in the_pool().run(loaded_by, readers, str(tmp_path)):
         assert_same_bits(state, written[0])
         assert shape[1] in (10 // readers, -(-10 // readers))
+
+
+def uneven(group, kind):
+    """One rank brings nothing, or nothing that learns; the others must not wait for it in a collective."""
+    est = compopt.ResidualEstimator(D, prototypes=8, process_group=group, dtype=torch.float64)
+    rank = dist.get_rank(group)
+    z1, z2, index = batch(0, 6)
+    losses = []
+    for _ in range(3):
+        own = slice(0, 6) if rank == 0 else slice(6, 6)
+        if kind == "frozen":
+            own = slice(3 * rank, 3 * rank + 3)
+        a, b = (z[own].clone().requires_grad_(kind == "empty" or rank == 0) for z in (z1, z2))
+        loss = est(a, b, index[own])
+        if loss.requires_grad:
+            loss.backward()
+        est.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["empty", "frozen"])
+def test_no_rank_waits_for_one_without_gradients(kind):
+    first, second = the_pool().run(uneven, 2, kind)
+    assert torch.equal(first, second)
+
+
+def failing_disk(group, folder):
+    """The rows of one rank cannot be written."""
+    est = compopt.ResidualEstimator(D, 20, prototypes=8, process_group=group, dtype=torch.float64)
+    original = saving._write_rows
+
+    def broken(*args):
+        raise OSError("disk full")
+
+    if dist.get_rank(group) == 0:
+        saving._write_rows = broken
+    try:
+        compopt.save(est, folder)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    finally:
+        saving._write_rows = original
+    return "saved"
+
+
+@pytest.mark.distributed
+def test_a_disk_that_fails_on_one_rank_is_told_to_all(tmp_path):
+    for message in the_pool().run(failing_disk, 2, str(tmp_path)):
+        assert "disk full" in message or "rank 0" in message
+
+
+def asked_alone(group):
+    """Each rank asks for the error of other features, at its own time."""
+    est = network(process_group=group, prototypes=10)
+    rank = dist.get_rank(group)
+    z1, z2, index = batch(0, 12)
+    own = slice(6 * rank, 6 * rank + 6)
+    est(z1[own], z2[own], index[own])
+    est.step()
+    return [diagnostics.normalizer_error(est, *features(20, D, seed)) for seed in (rank, 5)]
+
+
+@pytest.mark.distributed
+def test_every_rank_may_judge_its_own_features():
+    first, second = the_pool().run(asked_alone, 2)
+    assert torch.equal(first[1], second[1]) and not torch.equal(first[0], second[0])
+
+
+@pytest.mark.distributed
+def test_fewer_prototypes_than_ranks_are_refused():
+    for message in the_pool().run(too_few, 3):
+        assert "prototypes=2" in message and "3 ranks" in message
+
+
+def too_few(group):
+    """What building it says."""
+    try:
+        network(process_group=group, prototypes=2)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 # the perceptron -------------------------------------------------------------------------------------

@@ -76,7 +76,9 @@ class PrototypeSweep(Sweep):
 
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
         (self._weights,) = parameters
-        self._inverse = torch.linalg.vector_norm(self._weights, dim=2).clamp_(min=NORM_MIN).reciprocal_().unsqueeze(1)
+        norm = torch.linalg.vector_norm(self._weights, dim=2).unsqueeze(1)
+        # a prototype of no length has no direction: its cosine is 0 and it does not learn
+        self._inverse = torch.where(norm > NORM_MIN, norm.reciprocal(), 0)
         torch.bmm(self._queries, self._weights.mT, out=self._logits)
         # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
         logits = torch.addcmul(self._bias, self._logits, self._inverse, out=self._logits)

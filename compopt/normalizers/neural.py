@@ -17,7 +17,7 @@ from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 from compopt.normalizers.training import OBJECTIVES, QUEUE, Training
 from compopt.optim import Rule
-from compopt.ranks import Part
+from compopt.ranks import Part, Ranks
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
@@ -33,7 +33,8 @@ class NeuralNormalizer(Normalizer):
     training mode: the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
     first batch included) ``W`` becomes that queue; then ``updates`` steps are taken on this batch, and the network
     after them gives ``alpha``. While the queue is being filled only as many prototypes are in use, each new feature
-    being one; when it is full for the first time, ``W`` restarts as well.
+    being one; when it is full for the first time, ``W`` restarts as well. A call that deposits nothing (``eval()``)
+    does the same and forgets it.
 
     *Unimodal*: one network serves both views, whose features it all summarises; ``alpha`` is per view (objective V1 of
     SogCLR).
@@ -67,7 +68,7 @@ class NeuralNormalizer(Normalizer):
     batch.
 
     Communicates, with K ranks, per call: ``updates + 1`` all-reduces of ``2 B`` doubles (partial log-sum-exps; the
-    magnitude of ``1/tau`` is limited to 1400 by their range); with ``through_alpha`` one of ``2 B d`` floats.
+    ``1/tau`` is limited to 490 by their range); with ``through_alpha`` one of ``2 B d`` floats.
     ``state_dict`` and ``save`` are collective. A perceptron communicates nothing, every rank computes all of it.
 
     Raises:
@@ -129,6 +130,7 @@ class NeuralNormalizer(Normalizer):
             "optimizer": self.rule.name,
             "reset_optimizer": self.reset_optimizer,
             "through_alpha": self.through_alpha,
+            "seed": self.seed,
         }
 
     def joined(self, groups: SampleGroups, owner: Any) -> None:
@@ -186,7 +188,7 @@ class NeuralNormalizer(Normalizer):
 
     def per_anchor(self, value: Any, like: Tensor) -> Tensor:
         """A number, ``(B, 1)`` or ``(B, 2)`` -> ``(D, P)`` in the network's dtype; ``like`` is ``(B, 2)``."""
-        value = torch.as_tensor(value, device=like.device, dtype=self._dtype)
+        value = value.to(self._dtype) if isinstance(value, Tensor) else like.new_full((), value, dtype=self._dtype)
         return self.by_network(value.expand(len(like), 2).T)
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
@@ -196,16 +198,18 @@ class NeuralNormalizer(Normalizer):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        chunks = []
-        count = len(features[0])
+        state, alone = self.saved_state(), Ranks.alone()  # whole on every rank: each may ask for what it likes
+        network = ARCHITECTURES[self.architecture](self.network.networks, self.dim, self.prototypes, alone)
+        parameters = [state[name].to(features[0].device) for name in network.names]
+        active = state.get("queue_active", torch.ones(0, dtype=torch.bool)).to(features[0].device)
+        chunks, count = [], len(features[0])
         for start in range(0, count, STORED_CHUNK):
             at = slice(start, min(start + STORED_CHUNK, count))
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, 2)
             scale = 1 / self.per_anchor(tau[at] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
-            sweep = self.sweep(self.state, self.anchors(own)[0], scale, is_bounded(tau))
-            log_partition = sweep.predict([self.state[name] for name in self.network.names])
-            alpha = log_partition - self.per_anchor(positive, positive) * scale
+            sweep = network.sweep(self.anchors(own)[0], scale, active, is_bounded(tau))
+            alpha = sweep.predict(parameters) - self.per_anchor(positive, positive) * scale
             eps = hyper("eps")
             eps = self.per_anchor(eps[at], positive) if isinstance(eps, Tensor) else eps
             chunks.append(self.per_sample(F.add_eps(alpha, eps), positive))
@@ -219,13 +223,19 @@ class NeuralNormalizer(Normalizer):
     # -- state, split over the ranks ---------------------------------------------------------------------------
 
     def promote(self, found_inf: Tensor | None) -> None:
-        if found_inf is None or self._pending_state is None:
-            return super().promote(found_inf)
-        for name, new in self._pending_state.items():  # the host's counters advance, see Queue
-            if not on_host(name, new):
-                new = torch.where(found_inf.to(new.device) > 0, self.state.get(name, torch.zeros_like(new)), new)
-            self.state[name] = new
-        self._pending_state = None
+        if self._pending_state is None:
+            return
+        new, self._pending_state = self._pending_state, None
+        self.state = new if found_inf is None else self.choose(found_inf == 0, new, self.state)
+
+    def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``new`` where a flag on the device is true, else ``old``; the host's counters are the new ones."""
+        return {
+            name: value
+            if on_host(name, value)
+            else torch.where(good.to(value.device), value, old[name] if name in old else self.rule.initial(name, value))
+            for name, value in new.items()
+        }
 
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a prediction means anything (the host's count of the queue)."""
@@ -248,9 +258,8 @@ class NeuralNormalizer(Normalizer):
         expected = {name: tuple(value.shape) for name, value in self.state.items() if not Rule.owns(name)}
         parameters = {name: self._whole_shape(name, self.state[name]) for name in self.network.names}
         expected |= {name: self._whole_shape(name, self.state[name]) for name in expected}
-        for name in state:  # the optimizer's tensors exist from the first batch on
-            if Rule.owns(name):
-                expected[name] = self.rule.shape(name, parameters)
+        if any(Rule.owns(name) for name in state):  # the optimizer's tensors exist from the first batch on
+            expected |= self.rule.shapes(parameters)
         missing = set(expected) ^ set(state)
         if missing:
             raise ValueError(

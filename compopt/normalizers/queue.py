@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ class Queue:
     Attributes:
         features: this rank's slots, ``(D, m_k, d)``.
         active: which of all slots hold a feature, ``(m,)``, on the device.
-        place: next slot to fill and number of slots filled, as the host counts them, ``(2,)`` int64 on the CPU. They
-            advance even if a batch on a device turns out to be unusable; its slots then keep what they held.
+        place: next slot to fill, number of slots filled, and number of commits at the last restart (-1: none), as the
+            host counts them, ``(3,)`` int64 on the CPU. They advance even if a batch on a device turns out to be
+            unusable; its slots then keep what they held.
     """
 
     features: Tensor
@@ -33,13 +34,32 @@ class Queue:
         return cls(
             torch.zeros(networks, part.size, dim, dtype=dtype),
             torch.zeros(width, dtype=torch.bool),
-            torch.zeros(2, dtype=torch.int64),
+            torch.tensor([0, 0, -1]),
         )
 
     @property
     def full(self) -> bool:
         """Every slot has been filled (the host's count)."""
         return int(self.place[1]) == len(self.active)
+
+    def is_due(self, t: int, every: int | None) -> bool:
+        """Whether the period of ``every`` commits that ``t`` lies in has not seen a restart."""
+        return every is not None and t // every != int(self.place[2]) // every
+
+    def restarted(self, t: int) -> Queue:
+        """The same, with the note that prototypes restarted at ``t``."""
+        return replace(self, place=torch.tensor([*self.place[:2].tolist(), t]))
+
+    def fill(self, prototypes: Tensor, written: list[tuple[slice, Tensor]], part: Part) -> Tensor:
+        """Prototypes in slots that held nothing before become the features that were written there."""
+        active = part.of(self.active)
+        if active.device.type == "cpu" and active.all():
+            return prototypes
+        prototypes = prototypes.clone()
+        for own, features in written:
+            known = active[own].unsqueeze(1)
+            prototypes[:, own] = torch.where(known, prototypes[:, own], features)
+        return prototypes
 
     def push(self, new: Tensor, usable: Tensor, part: Part) -> tuple[Queue, list[tuple[slice, Tensor]]]:
         """Add the features of a batch, oldest first out.
@@ -53,7 +73,7 @@ class Queue:
             The new queue, and what was written where: slices of this rank's slots with their new content.
         """
         width = len(self.active)
-        start, filled = self.place.tolist()
+        start, filled, restart = self.place.tolist()
         if new.shape[1] >= width:
             new, start = new[:, -width:], 0
         size = new.shape[1]
@@ -69,5 +89,5 @@ class Queue:
             batch = new[:, offset + low - first : offset + high - first].to(features.dtype)
             features[:, own] = torch.where(usable, batch, features[:, own])
             written.append((own, features[:, own]))
-        place = torch.tensor([(start + size) % width, min(width, filled + size)])
+        place = torch.tensor([(start + size) % width, min(width, filled + size), restart])
         return Queue(features, active, place), written

@@ -29,8 +29,8 @@ class ResidualNormalizer(Normalizer):
     A moving average per sample is exact but stale; a network is current but approximate. Here the network carries the
     drift, the row what the network cannot express. Three facts make it work in small batches:
 
-    * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` of what they would
-      be without the network, whatever the batch drew;
+    * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` (``2 / gamma``
+      where two views share a row), whatever the batch drew;
     * the network has not met the batch yet (``prediction="before"``), so that it is no copy of the batch's estimate;
     * with ``through_alpha=True`` of the network, what the weights of the batch's negatives leave of one,
       ``1 - sum_j w_ij``, goes to the prototypes: a control variate. An anchor that drew easy negatives learns from the
@@ -86,6 +86,8 @@ class ResidualNormalizer(Normalizer):
         checks.one_of("prediction", prediction, PREDICTIONS)
         checks.one_of("first", first, FIRST_VISITS)
         neural.check_free()
+        if neural.own_groups:
+            raise ValueError("n of the network has no effect here: give it to the ResidualNormalizer")
         self.neural, self.prediction, self.first, self.remembers = neural, prediction, first, n is not None
         super().__init__(n, {"gamma": gamma, **neural.own_defaults})
 

@@ -13,7 +13,7 @@ from compopt import functional as F
 from compopt.component import Call
 from compopt.normalizers.networks import Sweep, is_bounded
 from compopt.normalizers.queue import Queue
-from compopt.objective import through_normalization
+from compopt.objective import NORM_MIN, through_normalization
 from compopt.optim import Rule
 
 if TYPE_CHECKING:
@@ -23,9 +23,13 @@ QUEUE = ("queue", "queue_active", "queue_place")
 State = Mapping[str, Tensor]
 
 
+# exp of more, squared, would leave float32 in the optimizer's sums.
+MAX_EXPONENT = 40.0
+
+
 def unified_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
     """Derivative of ``tau (exp(-alpha)(eps + ghat) + alpha)`` with respect to ``alpha``; ``target`` is its optimum."""
-    return tau * -torch.expm1(target - alpha)
+    return tau * -torch.expm1((target - alpha).clamp(max=MAX_EXPONENT))
 
 
 def separate_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ class Prediction:
         by_direction = self._sweep.feature_gradients(weight).reshape(2, *a.shape).to(a.dtype)
         if not normalizer.unit_features:
             for gradient, z in zip(by_direction, (a, b), strict=True):
-                norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+                norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
                 through_normalization(gradient, z / norm, norm)
         pull = self._per_sample(weight / batch.tau).sum(1, keepdim=True)
         return by_direction[0].addcmul(pull, b, value=-1), by_direction[1].addcmul(pull, a, value=-1)
@@ -141,8 +145,8 @@ class Prediction:
 class Training:
     """One batch seen by a :class:`~compopt.NeuralNormalizer`.
 
-    A batch with a value that is not finite teaches nothing. On the CPU its state is the one before; on a device, where
-    the host cannot know, its gradients are taken as zero and only the counters advance.
+    A batch with a value that is not finite teaches nothing: the state stays as it was. On a device, where the host
+    cannot know of it, the host's own counters (of the queue, of the optimizer) advance.
 
     Args:
         normalizer, call: whose and which.
@@ -161,14 +165,16 @@ class Training:
         self._batch = Batch.of(normalizer, call, anchors)
         skip = anchors.device.type == "cpu" and not self._batch.finite
         self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None
+        old = self.state
         if normalizer.network.restarts and not skip:
-            first_of_window = not (call.training and normalizer.has_pending_state)
-            self._enqueue(others, hyper("restart_every"), first_of_window)
+            self._enqueue(others, hyper("restart_every"))
         if look_first and self.before is None:
             self.before = self._predict()
         updates = 0 if skip else hyper("updates")
         if updates:
             self._update(updates, hyper("lr"))
+        if anchors.device.type != "cpu":
+            self.state = normalizer.choose(self._batch.finite, self.state, old)
 
     def after(self) -> Prediction:
         """What the network predicts after the updates."""
@@ -182,23 +188,17 @@ class Training:
         parameters = [self.state[name] for name in self._normalizer.network.names]
         return Prediction(self._normalizer, self._call, self._batch, self._sweep(), parameters)
 
-    def _enqueue(self, others: Tensor, restart_every: int | None, first_of_window: bool) -> None:
+    def _enqueue(self, others: Tensor, restart_every: int | None) -> None:
         """The batch enters the queue; prototypes start again, or take the places that the queue just filled."""
         queue = Queue(*(self.state[name] for name in QUEUE))
-        was_full = queue.full
-        queue, written = queue.push(others, self._batch.finite, self._normalizer.part)
-        due = restart_every is not None and self._call.t % restart_every == 0 and first_of_window
-        restart = due or (queue.full and not was_full)
-        prototypes = self.state["prototypes"]
-        if restart:
-            prototypes = queue.features
-        elif not was_full:
-            prototypes = prototypes.clone()
-            for slots, features in written:
-                prototypes[:, slots] = features
-        if restart and self._normalizer.reset_optimizer:
-            self.state = {name: value for name, value in self.state.items() if not Rule.owns(name)}
-        entries = zip(QUEUE, (queue.features, queue.active, queue.place), strict=True)
+        pushed, written = queue.push(others, self._batch.finite, self._normalizer.part)
+        if queue.is_due(self._call.t, restart_every) or (pushed.full and not queue.full):
+            prototypes, pushed = pushed.features, pushed.restarted(self._call.t)
+            if self._normalizer.reset_optimizer:
+                self.state = {name: value for name, value in self.state.items() if not Rule.owns(name)}
+        else:
+            prototypes = queue.fill(self.state["prototypes"], written, self._normalizer.part)
+        entries = zip(QUEUE, (pushed.features, pushed.active, pushed.place), strict=True)
         self.state = {**self.state, "prototypes": prototypes, **dict(entries)}
 
     def _update(self, updates: int, lr: float) -> None:
