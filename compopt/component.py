@@ -160,19 +160,24 @@ class Component(ABC):
         """Committed state that is not rows, whole; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
+    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes that saved state must have to be restored here."""
+        del state
+        return {name: tuple(value.shape) for name, value in self.saved_state().items()}
+
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse saved state that does not fit, before anything is written."""
-        expected = self.saved_state()
+        expected = self.expected_shapes(state)
         if set(state) != set(expected):
             raise ValueError(
                 f"the state of {type(self).__name__} must have the entries {sorted(expected)}, the checkpoint has "
                 f"{sorted(state)}"
             )
-        for name, value in expected.items():
-            if state[name].shape != value.shape:
+        for name, shape in expected.items():
+            if tuple(state[name].shape) != shape:
                 raise ValueError(
                     f"{name} of {type(self).__name__} differs: the checkpoint has shape {tuple(state[name].shape)}, "
-                    f"expected {tuple(value.shape)}"
+                    f"expected {shape}"
                 )
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:

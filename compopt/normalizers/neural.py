@@ -250,47 +250,34 @@ class NeuralNormalizer(Normalizer):
 
     def saved_state(self) -> dict[str, Tensor]:
         return {
-            name: (self._ranks.join(value, self.prototypes, 1) if self._is_split(name, value) else value).clone()
+            name: (self._ranks.join(value, self.prototypes, 1) if self._is_split(value) else value).clone()
             for name, value in self.state.items()
         }
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        expected = {name: tuple(value.shape) for name, value in self.state.items() if not Rule.owns(name)}
-        parameters = {name: self._whole_shape(name, self.state[name]) for name in self.network.names}
-        expected |= {name: self._whole_shape(name, self.state[name]) for name in expected}
+    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not Rule.owns(name)}
         if any(Rule.owns(name) for name in state):  # the optimizer's tensors exist from the first batch on
-            expected |= self.rule.shapes(parameters)
-        missing = set(expected) ^ set(state)
-        if missing:
-            raise ValueError(
-                f"the state of NeuralNormalizer must have the entries {sorted(expected)}, the checkpoint has "
-                f"{sorted(state)}"
-            )
-        for name, shape in expected.items():
-            if tuple(state[name].shape) != shape:
-                raise ValueError(
-                    f"{name} of NeuralNormalizer differs: the checkpoint has shape {tuple(state[name].shape)}, "
-                    f"expected {shape}"
-                )
+            shapes |= self.rule.shapes({name: shapes[name] for name in self.network.names})
+        return shapes
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         first = self.state[self.network.names[0]]
         restored = {}
         for name, value in state.items():
             host = on_host(name, value)
-            if self._is_split(name, value):
+            if self._is_split(value):
                 value = self.part.of(value, dim=1)
             kept = value.dtype if host or not value.is_floating_point() else first.dtype
             restored[name] = value.to(device="cpu" if host else first.device, dtype=kept).clone()
         self.state = restored
 
-    def _is_split(self, name: str, value: Tensor) -> bool:
+    def _is_split(self, value: Tensor) -> bool:
         """Tensors ``(D, m, d)``: prototypes, their queue, and what the optimizer keeps of them."""
         return self.network.restarts and value.dim() == 3
 
-    def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
+    def _whole_shape(self, value: Tensor) -> tuple[int, ...]:
         shape = tuple(value.shape)
-        return (shape[0], self.prototypes, shape[2]) if self._is_split(name, value) else shape
+        return (shape[0], self.prototypes, shape[2]) if self._is_split(value) else shape
 
 
 def on_host(name: str, value: Tensor) -> bool:

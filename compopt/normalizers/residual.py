@@ -149,8 +149,8 @@ class ResidualNormalizer(Normalizer):
     def saved_state(self) -> dict[str, Tensor]:
         return self.neural.saved_state()
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        self.neural.check_state(state)
+    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        return self.neural.expected_shapes(state)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         self.neural.restore_state(state)
