@@ -73,3 +73,30 @@ class SkipCounter:
         engine = self._engine()
         before, self._seen = self._seen, self._seen if engine is None else int(engine.skipped_steps)
         return self._seen > before
+
+
+class Attachments:
+    """The optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, RemovableHandle] = {}
+        self._skips: dict[int, SkipCounter] = {}
+
+    def add(self, optimizer: Any, commit: Commit) -> RemovableHandle:
+        """Attach once; see :meth:`Estimator.attach`."""
+        inner = unwrap(optimizer)
+        handle = self._handles.get(id(inner))
+        if handle is None or handle.id not in inner._optimizer_step_post_hooks:
+            handle = self._handles[id(inner)] = commit_after_step(inner, commit)
+            counter = SkipCounter.of(optimizer)
+            if counter is not None:
+                self._skips[id(inner)] = counter
+        return handle
+
+    def skipped(self) -> bool:
+        """Whether an engine has skipped an update since this was last asked."""
+        rose = [counter.rose() for counter in self._skips.values()]  # every one must look
+        return any(rose)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Attachments, ()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from compopt import attach as attaching
 from compopt import checkpoint
+from compopt.attach import Attachments
 from compopt.component import Component
 from compopt.deposits import COUNT, Deposit
 from compopt.groups import Groups, SampleGroups
@@ -83,8 +83,7 @@ class Estimator(Hooks):
         self._connect()
         self._deposits: list[Deposit] = []
         self._pending = 0
-        self._handles: dict[int, RemovableHandle] = {}
-        self._skips: dict[int, attaching.SkipCounter] = {}
+        self._attachments = Attachments()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -277,8 +276,7 @@ class Estimator(Hooks):
 
     def _drop_skipped(self) -> None:
         """What is pending belongs to an update that an attached engine has skipped since."""
-        rose = [counter.rose() for counter in self._skips.values()]  # every one must look
-        if any(rose):
+        if self._attachments.skipped():
             self.discard()
 
     def attach(self, optimizer: Any) -> RemovableHandle:
@@ -297,15 +295,7 @@ class Estimator(Hooks):
             TypeError: no torch optimizer is inside.
         """
         self._refuse_part()
-        inner = attaching.unwrap(optimizer)
-        handle = self._handles.get(id(inner))
-        if handle is None or handle.id not in inner._optimizer_step_post_hooks:
-            handle = attaching.commit_after_step(inner, self._commit)
-            self._handles[id(inner)] = handle
-            counter = attaching.SkipCounter.of(optimizer)
-            if counter is not None:
-                self._skips[id(inner)] = counter
-        return handle
+        return self._attachments.add(optimizer, self._commit)
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
@@ -369,7 +359,7 @@ class Estimator(Hooks):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
         hooks: dict[str, Any] = {family: OrderedDict() for family in self._hooks}
-        return {**self.__dict__, "_hooks": hooks, "_handles": {}, "_skips": {}, "_reader": None}
+        return {**self.__dict__, "_hooks": hooks, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
