@@ -5,8 +5,10 @@ from compopt.component import Normalizer, Temperature
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
+from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
 from compopt.presets import (
+    EMC2Estimator,
     FastCLIPEstimator,
     InfoNCEEstimator,
     ISogCLREstimator,
@@ -22,11 +24,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchNormalizer",
     "ContrastiveEstimator",
+    "EMC2Estimator",
     "Estimator",
     "FastCLIPEstimator",
     "FixedTemperature",
     "ISogCLREstimator",
     "InfoNCEEstimator",
+    "MCMCNegativeSampler",
     "MovingAverageEstimator",
     "NeuCLIPEstimator",
     "NeuralNormalizer",

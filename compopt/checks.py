@@ -43,6 +43,12 @@ def decay(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
+def burn_in(name: str, value: Any) -> None:
+    """A count of at least 0, or a fraction in [0, 1)."""
+    if number(name, value) < 0 or (value >= 1 and value != int(value)) or (isinstance(value, float) and value >= 1):
+        raise ValueError(f"{name} must be a count of at least 0 or a fraction in [0, 1), got {value!r}")
+
+
 def one_of(name: str, value: Any, options: Collection[str]) -> None:
     """One of a few words."""
     if not isinstance(value, str) or value not in options:

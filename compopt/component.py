@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from compopt.rows import Column
 
 if TYPE_CHECKING:
     from compopt.anchors import AnchorStatistics
+    from compopt.negatives.encoder import Encoder
+    from compopt.weights import PairWeights
 
 
 @dataclass
@@ -29,7 +31,12 @@ class Call:
         tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
         pairs: the statistics of the batch.
         features: ``z1, z2`` of the whole batch over all ranks as the pairs see them, ``(B, d)``.
+        keys: ``index`` and, if given, ``index2`` and ``group`` of the whole batch, ``(B,)`` int64.
+        own: this rank's part of the batch.
+        sizes: samples of every rank.
+        encoder: features of samples outside the batch, if the caller can give them.
         t: commits so far.
+        window: calls since the last commit.
         training: what the call proposes may be committed.
         unimodal: rows are shared by both views.
     """
@@ -40,7 +47,12 @@ class Call:
     tau: float | Tensor
     pairs: AnchorStatistics
     features: tuple[Tensor, Tensor]
+    keys: Mapping[str, Tensor]
+    own: slice
+    sizes: Sequence[int]
+    encoder: Encoder | None
     t: int
+    window: int
     training: bool
     unimodal: bool
 
@@ -53,6 +65,7 @@ class Estimate:
         alpha: log-normalizers, ``(B, 2)`` or ``(B, 1)``.
         proposals: new values of its columns.
         slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
+        weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, 2)``, to gradients of the whole
             batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
         metrics: 0-d tensors to show.
@@ -61,6 +74,7 @@ class Estimate:
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
     slack: Tensor | None = None
+    weights: PairWeights | None = None
     through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
@@ -187,7 +201,16 @@ class Component(ABC):
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor."""
+    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves."""
+
+    def check_encode(self, encode: Any, given: Collection[str]) -> None:
+        """Refuse an ``encode`` that cannot be used, or its absence; ``given``: index and what else came along."""
+        del given
+        if encode is not None:
+            raise ValueError(
+                f"encode= serves samplers whose negatives lie outside the batch; {type(self).__name__} does not ask "
+                f"for any"
+            )
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from compopt.gathered import GatheredPairs
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.kernel import Pairs
 from compopt.monitor import warn_rho
+from compopt.negatives.encoder import Encode, Encoder
 from compopt.placement import Placement
 from compopt.ranks import ProcessGroup
 from compopt.strips import RunningSums
@@ -126,7 +126,7 @@ class ContrastiveEstimator(Estimator):
         index: Tensor | None = None,
         index2: Tensor | None = None,
         group: Tensor | None = None,
-        encode: Callable[[Tensor], Tensor] | None = None,
+        encode: Encode | None = None,
         *,
         tau: Tensor | float | None = None,
     ) -> Tensor:
@@ -140,7 +140,9 @@ class ContrastiveEstimator(Estimator):
                 other. May be left out if nothing is kept per sample and no sample repeats.
             index2: rows of the second modality, if it has its own (several captions per image), ``(B,)``.
             group: samples of equal group are not each other's negatives, ``(B,)`` integers.
-            encode: features of samples that are not in the batch, for samplers that ask for them.
+            encode: for samplers whose negatives may lie outside the batch: from data-set positions, ``(m,)`` int64 on
+                the CPU, to features ``(m, d)`` of those samples (bimodal: a pair of them), with a graph. Called at most
+                once.
             tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
 
@@ -149,22 +151,29 @@ class ContrastiveEstimator(Estimator):
             how many feature rows are to blame).
         """
         with self._reader.meeting.guard():
-            keys, tau = self._check_call(z1, z2, index, index2, group, encode, tau)
+            keys, tau = self._check_call(z1, z2, index, index2, group, tau)
+            self.normalizer.check_encode(encode, keys)
+        encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
             (a, norm1), (b, norm2) = (objective.prepare(z, self.normalize) for z in (z1, z2))
-            visit = self._enter(keys, a, b, tau)
+            visit = self._enter(keys, a, b, tau, {"encode": int(encode is not None)})
             temperature = self._temperature(visit, tau, a)
             learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
             inputs = [z1, z2] if z1.requires_grad or z2.requires_grad else []
             if not torch.is_grad_enabled():
                 inputs, learned = [], []
             with torch.no_grad():
-                value, gradients = self._evaluate(a, b, temperature, visit, bool(inputs), learned)
+                value, gradients = self._evaluate(a, b, temperature, visit, bool(inputs), learned, encoder)
                 for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
         self._reader.monitor.watch_features(a, b, value)
         value = visit.guard(value)
+        if encoder is not None and inputs:
+            learned, gradients = (
+                learned + encoder.outputs,
+                gradients + [g * self._ranks.size for g in encoder.gradients],
+            )
         return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
 
     def feature_gradients(
@@ -178,7 +187,12 @@ class ContrastiveEstimator(Estimator):
 
         Returns:
             ``(loss, g1, g2)``, detached, the gradients in the features' dtype.
+
+        Raises:
+            ValueError: with ``encode``, whose features would get no gradient.
         """
+        if options.get("encode") is not None:
+            raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
             loss = self(z1, z2, index, **options)
@@ -194,15 +208,9 @@ class ContrastiveEstimator(Estimator):
         index: Tensor | None,
         index2: Tensor | None,
         group: Tensor | None,
-        encode: Callable[[Tensor], Tensor] | None,
         tau: Tensor | float | None,
     ) -> tuple[dict[str, Tensor], Tensor | float | None]:
         """Refuse what one rank can refuse by itself; the keys by which pairs are excluded, and tau."""
-        if encode is not None:
-            raise ValueError(
-                f"encode= serves samplers whose negatives lie outside the batch; {type(self.normalizer).__name__} "
-                f"does not ask for any"
-            )
         check_features(z1, z2, least=2 if self._ranks.size == 1 else 0)
         if index is None:
             if self.n is not None:
@@ -222,12 +230,14 @@ class ContrastiveEstimator(Estimator):
             tau = check_tau(tau, len(z1))
         return keys, tau
 
-    def _enter(self, keys: dict[str, Tensor], a: Tensor, b: Tensor, tau: Tensor | float | None) -> Visit:
+    def _enter(
+        self, keys: dict[str, Tensor], a: Tensor, b: Tensor, tau: Tensor | float | None, facts: dict[str, int]
+    ) -> Visit:
         """Meet the other ranks, read rows; the global batch must hold two samples."""
         payload = [] if self._ranks.size == 1 else [a, b]
         if payload and isinstance(tau, Tensor) and tau.dim():
             payload.append(tau.detach().to(a.device))
-        visit = self._visit(keys, a, payload, tau_facts(tau))
+        visit = self._visit(keys, a, payload, {**tau_facts(tau), **facts})
         for name, key in visit.keys.items():
             flag = self._reader.monitor.two_samples(name, key)
             if flag is not None:
@@ -253,12 +263,13 @@ class ContrastiveEstimator(Estimator):
         visit: Visit,
         features: bool,
         learned: list[Tensor],
+        encoder: Encoder | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
         constant = self._of_all(visit, tau)
         everyone = (a, b) if self._ranks.size == 1 else (visit.payload[0], visit.payload[1])
         pairs = self._pairs(a, b, constant, visit, moments=bool(learned) or self.temperature.learns)
-        call = self._call(visit, pairs, constant, everyone)
+        call = self._call(visit, pairs, constant, everyone, encoder)
         self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
         estimate = self.normalizer.estimate(call)
         alpha = estimate.alpha.expand(-1, 2)
@@ -267,19 +278,22 @@ class ContrastiveEstimator(Estimator):
         if visit.depositing:
             proposals = dict(estimate.proposals)
             if self.temperature.learns:
-                g = objective.tau_gradient(pairs, alpha, rho, constant, self.multiply_tau, estimate.slack)
+                g = objective.tau_gradient(pairs, estimate, rho, constant, self.multiply_tau)
                 proposals.update(self.temperature.update(call, g))
             self._deposit(visit, proposals, self._valid(pairs))
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
-        gradients = objective.feature_gradients(pairs, alpha, constant, self.multiply_tau) if features else []
-        if estimate.through_alpha is not None and (features or self._ranks.size > 1):  # collective: no rank may skip it
+        # what follows may be collective: no rank may skip it
+        wanted = features or (self._ranks.size > 1 and estimate.weights is not None)
+        computed = objective.feature_gradients(pairs, estimate, constant, self.multiply_tau) if wanted else []
+        gradients = computed if features else []
+        if estimate.through_alpha is not None and (features or self._ranks.size > 1):
             slope = objective.alpha_slope(pairs, constant, self.multiply_tau)
             more = estimate.through_alpha(slope)
             for gradient, rest in zip(gradients, more, strict=False):
                 gradient.add_(rest[visit.own])
         gradients = [gradient * self._ranks.size if self._ranks.size > 1 else gradient for gradient in gradients]
         for tensor in learned:
-            g = objective.tau_gradient(pairs, alpha, 0.0, constant, self.multiply_tau, estimate.slack)
+            g = objective.tau_gradient(pairs, estimate, 0.0, constant, self.multiply_tau)
             gradients.append(self._of_own(visit, g, tensor))
         count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
         self._last = (alpha, constant, pairs.sides, count)
@@ -318,7 +332,12 @@ class ContrastiveEstimator(Estimator):
         return objective.reduce_like(g[visit.own], tau) * (len(tau) * self._ranks.size / len(g))
 
     def _call(
-        self, visit: Visit, pairs: AnchorStatistics, tau: float | Tensor, features: tuple[Tensor, Tensor]
+        self,
+        visit: Visit,
+        pairs: AnchorStatistics,
+        tau: float | Tensor,
+        features: tuple[Tensor, Tensor],
+        encoder: Encoder | None,
     ) -> Call:
         return Call(
             rows=visit.columns,
@@ -327,7 +346,12 @@ class ContrastiveEstimator(Estimator):
             tau=tau,
             pairs=pairs,
             features=features,
+            keys=visit.keys,
+            own=visit.own,
+            sizes=visit.sizes,
+            encoder=encoder,
             t=self.t,
+            window=self.pending,
             training=visit.depositing,
             unimodal=self.mode == "unimodal",
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compopt.draws import scramble_, streams
 from compopt.rows import RowLayout
 
 COUNT = "count"
@@ -52,7 +53,7 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tenso
         rows, order = torch.sort(rows, stable=True)
         old, valid = old[order], None if valid is None else valid[order]
         proposals = {name: value[order] for name, value in proposals.items()}
-        proposals, finite, valid = _reduce(rows, proposals, valid, layout)
+        proposals, finite, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
     else:
         finite = _finite(proposals, valid)
     if valid is not None:
@@ -87,7 +88,7 @@ def _finite(proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
 
 
 def _reduce(
-    rows: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None, layout: RowLayout
+    rows: Tensor, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None, layout: RowLayout
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
     """Reduce runs of equal (sorted) rows; every member of a run receives the run's result."""
     first = torch.searchsorted(rows, rows)
@@ -99,8 +100,14 @@ def _reduce(
         return torch.segment_reduce(x.contiguous(), kind, lengths=lengths, axis=0, unsafe=True)[first]
 
     finite = over_run(_finite(proposals, valid).to(torch.float32)[:, None], "min")[:, 0] > 0
-    reduced = {}
+    reduced, chosen = {}, None
     for name, x in proposals.items():
+        if layout[name].reduce == "one":
+            if chosen is None:
+                alike = {key: value for key, value in proposals.items() if layout[key].reduce == "one"}
+                chosen = _choice(rows, count, alike, valid, over_run)
+            reduced[name] = x.gather(0, chosen)
+            continue
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
         visits = over_run(weight, "sum").clamp_(min=1)
         if layout[name].reduce == "log_mean_exp":
@@ -112,3 +119,29 @@ def _reduce(
             reduced[name] = over_run(torch.where(weight > 0, x, 0), "sum") / visits
     any_valid = None if valid is None else over_run(valid.to(torch.float32), "max") > 0
     return reduced, finite, any_valid
+
+
+def _choice(
+    rows: Tensor,
+    count: Tensor,
+    proposals: Mapping[str, Tensor],
+    valid: Tensor | None,
+    over_run: Callable[[Tensor, str], Tensor],
+) -> Tensor:
+    """Which proposal of each run is taken where only one can be, ``(R, width)``.
+
+    That with the largest hash of row, visits and its integers, among equals the one with the largest numbers: the same
+    in whatever order the proposals came, and as good as a draw.
+    """
+    words = scramble_(streams((), rows)[:, None] + count)
+    for x in proposals.values():
+        words = words if x.is_floating_point() else scramble_(words + x)
+    keys = [words.bitwise_right_shift_(12).to(torch.float64)]  # 52 bits are exact
+    keys += [x for x in proposals.values() if x.is_floating_point()]
+    left = torch.ones_like(words, dtype=torch.bool) if valid is None else valid
+    for key in keys:
+        key = torch.where(left, key, -torch.inf)
+        left = left & (key == over_run(key, "max"))
+    place = torch.arange(len(left), device=left.device, dtype=torch.float64)[:, None]
+    first = over_run(torch.where(left, place, torch.inf), "min")
+    return torch.where(first.isfinite(), first, 0).to(torch.int64)

@@ -240,4 +240,4 @@ def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau
     visit = est._reader.look(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
-    return est.normalizer.estimate(est._call(visit, pairs, own, (a, b))).alpha.expand(-1, 2)
+    return est.normalizer.estimate(est._call(visit, pairs, own, (a, b), None)).alpha.expand(-1, 2)

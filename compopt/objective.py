@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compopt.anchors import AnchorStatistics
+from compopt.component import Estimate
 from compopt.functional import Scalar, temperature_gradient
 
 NORM_MIN = 1e-12  # as F.normalize
@@ -25,28 +26,30 @@ def alpha_slope(pairs: AnchorStatistics, tau: Scalar, multiply_tau: bool) -> Ten
     return pairs.real(slope.expand(like.shape)) / like.numel()
 
 
-def tau_gradient(
-    pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool, slack: Tensor | None = None
-) -> Tensor:
+def tau_gradient(pairs: AnchorStatistics, estimate: Estimate, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
     """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments.
 
-    ``slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1``
-    and ``alpha`` no exact minimiser of it.
+    ``estimate.slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's
+    ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no exact minimiser of it.
     """
     assert pairs.mean_h is not None
-    sum_wh = pairs.sum_weights(alpha) * pairs.mean_h
-    if slack is not None and multiply_tau:
-        alpha = alpha + slack
+    alpha = estimate.alpha.expand(-1, 2)
+    sum_wh = pairs.sum_weights(alpha) * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+    if estimate.slack is not None and multiply_tau:
+        alpha = alpha + estimate.slack
     return pairs.real(temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
 
 
-def feature_gradients(pairs: AnchorStatistics, alpha: Tensor, tau: Scalar, multiply_tau: bool) -> list[Tensor]:
+def feature_gradients(pairs: AnchorStatistics, estimate: Estimate, tau: Scalar, multiply_tau: bool) -> list[Tensor]:
     """Gradients of the value with respect to both feature matrices, weights held as estimated; uses up the pairs."""
+    alpha = estimate.alpha.expand(-1, 2).to(pairs.positive.dtype)
     share = 1.0 / alpha.numel()
     coefficient = share if multiply_tau else share / tau
     if not isinstance(coefficient, Tensor):
         coefficient = alpha.new_full((), coefficient)
-    return list(pairs.gradients(alpha.to(pairs.positive.dtype), coefficient.to(pairs.positive.dtype)))
+    coefficient = coefficient.to(alpha.dtype)
+    weights = estimate.weights
+    return list(pairs.gradients(alpha, coefficient) if weights is None else weights.gradients(coefficient))
 
 
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:

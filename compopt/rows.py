@@ -24,7 +24,8 @@ class Column:
         name: key in :meth:`Estimator.read` and in checkpoints.
         width: values per sample; ``D``, one per direction.
         dtype: of the stored values; integers are stored bitwise.
-        reduce: how several proposals for one row become one value: ``"mean"`` or ``"log_mean_exp"``.
+        reduce: how several proposals for one row become one value: ``"mean"``, ``"log_mean_exp"``, or
+            ``"one"`` of them, the same for all such columns.
         initial: hyper-parameter whose value a row shows before its first visit; ``None``: zero.
     """
 

@@ -151,7 +151,11 @@ class RowTable:
         for column in self.layout.columns:
             if column.name == COUNT:
                 continue
-            value = views[column.name].to(dtype)
+            value = views[column.name]
+            if not column.dtype.is_floating_point:  # positions in a data set: exact
+                columns[column.name] = value
+                continue
+            value = value.to(dtype)
             if column.initial is not None:
                 initial = self._groups.hyper(self._owner[column.name], rows, dtype)(column.initial)
                 value = torch.where(columns[COUNT] == 0, initial, value)

@@ -17,6 +17,7 @@ from tests.reference import (
     DualReference,
     FixedReference,
     GlobalDualReference,
+    MCMCReference,
     MovingAverageReference,
     NeuralReference,
     Reference,
@@ -42,6 +43,7 @@ class EstimatorInfo:
     views: str = "averaged"  # which unimodal objective it estimates
     network: bool = False  # whether a network learns from every batch
     restarts: bool = False  # whether what it does depends on the number of commits
+    draws: bool = False  # whether it draws: from the number of commits, of calls since, and places in the batch
 
     def __str__(self):
         return self.name
@@ -366,6 +368,45 @@ def residual(name, dual=False, prototypes=15, network=None, remembers=True, **op
     )
 
 
+def emc2(name, dual=None, multiply_tau=True, **options):
+    """MCMCNegativeSampler x a fixed, individual or global temperature."""
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        temperature = compopt.FixedTemperature(tau)
+        if dual:
+            temperature = compopt.TemperatureDual(n, mode=dual, **dual_options(tau))
+        return compopt.ContrastiveEstimator(
+            compopt.MCMCNegativeSampler(n, **options),
+            temperature,
+            mode=mode,
+            dtype=dtype,
+            multiply_tau=multiply_tau,
+            **o,
+        )
+
+    def twin(tau):
+        if dual is None:
+            return FixedReference()
+        return DualReference("momentum", 0.9) if dual == "individual" else GlobalDualReference(tau, "momentum", 0.9)
+
+    return EstimatorInfo(
+        name,
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma),
+            MCMCReference(**options),
+            twin(tau),
+            mode,
+            multiply_tau,
+        ),
+        columns=("chain", "score") + (MOMENTUM_COLUMNS[1:] if dual == "individual" else ()),
+        global_tau=dual == "global",
+        exact_at_gamma_1=False,
+        views="separate",
+        draws=True,
+    )
+
+
 DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
@@ -409,6 +450,12 @@ DATABASE = [
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
     residual("residual-dual", dual=True, prototypes=6),
     residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
+    emc2("emc2"),
+    emc2("emc2-sweep", proposals="sweep", burn_in=0),
+    emc2("emc2-count", burn_in=2, seed=7),
+    emc2("emc2-not-multiplied", multiply_tau=False, burn_in=0.9),
+    emc2("emc2-dual", dual="individual"),
+    emc2("emc2-global-dual", dual="global"),
     residual("residual-forgetful", remembers=False, network={"through_alpha": True, "eps": 0.1}),
 ]
 

@@ -1,5 +1,6 @@
 """The published methods as compositions; nothing here but which parts and which defaults."""
 
+from compopt.presets.emc2 import EMC2Estimator
 from compopt.presets.fastclip import FastCLIPEstimator
 from compopt.presets.infonce import InfoNCEEstimator
 from compopt.presets.isogclr import ISogCLREstimator
@@ -8,6 +9,7 @@ from compopt.presets.residual import ResidualEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
 __all__ = [
+    "EMC2Estimator",
     "FastCLIPEstimator",
     "ISogCLREstimator",
     "InfoNCEEstimator",

@@ -6,6 +6,7 @@ from tests.reference.dense import (
     dense_global_loss,
     dense_log_normalizers,
 )
+from tests.reference.mcmc import MCMCReference
 from tests.reference.neural import NeuralReference, ResidualReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.temperatures import (
@@ -19,6 +20,7 @@ __all__ = [
     "DualReference",
     "FixedReference",
     "GlobalDualReference",
+    "MCMCReference",
     "MovingAverageReference",
     "NeuralReference",
     "Reference",

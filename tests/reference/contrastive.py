@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import torch
 
+from tests.reference.mcmc import choose
 from tests.reference.pairs import anchors as find_anchors
 
 
@@ -18,9 +19,9 @@ class Reference:
         self.normalizer, self.temperature = normalizer, temperature
         self.mode, self.multiply_tau, self.normalize = mode, multiply_tau, normalize
         self.columns = 2 if mode == "bimodal" else 1
-        self.rows = {key: defaultdict(dict) for key in ("u", "tau", "m", "v", "count")}
+        self.rows = {key: defaultdict(dict) for key in ("u", "tau", "m", "v", "count", "chain")}
         self.pending = []  # proposals (row, column, key, value)
-        self.steps = 0
+        self.steps = self.window = 0
 
     # hyper-parameters and counts ------------------------------------------------------------------
 
@@ -38,8 +39,11 @@ class Reference:
 
     # forward --------------------------------------------------------------------------------------
 
-    def forward(self, z1, z2, index, index2=None, group=None, train=True):
-        """Return (loss, g1, g2) as float64 tensors; deposit proposals when train."""
+    def forward(self, z1, z2, index, index2=None, group=None, train=True, encode=None):
+        """Return (loss, g1, g2) as float64 tensors; deposit proposals when train.
+
+        `encode` gives unit features (modality 1, modality 2) of a sample with their graph; their gradients go to .grad.
+        """
         z1, z2 = (z.detach().double().clone().requires_grad_() for z in (z1, z2))
         index, index2, group = (None if x is None else [int(v) for v in x] for x in (index, index2, group))
         rows = [index, index if index2 is None else index2]
@@ -49,16 +53,29 @@ class Reference:
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
         rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
         self.features, self.train = (z1, z2), train
+        self.keys, self.encode = (index, index2, group), encode
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
         surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []
-        for a, tau, rho, alpha in zip(found, taus, rhos, alphas, strict=True):
+        sampled = self.normalizer.weights(self, found) if hasattr(self.normalizer, "weights") else None
+        for number, (a, tau, rho, alpha) in enumerate(zip(found, taus, rhos, alphas, strict=True)):
             w = [math.exp(h / tau - alpha) / len(a.h) for h in a.h]
             scale = 1.0 if self.multiply_tau else 1.0 / tau
+            if sampled is not None:
+                batch_weights = w
+                w, (extra, sample) = sampled[number]
+                surrogate = surrogate - scale * a.positive * (1 - sum(w))
+                if extra:
+                    surrogate = surrogate + scale * extra * self.encoded_similarity(a, sample)
             for w_ij, s_ij in zip(w, a.negatives, strict=True):
                 surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
             value += tau * (alpha + rho) if self.multiply_tau else alpha
-            gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, tau, alpha, rho)
+            if sampled is not None and not sum(w) + extra:
+                w = batch_weights  # a temperature without a visit learns from the batch
+            linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
+            if sampled is not None and extra:
+                linear.append(extra * float(self.encoded_similarity(a, sample) - a.positive))
+            gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):
             scale = (lambda tau: tau) if self.multiply_tau else (lambda tau: 1.0)
@@ -66,16 +83,28 @@ class Reference:
         total = len(found)
         self.alphas, self.taus = alphas, taus
         self.tau_grad = sum(gradients.values()) / total - (sum(rhos) / total if self.multiply_tau else 0.0)
-        g1, g2 = torch.autograd.grad(surrogate / total, (z1, z2))
+        (surrogate / total).backward()
+        g1, g2 = z1.grad, z2.grad
         if train:
+            self.window += 1
             self.pending += proposals + self.temperature.propose(self, gradients, rows)
             self.pending += [(r, c, "visit", 1) for r, c in set(zip(row, column, strict=True))]
         return torch.tensor(value / total, dtype=torch.float64), g1, g2
 
-    def temperature_gradient(self, a, w, tau, alpha, rho):
+    def encoded_similarity(self, a, sample):
+        """Similarity of an anchor to a sample outside the batch."""
+        z = self.features[a.direction][a.position]
+        candidate = self.encode(sample)[1 - a.direction]
+        return torch.dot(z / z.norm() if self.normalize else z, candidate)
+
+    def encoded_score(self, a, sample):
+        """The same as a float."""
+        return self.encoded_similarity(a, sample).item()
+
+    def temperature_gradient(self, a, w, sum_wh, tau, alpha, rho):
         """G by autograd: the objective of one anchor with alpha and w held as estimated."""
         t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
-        linear = sum(w_ij * h_ij / t for w_ij, h_ij in zip(w, a.h, strict=True))
+        linear = sum_wh / t
         objective = t * (alpha + rho) + tau * linear if self.multiply_tau else linear
         if self.multiply_tau and hasattr(self.normalizer, "slack"):
             objective = objective + t * self.normalizer.slack(a, w, alpha)
@@ -88,20 +117,26 @@ class Reference:
         values = defaultdict(list)
         for row, column, key, value in self.pending:
             values[(row, column, key)].append(value)
+        visited = {}  # in this commit
         for (row, column, key), proposed in values.items():
             if key == "visit":
+                visited[(row, column)] = 1
                 self.rows["count"][row][column] = self.visits(row, column) + 1
+            elif key == "chain":
+                self.rows[key][row][column] = choose(
+                    row, self.visits(row, column) - visited.get((row, column), 0), proposed
+                )
             else:
                 self.rows[key][row][column] = sum(proposed) / len(proposed)
         self.steps += bool(self.pending)
-        self.pending = []
+        self.pending, self.window = [], 0
         self.temperature.step()
         if hasattr(self.normalizer, "step"):
             self.normalizer.step()
 
     def discard(self):
         """Forget the proposals."""
-        self.pending = []
+        self.pending, self.window = [], 0
         self.temperature.discard()
         if hasattr(self.normalizer, "discard"):
             self.normalizer.discard()
@@ -109,7 +144,10 @@ class Reference:
     def read(self, row):
         """Committed values of one seen row under the library's column names, as lists of length D."""
         names = {}
-        if self.normalizer.has_rows:
+        if self.rows["chain"][row]:
+            for k, name in enumerate(("chain", "score")):
+                names[name] = [self.rows["chain"][row][c][k] for c in range(self.columns)]
+        elif self.normalizer.has_rows:
             names[self.normalizer.column] = [math.log(self.rows["u"][row][c]) for c in range(self.columns)]
         if self.temperature.has_rows:
             names["tau"] = [self.rows["tau"][row][c] for c in range(self.columns)]

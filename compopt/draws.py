@@ -1,0 +1,68 @@
+"""Random numbers that depend on what they are for, not on who draws them or when.
+
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) on counters: a stream per chain, whose r-th element needs none of those
+before it. The bits are the same on every device, for every split of a batch over ranks, and after a resume.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned word."""
+    word &= _WORD
+    return word - (1 << 64) if word >> 63 else word
+
+
+def scramble(word: int) -> int:
+    """The finalizer of SplitMix64, on the host."""
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * _FIRST) & _WORD
+    word = ((word ^ (word >> 27)) * _SECOND) & _WORD
+    return word ^ (word >> 31)
+
+
+def scramble_(words: Tensor) -> Tensor:
+    """The same on int64 tensors, in place; their products wrap around as unsigned ones do."""
+    shifted = torch.empty_like(words)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        # int64 is shifted with its sign, which the mask takes off
+        torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_((1 << (64 - shift)) - 1)
+        words.bitwise_xor_(shifted)
+        if factor is not None:
+            words.mul_(_signed(factor))
+    return words
+
+
+def streams(counters: tuple[int, ...], positions: Tensor) -> Tensor:
+    """A stream per position: ``(b,)`` int64 keys for :func:`bits`.
+
+    Args:
+        counters: what all of them share, such as seed and step.
+        positions: what tells them apart, ``(b,)`` int64.
+    """
+    state = 0
+    for counter in counters:
+        state = scramble(state + counter + _GOLDEN)
+    return scramble_(positions * _signed(_GOLDEN) + _signed(state))
+
+
+def bits(keys: Tensor, first: int, count: int) -> Tensor:
+    """Elements ``first`` to ``first + count - 1`` of every stream, ``(count, b)`` int64, all 64 bits random."""
+    steps = torch.arange(first + 1, first + count + 1, device=keys.device) * _signed(_GOLDEN)
+    return scramble_(steps[:, None] + keys)
+
+
+def below(words: Tensor, bound: Tensor) -> Tensor:
+    """Uniform integers in ``[0, bound)`` from the upper halves of the words; ``bound < 2^31``."""
+    return words.bitwise_right_shift(32).bitwise_and_(0xFFFFFFFF).mul_(bound).bitwise_right_shift_(32)
+
+
+def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in ``(0, 1]`` from the lower halves of the words."""
+    return words.bitwise_and(0xFFFFFFFF).to(dtype).add_(0.5).mul_(2.0**-32)

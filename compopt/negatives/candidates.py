@@ -1,0 +1,70 @@
+"""Which candidates an anchor may draw, numbered from 0 to |N_i| - 1, and where in the batch a sample is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compopt.anchors import same_sample
+
+
+class Candidates:
+    """The candidates of some anchors of one direction.
+
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views.
+
+    Args:
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.anchors.AnchorStatistics`.
+        names: data-set positions of the candidate samples, ``(B,)``.
+        positions: of the anchors in the global batch, ``(b,)``.
+        distinct: known on the host: all keys are one key without repeats.
+        views: columns per sample, 1 or 2.
+
+    Attributes:
+        width: columns.
+        most: no anchor has more negatives, known on the host.
+        count: ``|N_i|``, 0-d or ``(b,)`` int64.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], names: Tensor, positions: Tensor, distinct: bool, views: int) -> None:
+        self._names, self._positions, self._views, self._batch = names, positions, views, len(names)
+        self.width = views * self._batch
+        self.most = self.width - views
+        self._same: Tensor | None = None
+        if distinct:
+            self.count = torch.full_like(positions[:1], self.most)
+        else:
+            self._same = same_sample(keys, [key[positions] for key in keys])  # (B, b)
+            self.count = views * (~self._same).sum(0)
+            # allowed columns first, in their order
+            self._order = torch.argsort(self._same.to(torch.uint8).repeat(views, 1), dim=0, stable=True)
+        self._sorted, self._place = torch.sort(names, stable=True)
+
+    def column(self, number: Tensor) -> Tensor:
+        """Column of each negative by its number, ``(R, b)``; of numbers from ``count`` on, ``width``."""
+        outside = number >= self.count
+        if self._same is None:
+            column = number + (number >= self._positions)
+            if self._views == 2:
+                column += column >= self._positions + self._batch
+        else:
+            column = self._order.gather(0, number.clamp(max=self.width - 1))
+        return column.masked_fill_(outside, self.width)
+
+    def find(self, sample: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the batch first has a sample.
+
+        Returns:
+            Its column (in view 1), whether there is one, and whether it is a negative of its anchor, ``(b,)`` each.
+        """
+        at = torch.searchsorted(self._sorted, sample.contiguous()).clamp_(max=self._batch - 1)
+        column, found = self._place[at], self._sorted[at] == sample
+        if self._same is None:
+            return column, found, found & (column != self._positions)
+        return column, found, found & ~self._same.gather(0, column[None])[0]
+
+    def name(self, column: Tensor) -> Tensor:
+        """Data-set position of the sample in a column below ``width``."""
+        return self._names[column % self._batch]

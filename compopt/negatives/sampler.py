@@ -1,0 +1,176 @@
+"""Negatives drawn by a Markov chain per sample: EMC2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.component import Call, Estimate, Normalizer
+from compopt.groups import GroupSpec, SampleGroups
+from compopt.negatives.chains import Chains, Rules
+from compopt.ranks import Ranks
+from compopt.rows import Column
+
+PROPOSALS = ("pool", "sweep")
+
+
+class MCMCNegativeSampler(Normalizer):
+    r"""Negatives drawn from the softmax over the whole data set by a Metropolis-Hastings chain per sample.
+
+    .. math::
+        w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}, \qquad
+        \Pr[\text{accept } j] = \min\Big(1, \exp \frac{s_{ij} - s_{i,\text{current}}}{\tau_i}\Big)
+
+    In each call the chain of every anchor gets ``R = |N_i|`` proposals, drawn independently and uniformly from the
+    anchor's negatives in the batch and the sample at which the chain was stored, so that it may return there. For a
+    uniformly drawn batch this leaves the softmax of the data set invariant. The first ``P`` proposals are burn-in;
+    visits after the others are the weights, which sum to one. Between calls a chain keeps its sample and the similarity
+    that this had when last seen; a stored sample that is in the batch has its similarity of now. The first proposal to
+    a new chain is accepted.
+
+    A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
+    those samples; without it such visits are dropped and the others renormalised. *That is a bias*: with n = 1000, a
+    batch of 63, uniform features and stationary chains, 13 % of the anchors have no other visit at tau = 0.1, 53 % at
+    0.05, and contribute ``-grad s_ii`` alone.
+
+    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
+    own burn-in. Rows do not say which view a chain was at: in the batch that is drawn by their softmax, outside
+    it the stored view is proposed twice as often as any view of the batch, as both views of its sample would be.
+
+    Repeated samples and ``group``: pairs that are not negatives are never proposed, and ``R`` is smaller.
+
+    Args:
+        n: number of samples, or a list of sample groups.
+        burn_in: ``P``, a count, or a fraction of the proposals in [0, 1).
+        proposals: ``"pool"`` as above; ``"sweep"`` proposes every negative of the batch once, in the order of the
+            batch, as the authors' code does. It never returns to the stored sample and is biased even on the full
+            data set.
+        rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
+            similarity is stale. Otherwise only those that have visits, afterwards.
+        seed: of the draws.
+
+    State, per sample: ``chain`` (int64, data-set position of the sample) and ``score`` (the similarity, not divided by
+    tau), one each per direction, or one of both views. Draws are functions of seed, step, pass within the step,
+    direction and position in the global batch: a resumed run and any number of ranks draw the same. ``state_dict``
+    holds the seed and the number of steps.
+
+    Metrics: ``acceptance_rate`` of the proposals; ``outside_visits``, the share of visits after burn-in to samples
+    outside the batch; ``unused_anchors``, the share of anchors without a usable visit; ``effective_negatives``, of the
+    visits.
+
+    As normalizer it reports ``log ghat`` of the batch for ``alpha``. A :class:`~compopt.TemperatureDual` beside it
+    learns from ``sum_j w_ij h_ij`` of the visits.
+
+    Cost: one matrix product beside the kernel's, about 25 bytes and 40 operations per proposal.
+
+    Communicates, with K ranks, per call: one all-gather of 9 numbers per sample and direction, one all-reduce of the
+    gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on a
+    sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
+
+    Raises:
+        ValueError: burn_in < 0, a float of 1 or more, or not below ``R``; ``rescore`` without ``encode``; ``encode``
+            together with ``index2``, whose positions name samples of two kinds.
+
+    References:
+        Yau et al., EMC2, ICML 2024, eq. 9 to 11, Algorithm 1, section 4.1.
+
+    Example:
+        >>> import torch, compopt
+        >>> chains = compopt.MCMCNegativeSampler(n=1000, burn_in=0.5)
+        >>> est = compopt.ContrastiveEstimator(chains, compopt.FixedTemperature(0.2))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+        >>> bool((est.read(torch.arange(8))["chain"] < 8).all())  # every chain is at a sample of the batch
+        True
+    """
+
+    def __init__(
+        self,
+        n: GroupSpec,
+        burn_in: int | float = 0.5,
+        proposals: str = "pool",
+        rescore: bool = False,
+        seed: int = 0,
+    ) -> None:
+        checks.one_of("proposals", proposals, PROPOSALS)
+        checks.flag("rescore", rescore)
+        self.proposals, self.rescore = proposals, rescore
+        super().__init__(n, {"burn_in": burn_in})
+        self.state = {"seed": torch.tensor(checks.whole("seed", seed))}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        checks.burn_in("burn_in", group["burn_in"])
+
+    def check_encode(self, encode: Any, given: Collection[str]) -> None:
+        if encode is None and self.rescore:
+            raise ValueError("rescore=True needs encode= at every call: features of the stored samples")
+        if encode is not None and not callable(encode):
+            raise TypeError(f"encode must be a function of data-set positions, got {type(encode).__name__}")
+        if encode is not None and "index2" in given:
+            raise ValueError("encode= cannot be combined with index2, whose positions name samples of two kinds")
+
+    def structure(self) -> dict[str, Any]:
+        return {"proposals": self.proposals, "rescore": self.rescore}
+
+    def joined(self, groups: SampleGroups, owner: Any) -> None:
+        super().joined(groups, owner)
+        self._ranks: Ranks = owner._ranks
+        self._chunk_size: int | None = owner.chunk_size
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return [
+            Column("chain", directions, torch.int64, reduce="one"),
+            Column("score", directions, dtype, reduce="one"),
+        ]
+
+    def move(self, device: torch.device) -> None:
+        """The seed stays on the host, which reads it in every call."""
+
+    def estimate(self, call: Call) -> Estimate:
+        burn_in = self._burn_in(call)
+        rules = Rules(self.proposals == "sweep", self.rescore, (int(self.state["seed"]), call.t, call.window))
+        chains = Chains(call, burn_in, rules, self._ranks)
+        chains.run(call.encoder, self._chunk_size)
+        proposals, metrics = self._shared(call, chains)
+        return Estimate(call.pairs.log_ghat, proposals, metrics=metrics, weights=chains)
+
+    def _shared(self, call: Call, chains: Chains) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Proposals and metrics of the whole batch, from what every rank knows of its own anchors."""
+        totals = chains.totals
+        numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
+        failed = torch.full_like(totals.inside, float(chains.error is not None))
+        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
+        sample, score, everyone = self._ranks.gather(own, call.sizes)
+        chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)
+        if chains.error is not None:
+            raise chains.error
+        if call.encoder is not None and self._ranks.size > 1 and failed.any():
+            raise RuntimeError("encode failed on another rank; nothing was deposited")
+        chains.sum_wh = call.pairs.real(chains.sum_wh)
+        usable = inside if call.encoder is None else inside + outside
+        metrics = {
+            "acceptance_rate": accepted.sum() / proposed.sum(),
+            "outside_visits": outside.sum() / (inside + outside).sum(),
+            "unused_anchors": ((usable == 0) & (proposed > 0)).to(usable.dtype).mean(),
+            "effective_negatives": ((inside + outside).square() / squares).nanmean(),
+        }
+        finite = call.pairs.log_ghat.isfinite()
+        finite = finite.all(dim=1, keepdim=True) if call.unimodal else finite
+        return {"chain": sample, "score": torch.where(finite, score, torch.nan)}, metrics
+
+    def _burn_in(self, call: Call) -> Tensor:
+        """``(b, 2)``."""
+        value, most = call.hyper("burn_in"), call.pairs.negatives
+        largest = value if not isinstance(value, Tensor) else max(group["burn_in"] for group in self.own_groups)
+        if most is not None and largest >= max(most, 1):
+            raise ValueError(
+                f"burn_in={largest} leaves none of the {most} proposals per anchor; give fewer, or a fraction"
+            )
+        like = call.pairs.positive
+        value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
+        return value.expand(like.shape)[call.own]

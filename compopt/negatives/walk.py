@@ -1,0 +1,96 @@
+r"""Metropolis-Hastings with uniform proposals, for all anchors at once.
+
+Proposal ``r`` is accepted if ``U_r < exp((s_r - s) / tau)``, that is if its *key* ``s_r / tau - log U_r`` exceeds the
+score ``s / tau`` of where the chain is. Keys do not depend on the chain, so everything but one comparison per proposal
+is done for all proposals at once, and nothing is exponentiated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compopt import draws
+from compopt.negatives.candidates import Candidates
+
+
+@dataclass
+class Walk:
+    """What one pass of the chains of some anchors found; slots are columns, then *outside*, then *nowhere*.
+
+    Attributes:
+        visits: proposals after burn-in during which each chain was in each slot, ``(Q + 1, b)``, nowhere left out.
+        last: slot at the end, ``(b,)``.
+        accepted: accepted proposals, ``(b,)``.
+    """
+
+    visits: Tensor
+    last: Tensor
+    accepted: Tensor
+
+
+def accept(keys: Tensor, scores: Tensor, start: Tensor) -> Tensor:
+    """Which proposals are accepted, ``(R, b)``.
+
+    Args:
+        keys: ``s_r / tau - log U_r``, ``(R, b)``.
+        scores: ``s_r / tau``, ``(R, b)``.
+        start: score of where each chain is, ``(b,)``.
+    """
+    accepted, current = torch.empty_like(keys, dtype=torch.bool), start.clone()
+    if keys.device.type == "cpu":  # two calls per proposal: numpy's cost half of torch's
+        at = current.numpy()
+        for key, score, hit in zip(keys.numpy(), scores.numpy(), accepted.numpy(), strict=True):
+            np.greater(key, at, out=hit)
+            np.copyto(at, score, where=hit)
+        return accepted
+    for key, score, hit in zip(keys.unbind(), scores.unbind(), accepted.unbind(), strict=True):
+        torch.gt(key, current, out=hit)
+        torch.where(hit, score, current, out=current)
+    return accepted
+
+
+def walk(
+    candidates: Candidates,
+    scores: Tensor,
+    start: Tensor,
+    burn_in: Tensor,
+    streams: Tensor,
+    sweep: bool,
+    spare: int,
+) -> Walk:
+    """``|N_i|`` proposals to every chain.
+
+    Args:
+        candidates: the anchors' candidates, ``Q`` columns.
+        scores: ``s / tau`` by slot, ``(Q + 2, b)``: of every column, of the stored sample outside the batch, and
+            ``-inf`` for nowhere.
+        start: slot of each chain, ``(b,)``.
+        burn_in: proposals whose visits do not count, ``(b,)`` or ``(1,)`` int64.
+        streams: of random numbers, ``(b,)`` int64.
+        sweep: propose every negative once in the order of the batch; else draw from the negatives and, if the chain
+            starts outside the batch, ``spare`` slots of its stored sample.
+        spare: see ``sweep``.
+    """
+    outside, nowhere = candidates.width, candidates.width + 1
+    step = torch.arange(candidates.most, device=start.device)[:, None]
+    words = draws.bits(streams, 0, candidates.most)
+    number = step.expand(-1, len(start))
+    if not sweep:
+        pool = candidates.count + spare * (start == outside)
+        number = draws.below(words, pool)
+    slots = candidates.column(number)
+    proposed = scores.gather(0, slots)
+    keys = proposed - draws.uniform(words, scores.dtype).log_()
+    if candidates.count.numel() > 1:  # anchors with fewer negatives make fewer proposals
+        keys.masked_fill_(step >= candidates.count, -torch.inf)
+    accepted = accept(keys, proposed, scores.gather(0, start[None])[0])
+    taken = torch.where(accepted, step, -1).cummax(0).values if len(step) else step.expand(-1, len(start))
+    where = torch.where(taken < 0, start, slots.gather(0, taken.clamp(min=0)))
+    counts = ((step >= burn_in) & (step < candidates.count)).to(scores.dtype).expand(-1, len(start))
+    visits = torch.zeros_like(scores).scatter_add_(0, where, counts)
+    last = where[-1] if len(step) else start
+    return Walk(visits[:nowhere], last, accepted.sum(0))

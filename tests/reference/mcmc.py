@@ -1,0 +1,143 @@
+"""The chains of EMC2 (DESIGN 3.6, EMC2 Algorithm 1), one proposal at a time, with exponentials and Python integers."""
+
+from __future__ import annotations
+
+import math
+
+from tests.reference.normalizers import BatchReference
+from tests.reference.pairs import may_be_negative
+
+WORD = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def scramble(x):
+    """SplitMix64's output function."""
+    x &= WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)
+
+
+def word(seed, step, window, direction, position, number):
+    """The 64 random bits of one proposal."""
+    state = 0
+    for counter in (seed, step, window, direction):
+        state = scramble(state + counter + GOLDEN)
+    return scramble(scramble(state + position * GOLDEN) + (number + 1) * GOLDEN)
+
+
+def split(bits, pool):
+    """(a number below pool, a uniform number)."""
+    return ((bits >> 32) * pool) >> 32, ((bits & 0xFFFFFFFF) + 0.5) / 2**32
+
+
+def choose(row, visits, proposals):
+    """One of several (sample, score), whatever their order."""
+
+    def rank(proposal):
+        sample, score = proposal
+        bits = scramble(scramble(scramble(row * GOLDEN) + visits) + sample)
+        return (bits - 2**64 if bits >> 63 else bits) >> 12, score
+
+    return max(proposals, key=rank)
+
+
+class MCMCReference(BatchReference):
+    """Chains in ref.rows["chain"]: (sample, score) per row and column. Reports log ghat for alpha."""
+
+    has_rows = True
+    column = None
+
+    def __init__(self, burn_in=0.5, proposals="pool", rescore=False, seed=0):
+        super().__init__()
+        self.burn_in, self.proposals, self.rescore, self.seed = burn_in, proposals, rescore, seed
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Run all chains; alpha is log ghat."""
+        index, index2, group = ref.keys
+        names = [index if index2 is None else index2, index]
+        batch, views = len(index), 2 if ref.mode == "unimodal" else 1
+        self.visits, self.outside, proposals, state = [], [], [], {}
+        for a, tau in zip(anchors, taus, strict=True):
+            i, d = a.position, a.direction
+            column = d if ref.columns == 2 else 0
+            row = rows[column][i]
+            slots = self.slots(a, index, index2, group, views)  # (position of the sample, number in a.negatives)
+            draw = lambda number, pool, i=i, d=d: split(  # noqa: E731
+                word(self.seed, ref.steps, ref.window, d, i, number), pool
+            )
+            if ref.columns == 2 or d == 0:
+                stored = ref.rows["chain"][row].get(column)
+                if stored is not None and self.rescore and stored[0] not in names[d]:
+                    stored = (stored[0], ref.encoded_score(a, stored[0]))
+                place, score = self.start(a, stored, slots, names[d], tau, draw, views * (batch - 1), views)
+            else:
+                stored, place, was = state[i]
+                if self.rescore and place == "outside":
+                    was = ref.encoded_score(a, stored[0])
+                score = was if place in ("outside", None) else a.s[slots[place][1]]
+            visits, out = [0] * len(a.negatives), 0
+            count = len(slots)
+            burn = min(int(self.burn_in * count) if self.burn_in < 1 else self.burn_in, count - 1)
+            spare = views if place == "outside" and self.proposals == "pool" else 0
+            for r in range(count):
+                number, u = draw(r, count + spare)
+                if self.proposals == "sweep":
+                    number = r
+                new = "outside" if number >= count else number
+                new_score = stored[1] if new == "outside" else a.s[slots[new][1]]
+                if place is None or u < math.exp(min(0.0, (new_score - score) / tau)):
+                    place, score = new, new_score
+                if r >= burn:
+                    if place == "outside":
+                        out += 1
+                    else:
+                        visits[slots[place][1]] += 1
+            self.visits.append(visits)
+            self.outside.append((out, stored[0] if out else None))
+            if place == "outside" and ref.encode is not None and not self.rescore:
+                state[i] = (stored, place, score)
+                score = ref.encoded_score(a, stored[0])
+            else:
+                state[i] = (stored, place, score)
+            if count and (ref.columns == 2 or d == 1):
+                sample = stored[0] if place == "outside" else names[d][slots[place][0]]
+                proposals.append((row, column, "chain", (sample, score)))
+        return super().alphas(ref, anchors, taus, rows)[0], proposals
+
+    def slots(self, a, index, index2, group, views):
+        """Columns that may be proposed, in the library's order: all of view 1, then all of view 2."""
+        others = [j for j in range(len(index)) if may_be_negative(a.position, j, index, index2, group)]
+        if views == 1:
+            return [(j, k) for k, j in enumerate(others)]
+        # a.negatives holds, per sample, the other view's similarity and then the own view's
+        first = 1 if a.direction == 0 else 0
+        return [(j, 2 * k + first) for k, j in enumerate(others)] + [
+            (j, 2 * k + 1 - first) for k, j in enumerate(others)
+        ]
+
+    def start(self, a, stored, slots, names, tau, draw, last, views):
+        """(number among the slots, "outside" or None, score) before the first proposal."""
+        if stored is None:
+            return None, None
+        if stored[0] not in names:
+            return "outside", stored[1]
+        position = names.index(stored[0])
+        found = [number for number, (j, _) in enumerate(slots) if j == position]
+        if not found:
+            return None, None
+        scores = [a.s[slots[number][1]] for number in found]
+        which = 0
+        if views == 2:
+            which = int(draw(last, 1)[1] < 1 / (1 + math.exp((scores[0] - scores[1]) / tau)))
+        return found[which], scores[which]
+
+    def weights(self, ref, anchors):
+        """Per anchor: weights of the negatives, and (weight, sample) outside."""
+        result = []
+        for visits, (out, sample) in zip(self.visits, self.outside, strict=True):
+            known = out if ref.encode is not None else 0
+            total = max(1, sum(visits) + known)
+            result.append(([v / total for v in visits], (known / total, sample)))
+        return result
