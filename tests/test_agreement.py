@@ -65,7 +65,9 @@ def test_several_deposits_before_a_step(info, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", [info for info in WITH_ROWS if not (info.global_tau or info.network or info.draws)], ids=str)
+@pytest.mark.parametrize(
+    "info", [info for info in WITH_ROWS if not (info.global_tau or info.network or info.draws)], ids=str
+)
 def test_the_order_of_the_deposits_does_not_matter(info, mode):
     window = batches(N, steps=3, seed=3)
     states = []

@@ -175,8 +175,8 @@ def test_read_returns_copies_of_committed_values(info, mode):
     assert columns["count"].shape == (N,) and not columns["count"].is_floating_point()
     for name in info.columns:
         assert columns[name].shape == (N, width)
-        assert columns[name].dtype == torch.float64
-        columns[name].fill_(123.0)
+        assert columns[name].dtype == (torch.int64 if name == "chain" else torch.float64)
+        columns[name].fill_(123)
     columns["count"].fill_(77)
     again = est.read(torch.tensor([3, 3, 0]))
     assert not any((again[name] == 123.0).any() for name in info.columns)

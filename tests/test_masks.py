@@ -111,7 +111,7 @@ def test_any_non_negative_index_serves_a_stateless_estimator():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", DATABASE, ids=str)
+@pytest.mark.parametrize("info", [info for info in DATABASE if not info.draws], ids=str)
 def test_the_order_within_the_batch_does_not_matter(info, mode):
     z1, z2, index = batches(N, steps=4, seed=8)[3]
     order = torch.tensor([3, 1, 5, 0, 4, 2])
@@ -126,7 +126,7 @@ def test_the_order_within_the_batch_does_not_matter(info, mode):
     near(g2[order], p2)
 
 
-@pytest.mark.parametrize("info", [info for info in DATABASE if "mlp" not in info.name], ids=str)  # two random networks
+@pytest.mark.parametrize("info", [i for i in DATABASE if not ("mlp" in i.name or i.draws)], ids=str)  # no other luck
 def test_swapping_the_modalities_swaps_the_gradients(info):
     z1, z2, index = batches(N, steps=2, seed=9)[1]
     loss, g1, g2 = run(make(info, "bimodal", N)[0], z1, z2, index)

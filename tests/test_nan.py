@@ -58,7 +58,7 @@ def test_the_state_keeps_its_values(info, mode, side, value):
         (got, caught) = quietly(run, est, z1, z2, index)
         messages += caught
         want = run(twin, z1, z2, index)
-        if not (info.global_tau or info.restarts):
+        if not (info.global_tau or info.restarts or info.draws):  # what depends on the number of commits
             assert all(bits(a) == bits(b) for a, b in zip(got, want, strict=True))
         assert torch.isfinite(got[0])
         est.step()
@@ -67,7 +67,7 @@ def test_the_state_keeps_its_values(info, mode, side, value):
     assert spoken, "no warning"
 
 
-@pytest.mark.parametrize("info", GLOBAL, ids=str)
+@pytest.mark.parametrize("info", [info for info in GLOBAL if not info.draws], ids=str)
 def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
     """Momentum, Adam sums and the step count continue as if the bad batch had not been."""
     est, twin = warmed(info, "bimodal"), warmed(info, "bimodal")

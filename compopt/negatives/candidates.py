@@ -25,7 +25,8 @@ class Candidates:
     Attributes:
         width: columns.
         most: no anchor has more negatives, known on the host.
-        count: ``|N_i|``, 0-d or ``(b,)`` int64.
+        count: ``|N_i|``, ``(b,)`` int64, or ``(1,)`` where all have ``most``.
+        alike: known on the host: all anchors have ``most`` negatives.
     """
 
     def __init__(self, keys: Sequence[Tensor], names: Tensor, positions: Tensor, distinct: bool, views: int) -> None:
@@ -33,6 +34,7 @@ class Candidates:
         self.width = views * self._batch
         self.most = self.width - views
         self._same: Tensor | None = None
+        self.alike = distinct
         if distinct:
             self.count = torch.full_like(positions[:1], self.most)
         else:

@@ -85,7 +85,7 @@ def walk(
     slots = candidates.column(number)
     proposed = scores.gather(0, slots)
     keys = proposed - draws.uniform(words, scores.dtype).log_()
-    if candidates.count.numel() > 1:  # anchors with fewer negatives make fewer proposals
+    if not candidates.alike:  # anchors with fewer negatives make fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
     accepted = accept(keys, proposed, scores.gather(0, start[None])[0])
     taken = torch.where(accepted, step, -1).cummax(0).values if len(step) else step.expand(-1, len(start))
