@@ -93,6 +93,7 @@ def main_arms() -> list[Arm]:
         Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
         Arm("main", "neuclip", {"tau": TAUS, "through_alpha": (0, 1)}),
         Arm("main", "residual", {"tau": TAUS, "gamma": (0.3, 0.5, 0.8)}),
+        Arm("main", "emc2", {"tau": (*TAUS, 0.18), "burn_in": (0.5, 0.9), "encode": (0, 1)}),
         Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
     ]
 
@@ -101,6 +102,7 @@ def regime_arms() -> list[Arm]:
     """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
         "batch 8, 8k pairs, 4 epochs": ({"batch_size": 8, "limit": 8192, "epochs": 4}, REGIME_TAUS),
+        "batch 32": ({"batch_size": 32}, TAUS),
         "batch 16": ({"batch_size": 16}, REGIME_TAUS),
         "batch 16, 8k pairs, 12 epochs": ({"batch_size": 16, "limit": 8192, "epochs": 12}, REGIME_TAUS),
         "tau 0.02": ({}, (0.02,)),
@@ -111,6 +113,8 @@ def regime_arms() -> list[Arm]:
         arms += [Arm(regime, "sogclr", {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}, **setting)]
         arms += [Arm(regime, "neuclip", {"tau": taus, "through_alpha": (0, 1)}, **setting)]
         arms += [Arm(regime, "residual", {"tau": taus, "gamma": (0.5, 0.8)}, **setting)]
+        emc2 = {"tau": taus if len(taus) > 2 else (*taus, 0.12), "burn_in": (0.5, 0.9), "encode": (0, 1)}
+        arms += [Arm(regime, "emc2", emc2, **setting)] if regime != "tau 0.02" else []
         dual = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,), "reference": ("none",)}
         arms += [Arm(regime, "isogclr", dual, **setting, variant="reference none")] if regime != "tau 0.02" else []
     return arms

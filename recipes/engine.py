@@ -216,12 +216,21 @@ class Run:
         index = self._batch(number)
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
         z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
-        loss = self.est(z1, z2, index[self.part])
+        encode = self._encode if self.config.options.get("encode") else None
+        loss = self.est(z1, z2, index[self.part], encode=encode)
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
         self.stepper.zero_grad()
         self.loss_sum = self.loss_sum + loss.detach()  # stays on the device; the global batch's, on every rank
         self.loss_count += 1
+
+    def _encode(self, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Features, with their graph, of samples outside the batch; too few of them for batch statistics."""
+        inputs = self.task.inputs(index, seeded("encode", self.config.seed, self.step))
+        model = self.accelerator.unwrap_model(self.prepared).eval()
+        features = model(*inputs)
+        model.train()
+        return features if self.task.mode == methods.BIMODAL else features[0]
 
     def _after_step(self, stop: int) -> None:
         control = self.control

@@ -33,6 +33,10 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "architecture": (str, "of the network: prototype or mlp"),
     "prediction": (str, "the network that a residual corrects: before or after it has met the batch"),
     "first": (str, "a sample's first visit: one, the network is believed as at any other; ratio, the batch is"),
+    "burn_in": (float, "proposals to a chain before its visits count: a number, or a fraction of them below 1"),
+    "proposals": (str, "what chains are proposed: pool, independent draws; sweep, every negative once"),
+    "encode": (int, "1: samples outside the batch at which chains stay are encoded again; 0: such visits are dropped"),
+    "rescore": (int, "1: they are encoded before the chains move, so that no similarity is stale"),
     "memory": (int, "1: keep each sample's residual; 0: start from none at every visit"),
 }
 
@@ -95,6 +99,18 @@ def _residual(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstim
     samples = n if o.memory else None
     normalizer = compopt.ResidualNormalizer(_network(o), samples, gamma=o.gamma, prediction=o.prediction, first=o.first)
     return compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(o.tau), mode=mode, **o.placement)
+
+
+def _emc2(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator:
+    return compopt.EMC2Estimator(
+        n,
+        burn_in=o.burn_in if o.burn_in < 1 else round(o.burn_in),
+        tau=o.tau,
+        proposals=o.proposals,
+        rescore=bool(o.rescore),
+        mode=mode,
+        **o.placement,
+    )
 
 
 NETWORK = {"prototypes": 1024, "network_lr": 1.0, "objective": "unified", "architecture": "prototype"}
@@ -165,6 +181,9 @@ METHODS: dict[str, Method] = {
             **{"tau": 0.07, "gamma": 0.5, "memory": 1, "prediction": "before", "first": "one"},
             **{**NETWORK, "updates": 0, "restart_every": 1, "through_alpha": 1},
         },
+    ),
+    "emc2": Method(
+        "EMC2", _emc2, {"tau": 0.1, "burn_in": 0.5, "proposals": "pool", "encode": 0, "rescore": 0}, {"tau": 0.2}
     ),
 }
 
