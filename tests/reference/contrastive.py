@@ -74,7 +74,7 @@ class Reference:
                 w = batch_weights  # a temperature without a visit learns from the batch
             linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
             if sampled is not None and extra:
-                linear.append(extra * float(self.encoded_similarity(a, sample) - a.positive))
+                linear.append(extra * (self.encoded_score(a, sample) - a.positive.item()))
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):

@@ -76,6 +76,7 @@ class MCMCReference(BatchReference):
                 stored, place, was = state[i]
                 if self.rescore and place == "outside":
                     was = ref.encoded_score(a, stored[0])
+                    stored = (stored[0], was)
                 score = was if place in ("outside", None) else a.s[slots[place][1]]
             visits, out = [0] * len(a.negatives), 0
             count = len(slots)
