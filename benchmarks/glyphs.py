@@ -93,7 +93,8 @@ def main_arms() -> list[Arm]:
         Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
         Arm("main", "neuclip", {"tau": TAUS, "through_alpha": (0, 1)}),
         Arm("main", "residual", {"tau": TAUS, "gamma": (0.3, 0.5, 0.8)}),
-        Arm("main", "emc2", {"tau": (*TAUS, 0.18), "burn_in": (0.5, 0.9), "encode": (0, 1)}),
+        Arm("main", "emc2", {"tau": (0.03, *TAUS), "burn_in": (0.5, 0.9), "encode": (0,)}),
+        Arm("main", "emc2", {"tau": TAUS, "burn_in": (0.5,), "encode": (1,)}, variant="encode"),
         Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
     ]
 
@@ -113,8 +114,12 @@ def regime_arms() -> list[Arm]:
         arms += [Arm(regime, "sogclr", {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}, **setting)]
         arms += [Arm(regime, "neuclip", {"tau": taus, "through_alpha": (0, 1)}, **setting)]
         arms += [Arm(regime, "residual", {"tau": taus, "gamma": (0.5, 0.8)}, **setting)]
-        emc2 = {"tau": taus if len(taus) > 2 else (*taus, 0.12), "burn_in": (0.5, 0.9), "encode": (0, 1)}
-        arms += [Arm(regime, "emc2", emc2, **setting)] if regime != "tau 0.02" else []
+        if regime == "batch 32":
+            arms += [Arm(regime, "emc2", {"tau": taus, "burn_in": (0.5, 0.9), "encode": (0,)}, **setting)]
+            encode = {"tau": taus, "burn_in": (0.5,), "encode": (1,)}
+            arms += [Arm(regime, "emc2", encode, **setting, variant="encode")]
+            rescore = {**encode, "tau": taus[1:2], "rescore": (1,)}
+            arms += [Arm(regime, "emc2", rescore, **setting, variant="encode, rescored")]
         dual = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,), "reference": ("none",)}
         arms += [Arm(regime, "isogclr", dual, **setting, variant="reference none")] if regime != "tau 0.02" else []
     return arms

@@ -1,0 +1,204 @@
+"""How close each method comes to a stationary point of the global objective: EMC2's Figure 7 on glyphs.
+
+A few hundred characters with two fixed views each, a small perceptron, plain SGD, batches of four: the setting in
+which the gradient over the whole data set can be computed exactly at any time. Plotted is its squared norm::
+
+    python -m recipes.emc2_convergence                       # 2 processes, about half an hour
+    python -m recipes.emc2_convergence --steps 2000 --lr 0.3 # a glimpse
+
+Loss and gradient are in the paper's units: ``mean_i log sum_j exp((s_ij - s_ii) / tau)``, over both views.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import compopt
+from compopt import diagnostics
+from recipes import glyphs
+from recipes.tasks import GlyphFaces
+
+CHECKPOINTS = 24
+SCHEDULES = ("decaying", "constant")
+Build = Callable[[int, float, int], compopt.ContrastiveEstimator]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One curve: its name, its estimator ``(n, tau, seed)``, and whether it asks for samples outside the batch."""
+
+    name: str
+    build: Build
+    encode: bool = False
+
+
+def _sogclr(gamma: float) -> Contender:
+    return Contender(
+        f"SogCLR, gamma {gamma}",
+        lambda n, tau, seed: compopt.SogCLREstimator(n, gamma=gamma, tau=tau, mode="unimodal"),
+    )
+
+
+def _emc2(name: str, **options: Any) -> Contender:
+    return Contender(
+        name,
+        lambda n, tau, seed: compopt.EMC2Estimator(n, tau=tau, seed=seed, mode="unimodal", **options),
+        encode=True,
+    )
+
+
+CONTENDERS = [
+    Contender("InfoNCE", lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau, mode="unimodal")),
+    Contender(
+        "InfoNCE without the positive",
+        lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau, include_positive=False, mode="unimodal"),
+    ),
+    _sogclr(0.03),
+    _sogclr(0.1),
+    _sogclr(0.5),
+    _emc2("EMC2, no burn-in", burn_in=0),
+    _emc2("EMC2, burn-in 0.5"),
+    _emc2("EMC2, burn-in 0.5, rescored", rescore=True),
+    Contender("all negatives", lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau, mode="unimodal")),
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all curves of a figure share."""
+
+    n: int = 500
+    batch_size: int = 4
+    tau: float = 0.2
+    steps: int = 50_000
+    lr: float = 0.1
+    seed: int = 0
+
+
+class Problem:
+    """Two fixed views of ``n`` characters, flattened, and a perceptron whose first weights the seed decides."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, n = setting, setting.n
+        torch.manual_seed(setting.seed)
+        faces = GlyphFaces(glyphs.load(None))
+        chosen = torch.linspace(0, faces.n - 1, n).long()
+        views = faces.inputs(chosen, torch.Generator().manual_seed(0))
+        self.views = [view.flatten(1).float().div(255).sub(0.1) for view in views]
+        self.model = nn.Sequential(nn.Linear(self.views[0].shape[1], 256), nn.ReLU(), nn.Linear(256, 64))
+        self.order = torch.Generator().manual_seed(setting.seed)
+
+    def batch(self) -> Tensor:
+        """A uniform batch."""
+        return torch.randperm(self.setting.n, generator=self.order)[: self.setting.batch_size]
+
+    def features(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = (self.model(view[index]) for view in self.views)
+        return first, second
+
+    def measure(self) -> tuple[float, float]:
+        """Global loss, and the squared norm of its gradient with respect to the weights."""
+        n, tau = self.setting.n, self.setting.tau
+        z1, z2 = self.features(torch.arange(n))
+        options: dict[str, Any] = {"mode": "unimodal", "views": "separate"}
+        loss = diagnostics.global_loss(z1.detach(), z2.detach(), tau, **options)
+        gradients = diagnostics.global_gradient(z1.detach(), z2.detach(), tau, **options)
+        weights = list(self.model.parameters())
+        found = torch.autograd.grad((z1, z2), weights, gradients)
+        norm = sum(float(g.double().square().sum()) for g in found) / tau**2
+        return float(loss) / tau + math.log(2 * n - 2), norm
+
+    def all_negatives(self, index: Tensor) -> Tensor:
+        """The batch's anchors against everything: what no method with small batches can do better than."""
+        n, tau = self.setting.n, self.setting.tau
+        both = nn.functional.normalize(self.model(torch.cat(self.views)), dim=1)
+        anchors = torch.cat([index, index + n])
+        s = both[anchors] @ both.T / tau
+        positive = s.gather(1, ((anchors + n) % (2 * n))[:, None])
+        other = torch.arange(2 * n) % n != (anchors % n)[:, None]
+        return (s.masked_fill(~other, -torch.inf).logsumexp(1) - positive[:, 0]).mean() * tau
+
+
+def run(job: tuple[int, str, Setting]) -> dict[str, Any]:
+    """Train one contender on one schedule; loss and squared gradient norm on the way."""
+    number, schedule, setting = job
+    torch.set_num_threads(1)
+    contender, problem = CONTENDERS[number], Problem(setting)
+    est = contender.build(setting.n, setting.tau, setting.seed)
+    optimizer = torch.optim.SGD(
+        problem.model.parameters(), lr=setting.lr / setting.tau
+    )  # est's loss is tau times the paper's
+    est.attach(optimizer)
+    marks = {round(setting.steps ** (k / (CHECKPOINTS - 1))) for k in range(CHECKPOINTS)}
+    trace = [(0, *problem.measure())]
+    encode: Any = (lambda index: problem.model(problem.views[0][index])) if contender.encode else None
+    for step in range(1, setting.steps + 1):
+        if schedule == "decaying":
+            factor = 0.5 * (1 + math.cos(math.pi * (step - 1) / setting.steps))
+            optimizer.param_groups[0]["lr"] = setting.lr / setting.tau * factor
+        index = problem.batch()
+        if contender.name == "all negatives":
+            loss = problem.all_negatives(index)
+        else:
+            loss = est(*problem.features(index), index, encode=encode)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step in marks:
+            trace.append((step, *problem.measure()))
+    return {"name": contender.name, "schedule": schedule, "setting": asdict(setting), "trace": trace}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The recipe's command line."""
+    result = argparse.ArgumentParser("python -m recipes.emc2_convergence", description=__doc__.split("::")[0])
+    result.add_argument("--steps", type=int, default=Setting.steps)
+    result.add_argument("--lr", type=float, nargs="+", default=[Setting.lr], help="one figure each")
+    result.add_argument("--tau", type=float, default=Setting.tau)
+    result.add_argument("--samples", type=int, default=Setting.n)
+    result.add_argument("--batch-size", type=int, default=Setting.batch_size)
+    result.add_argument("--seeds", type=int, nargs="+", default=[0])
+    result.add_argument("--only", nargs="+", help="contenders whose name begins like this")
+    result.add_argument("--workers", type=int, default=2)
+    result.add_argument("--output-dir", type=Path, default=Path("runs/emc2_convergence"))
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all contenders, write results.json, a table and a picture."""
+    args = parser().parse_args(argv)
+    chosen = [
+        number
+        for number, contender in enumerate(CONTENDERS)
+        if not args.only or any(contender.name.startswith(name) for name in args.only)
+    ]
+    jobs = [
+        (number, schedule, Setting(args.samples, args.batch_size, args.tau, args.steps, lr, seed))
+        for lr in args.lr
+        for seed in args.seeds
+        for schedule in SCHEDULES
+        for number in chosen
+    ]
+    glyphs.load(None)  # rendered once, before the workers want it
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        results = list(tqdm(pool.imap(run, jobs), total=len(jobs), unit="run"))
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "emc2_convergence.json").write_text(json.dumps(results) + "\n")
+    from recipes import emc2_report
+
+    emc2_report.write(results, args.output_dir)
+
+
+if __name__ == "__main__":
+    main()
