@@ -20,6 +20,7 @@ BUILD = {
     "fastclip-v2": lambda mode: compopt.FastCLIPEstimator(N, "v2", rho=1.0, mode=mode),
     "fastclip-v3": lambda mode: compopt.FastCLIPEstimator(N, "v3", rho=1.0, mode=mode),
     "neuclip": lambda mode: compopt.NeuCLIPEstimator(D, prototypes=48, lr=0.1, updates=3, mode=mode),
+    "emc2": lambda mode: compopt.EMC2Estimator(N, tau=0.3, mode=mode),
     "residual": lambda mode: compopt.ResidualEstimator(D, N, prototypes=48, mode=mode),
     "groups": lambda mode: compopt.SogCLREstimator([{"n": 80, "gamma": 0.5}, {"n": N - 80}], mode=mode),
 }

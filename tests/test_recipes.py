@@ -42,7 +42,7 @@ def train(task, method, steps, **control):
 
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-@pytest.mark.parametrize("method", ["clip", "sogclr", "isogclr", "fastclip-v3", "neuclip", "residual"])
+@pytest.mark.parametrize("method", ["clip", "sogclr", "isogclr", "fastclip-v3", "neuclip", "residual", "emc2"])
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     task, last, stop = tasks[mode], 14, 7  # bimodal: ten steps an epoch
     whole = train(task, method, last)
