@@ -99,6 +99,24 @@ def main_arms() -> list[Arm]:
     ]
 
 
+def caption_arms() -> list[Arm]:
+    """Pairs with the same caption, false negatives that an exact softmax finds first, are told to the estimator."""
+    taus, group = {"tau": REGIME_TAUS}, {"group": (1,)}
+    arms = {
+        "infonce": {"tau": (0.08, 0.12)},
+        "infonce-no-positive": taus,
+        "sogclr": {**taus, "gamma": (0.5,), "reference": ("none",)},
+        "residual": {**taus, "gamma": (0.8,)},
+        "emc2": {**taus, "burn_in": (0.5,), "encode": (0,)},
+    }
+    encode = {"tau": (*REGIME_TAUS, 0.12), "burn_in": (0.5,), "encode": (1,), **group}
+    regime = "captions as groups"
+    return [
+        *(Arm(regime, method, {**grid, **group}) for method, grid in arms.items()),
+        Arm(regime, "emc2", encode, variant="encode"),
+    ]
+
+
 def regime_arms() -> list[Arm]:
     """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
@@ -254,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "run-one":
         print(json.dumps(run_one(Job(**json.loads(args.job)), args.threads)))
         return
-    main_, regimes = _chosen(main_arms(), args), _chosen(regime_arms(), args)
+    main_, regimes = _chosen(main_arms(), args), _chosen([*regime_arms(), *caption_arms()], args)
     if args.command in ("tune", "regimes"):
         carry_out(_limited(main_ if args.command == "tune" else regimes, args.trial), args)
     if args.command in ("final", "regimes"):

@@ -133,6 +133,8 @@ def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
     for name, (kind, meaning) in HYPERPARAMETERS.items():
         values = {method: METHODS[method].options(mode) for method in METHODS}
         defaults = {method: options[name] for method, options in values.items() if name in options}
+        if not defaults:  # nothing that this task's methods take
+            continue
         metavar = name.split("_")[0].upper() if kind is str else "X"
         text = f"{meaning}: {_takers(defaults)}"
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -160,7 +162,8 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
 
 def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
     """Each chosen method takes those given options that it has; one that none of them has raises ValueError."""
-    given = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name) is not None}
+    given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
+    given = {name: value for name, value in given.items() if value is not None}
     chosen = args.compare or [args.estimator]
     known = {name for method in chosen for name in METHODS[method].options(mode)}
     if unknown := sorted(set(given) - known):

@@ -26,6 +26,7 @@ class Task(Protocol):
 
     mode: str  # "bimodal" or "unimodal"
     n: int  # training samples; their data-set indices are 0 .. n-1
+    group: Tensor  # (n,) samples with equal entries mean the same
     headline: str  # the metric that the progress bar and the pictures show
     labels: Mapping[str, str]  # metric -> how a table calls it
 
@@ -216,8 +217,10 @@ class Run:
         index = self._batch(number)
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
         z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
-        encode = self._encode if self.config.options.get("encode") else None
-        loss = self.est(z1, z2, index[self.part], encode=encode)
+        options, own = self.config.options, index[self.part]
+        encode = self._encode if options.get("encode") else None
+        group = self.task.group[own] if options.get("group") else None
+        loss = self.est(z1, z2, own, group=group, encode=encode)
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
         self.stepper.zero_grad()

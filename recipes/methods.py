@@ -37,8 +37,12 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "proposals": (str, "what chains are proposed: pool, independent draws; sweep, every negative once"),
     "encode": (int, "1: samples outside the batch at which chains stay are encoded again; 0: such visits are dropped"),
     "rescore": (int, "1: they are encoded before the chains move, so that no similarity is stale"),
+    "group": (int, "1: samples with the same caption are not each other's negatives"),
     "memory": (int, "1: keep each sample's residual; 0: start from none at every visit"),
 }
+
+# What every method takes where samples have captions.
+COMMON: dict[str, Any] = {"group": 0}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Method:
 
     def options(self, mode: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Defaults for ``mode`` with the ``given`` values on top; a name the method lacks raises ValueError."""
-        values = {**self.defaults, **(self.unimodal if mode == UNIMODAL else {})}
+        common = COMMON if mode == BIMODAL else {}
+        values = {**common, **self.defaults, **(self.unimodal if mode == UNIMODAL else {})}
         for name, value in (given or {}).items():
             if name not in values:
                 raise ValueError(f"{self.title} has no {name!r}; it takes {', '.join(values)}")

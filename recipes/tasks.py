@@ -42,7 +42,7 @@ class GlyphNames:
         self.n = len(train)
         self.description = f"glyph names, split {split_seed}, n = {self.n}"
         self.names, self.device = data.names, torch.device(device)
-        self.caption = data.caption[train]  # (n,) caption of each training pair
+        self.caption = self.group = data.caption[train]  # (n,) caption of each training pair
         self.images = data.images[train].to(device)
         self.held_out_images = data.images[split.held_out].to(device)
         self.candidates, right = data.caption[split.held_out].unique(return_inverse=True)
@@ -102,6 +102,7 @@ class GlyphFaces:
         several = count > 1
         self.count, self.first = count[several], first[several]  # (n,) faces of a character, and where they begin
         self.n, self.device = len(self.count), torch.device(device)
+        self.group = torch.arange(self.n)
         self.description = f"glyph faces, split {split_seed}, n = {self.n}"
         self.images = data.images[order].to(device)
         self.bank, self.bank_labels = _one_per_character(data, split.train, 0, device)

@@ -38,10 +38,10 @@ class Candidates:
         if distinct:
             self.count = torch.full_like(positions[:1], self.most)
         else:
-            self._same = same_sample(keys, [key[positions] for key in keys])  # (B, b)
-            self.count = views * (~self._same).sum(0)
-            # allowed columns first, in their order
-            self._order = torch.argsort(self._same.to(torch.uint8).repeat(views, 1), dim=0, stable=True)
+            self._same = same_sample([key[positions] for key in keys], keys)  # (b, B)
+            self.count = views * (~self._same).sum(1)
+            # allowed columns first, in their order; sorting along the rows is five times as fast
+            self._order = torch.argsort(self._same.to(torch.uint8).repeat(1, views), dim=1, stable=True).T
         self._sorted, self._place = torch.sort(names, stable=True)
 
     def column(self, number: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Candidates:
         column, found = self._place[at], self._sorted[at] == sample
         if self._same is None:
             return column, found, found & (column != self._positions)
-        return column, found, found & ~self._same.gather(0, column[None])[0]
+        return column, found, found & ~self._same.gather(1, column[:, None])[:, 0]
 
     def name(self, column: Tensor) -> Tensor:
         """Data-set position of the sample in a column below ``width``."""
