@@ -54,11 +54,10 @@ def watched(spare: int | None = None) -> Iterator[list[tuple[Any, Walk, float]]]
     seen: list[tuple[Any, Walk, float]] = []
     original = chains.walk
 
-    def walk(
-        candidates: Any, scores: Tensor, start: Tensor, burn_in: Tensor, streams: Tensor, sweep: bool, own: int
-    ) -> Walk:
+    def walk(candidates: Any, scores: Tensor, start: Tensor, burn_in: Tensor, streams: Tensor, own: Any) -> Walk:
         begin = time.perf_counter()
-        found = original(candidates, scores, start, burn_in, streams, sweep, own if spare is None else spare)
+        pool = own if spare is None or own is None else torch.full_like(own, spare)
+        found = original(candidates, scores, start, burn_in, streams, pool)
         seen.append((candidates, found, 1e3 * (time.perf_counter() - begin)))
         return found
 

@@ -57,6 +57,10 @@ class AnchorStatistics(ABC):
             Gradients with respect to this process's ``z1`` and ``z2``.
         """
 
+    @abstractmethod
+    def release(self) -> None:
+        """Give back what only :meth:`gradients` needs, where somebody else gives the gradients."""
+
     @property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, 2)``."""

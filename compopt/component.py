@@ -34,6 +34,7 @@ class Call:
         keys: ``index`` and, if given, ``index2`` and ``group`` of the whole batch, ``(B,)`` int64.
         own: this rank's part of the batch.
         sizes: samples of every rank.
+        chunk_size: anchors that may be held at a time, or ``None``.
         encoder: features of samples outside the batch, if the caller can give them.
         t: commits so far.
         window: calls since the last commit.
@@ -50,6 +51,7 @@ class Call:
     keys: Mapping[str, Tensor]
     own: slice
     sizes: Sequence[int]
+    chunk_size: int | None
     encoder: Encoder | None
     t: int
     window: int

@@ -167,9 +167,10 @@ class ContrastiveEstimator(Estimator):
                 for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
-        self._reader.monitor.watch_features(a, b, value)
+        encoded = [] if encoder is None else encoder.features
+        self._reader.monitor.watch_features(value, (a, b), *encoded)
         value = visit.guard(value)
-        if encoder is not None and inputs:
+        if encoder is not None and torch.is_grad_enabled():
             learned, gradients = (
                 learned + encoder.outputs,
                 gradients + [g * self._ranks.size for g in encoder.gradients],
@@ -284,6 +285,7 @@ class ContrastiveEstimator(Estimator):
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
         # what follows may be collective: no rank may skip it
         wanted = features or (self._ranks.size > 1 and estimate.weights is not None)
+        wanted = wanted or (encoder is not None and encoder.wants_gradients)
         computed = objective.feature_gradients(pairs, estimate, constant, self.multiply_tau) if wanted else []
         gradients = computed if features else []
         if estimate.through_alpha is not None and (features or self._ranks.size > 1):
@@ -349,6 +351,7 @@ class ContrastiveEstimator(Estimator):
             keys=visit.keys,
             own=visit.own,
             sizes=visit.sizes,
+            chunk_size=self.chunk_size,
             encoder=encoder,
             t=self.t,
             window=self.pending,

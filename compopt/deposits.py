@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.draws import scramble_, streams
+from compopt.draws import below, scramble_, streams
 from compopt.rows import RowLayout
 
 COUNT = "count"
@@ -130,18 +130,19 @@ def _choice(
 ) -> Tensor:
     """Which proposal of each run is taken where only one can be, ``(R, width)``.
 
-    That with the largest hash of row, visits and its integers, among equals the one with the largest numbers: the same
-    in whatever order the proposals came, and as good as a draw.
+    They are put in order, and a hash of row and visits says which: the same one in whatever order they came, each as
+    often as any other.
     """
-    words = scramble_(streams((), rows)[:, None] + count)
-    for x in proposals.values():
-        words = words if x.is_floating_point() else scramble_(words + x)
-    keys = [words.bitwise_right_shift_(12).to(torch.float64)]  # 52 bits are exact
-    keys += [x for x in proposals.values() if x.is_floating_point()]
-    left = torch.ones_like(words, dtype=torch.bool) if valid is None else valid
-    for key in keys:
-        key = torch.where(left, key, -torch.inf)
-        left = left & (key == over_run(key, "max"))
-    place = torch.arange(len(left), device=left.device, dtype=torch.float64)[:, None]
-    first = over_run(torch.where(left, place, torch.inf), "min")
-    return torch.where(first.isfinite(), first, 0).to(torch.int64)
+    length = torch.searchsorted(rows, rows, right=True) - (first := torch.searchsorted(rows, rows))
+    chosen = []
+    for direction, visits in enumerate(count.unbind(1)):
+        order, left = torch.arange(len(rows), device=rows.device), length
+        keys = [x[:, direction] for x in reversed(list(proposals.values()))]
+        if valid is not None:  # those that are not come last, and are not among those to choose from
+            keys.append(~valid[:, direction])
+            left = over_run(valid[:, direction : direction + 1].to(torch.float32), "sum")[:, 0].to(torch.int64)
+        for key in (*keys, rows):
+            order = order[torch.argsort(key[order], stable=True)]
+        number = below(scramble_(streams((), rows) + visits), left.clamp(min=1))
+        chosen.append(order[first + number])
+    return torch.stack(chosen, dim=1)

@@ -93,6 +93,10 @@ class _Panel:
             torch.mm(self._combine(s, rows, mine, columns), self.y, out=result[start:stop])
         return result
 
+    def release(self) -> None:
+        """Give back the strips."""
+        self._kept.clear()
+
     def _combine(self, s: Tensor, rows: Side, own: dict[str, Tensor], columns: dict[str, Tensor]) -> Tensor:
         """Coefficients ``A_ij`` of one strip, in place."""
 
@@ -172,6 +176,10 @@ class GatheredPairs(AnchorStatistics):
         self._count_negatives(len(self._panels[0].y), excluded, positive, self._batch)
         self.log_sum = self.real(everyone[1] - self.positive * self._scale)
         self.mean_h = self.real(everyone[2] - self.positive) if self._panels[0].moments else None
+
+    def release(self) -> None:
+        for panel in self._panels:
+            panel.release()
 
     def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
         coefficient = self.real(coefficient.expand(self._batch, 2))

@@ -201,6 +201,11 @@ class Pairs(AnchorStatistics):
             torch.mm(self._buffers[self._row_buffer].T, self.x, out=grad_y)
         return self._with_positives(grad_x, grad_y, alpha, coefficient)
 
+    def release(self) -> None:
+        self._strips.clear()
+        self._buffers.clear()
+        self._spare = None
+
     def _recomputed(self) -> Iterator[Strip]:
         column_shift: Tensor | None = None
         for start, stop in self._bounds():

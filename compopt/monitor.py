@@ -52,12 +52,12 @@ class Monitor:
             )
         return None
 
-    def watch_features(self, a: Tensor, b: Tensor, value: Tensor) -> None:
-        """Warn of rows that are not finite, if the value says that there may be some."""
+    def watch_features(self, value: Tensor, *features: tuple[Tensor, Tensor]) -> None:
+        """Warn of rows of ``z1, z2`` that are not finite, if the value says that there may be some."""
         if value.device.type == "cpu" and math.isfinite(value.item()):
             return  # a bad feature reaches every anchor's sum
         with torch.no_grad():
-            bad = ~(a.sum(dim=1) + b.sum(dim=1)).isfinite()
+            bad = torch.cat([~(a.sum(dim=1) + b.sum(dim=1)).isfinite() for a, b in features])
             self.watch(bad.sum(), _warn_features)
 
 

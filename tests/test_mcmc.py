@@ -72,9 +72,8 @@ def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, mo
     candidates = SimpleNamespace(
         width=negatives, most=1, alike=True, count=torch.tensor([negatives]), column=lambda slot: slot
     )
-    found = walk(
-        candidates, scores[:, None].expand(-1, b), torch.full((b,), start), torch.tensor([0]), number, False, 1
-    )
+    spare = torch.full((b,), int(where == "outside"))
+    found = walk(candidates, scores[:, None].expand(-1, b), torch.full((b,), start), torch.tensor([0]), number, spare)
     got = torch.bincount(found.last, minlength=negatives + 1).double() / b
     want = torch.zeros(negatives + 1, dtype=torch.float64)
     for slot in range(pool):
@@ -183,18 +182,24 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     assert (chi_square(torch.cat(u)) > 70) == biased
 
 
-def test_unimodal_chains_find_the_softmax_over_both_views():
+def test_unimodal_chains_keep_the_softmax_over_both_views():
     """Views that are alike, so that both passes have one target: the samples' softmax."""
-    z, _ = data_set(96)
+    n, tau = 10, 0.3
+    z, _ = data_set(n, seed=8)
     generator = torch.Generator().manual_seed(4)
-    _, p = targets(z, z, 0.3)
-    u = []
-    for seed in range(5):
-        est = compopt.EMC2Estimator(96, tau=0.3, seed=seed, mode="unimodal", dtype=torch.float64)
-        wander(est, z, z, 20, 8, generator)
-        chain = est.read(torch.arange(96))["chain"]
-        assert chain.shape == (96, 1)
-        u.append(places(chain, p[:1], generator))
+    s, p = targets(z, z, tau)
+    est = compopt.EMC2Estimator(n, tau=tau, mode="unimodal", dtype=torch.float64)
+    state, u = est.state_dict(), []
+    for seed in range(500):
+        chain = torch.multinomial(p[0], 1, generator=generator)
+        state["rows"] = {
+            "chain": chain,
+            "score": s[0].gather(1, chain),
+            "count": torch.ones_like(state["rows"]["count"]),
+        }
+        est.load_state_dict({**state, "t": 100 * seed})
+        wander(est, z, z, 3, 4, generator)
+        u.append(places(est.read(torch.arange(n))["chain"], p[:1], generator))
     assert chi_square(torch.cat(u)) < 33.7
 
 
@@ -388,9 +393,6 @@ def test_bad_options():
 def test_bad_calls():
     z1, z2 = features(4, 3, 0)
     index = torch.arange(4)
-    est = compopt.EMC2Estimator(10, burn_in=3)
-    with pytest.raises(ValueError, match=r"burn_in=3.*3 proposals"):
-        est(z1, z2, index)
     est = compopt.EMC2Estimator(10, rescore=True)
     with pytest.raises(ValueError, match="rescore.*encode"):
         est(z1, z2, index)
@@ -443,6 +445,75 @@ def test_a_group_s_own_burn_in_and_added_samples():
         est.add_sample_group({"n": 5, "burn_in": 1.0})
 
 
+def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
+    """Short batches, repeats and groups make R smaller than it was thought to be."""
+    z1, z2 = features(6, 3, 0)
+    for options in ({}, {"group": torch.tensor([0, 0, 0, 0, 1, 2])}):
+        got = [
+            run(compopt.EMC2Estimator(10, burn_in=burn_in, tau=1.0), z1, z2, torch.arange(6), **options)
+            for burn_in in (4, 5, 700, 0.999)
+        ]
+        for one, other in zip(got[1:], got[2:], strict=False):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_fractions_mean_the_same_in_one_group_and_in_several():
+    from compopt.negatives.chains import _burn_in
+
+    for fraction in (0.1, 0.3, 0.7, 0.9):
+        count = torch.arange(1, 300)
+        want = [min(int(round(fraction * 10) * r // 10), r - 1) for r in count.tolist()]
+        for dtype in (torch.float32, torch.float64):
+            assert _burn_in(torch.tensor(fraction, dtype=dtype), count).tolist() == want
+
+
+@pytest.mark.parametrize("rescore", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_encoded_features_that_are_not_finite_show_in_the_loss(mode, rescore):
+    n = 30
+    z1, z2 = data_set(n, seed=6)
+    est = compopt.EMC2Estimator(n, tau=0.05, mode=mode, dtype=torch.float64, rescore=rescore)
+    bank = Bank(n, 6, mode)
+    for _ in range(6):
+        index = torch.randperm(n, generator=torch.Generator().manual_seed(1))[:10]
+        est(z1[index], z2[index], index, encode=bank)
+        est.step()
+    index = torch.tensor([i for i in range(n) if i not in index.tolist()][:6] + index[:4].tolist())
+    before = est.read(torch.arange(n))
+
+    def broken(missing):
+        z = tuple(torch.full((len(missing), 6), torch.nan, dtype=torch.float64) for _ in range(2))
+        return z if mode == "bimodal" else z[0]
+
+    with pytest.warns(UserWarning, match="feature rows of a batch are NaN"):
+        loss = est(z1[index].requires_grad_(), z2[index], index, encode=broken)
+    assert est.metrics["outside_visits"] > 0 and not torch.isfinite(loss)
+    est.step()
+    after = est.read(torch.arange(n))
+    lost = after["count"] == before["count"]
+    assert lost[index].any()
+    for name in after:
+        assert torch.equal(after[name][lost], before[name][lost]) and torch.isfinite(after[name].double()).all()
+
+
+def test_gradients_reach_what_is_encoded_when_the_batch_is_frozen():
+    n = 30
+    z1, z2 = data_set(n, seed=6)
+    results = []
+    for frozen in (True, False):
+        est, bank = compopt.EMC2Estimator(n, tau=0.1, dtype=torch.float64), Bank(n, 6, "bimodal")
+        for t in range(5):
+            index = torch.randperm(n, generator=torch.Generator().manual_seed(t))[:10]
+            a, b = (z[index].requires_grad_(not frozen) for z in (z1, z2))
+            loss = est(a, b, index, encode=bank)
+            if loss.requires_grad:
+                loss.backward()
+            est.step()
+        results.append(bank.take_gradients())
+    assert results[0].abs().sum() > 0
+    near(results[0], results[1])
+
+
 def test_the_seed_is_state():
     """A run resumed by an estimator of another seed draws what the first one would have drawn."""
     z1, z2 = features(8, 3, 0)
@@ -481,7 +552,28 @@ def test_a_chain_takes_one_of_its_proposals_whatever_their_order():
         results.append({name: columns[name][at.argsort(stable=True)][::3] for name in ("chain", "score")})
     for name in ("chain", "score"):
         assert torch.equal(results[0][name], results[1][name])
+    assert not torch.equal(results[0]["chain"], chains.amax(0))
     matches = (results[0]["chain"] == chains) & (results[0]["score"] == scores)
     assert matches.any(0).all()
     taken = matches.double().argmax(0)
     assert 0.25 < (taken == 0).double().mean() < 0.42
+
+
+def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
+    """Two of five proposals are the same sample: it is kept in two of five rows."""
+    from compopt.deposits import Deposit, merge
+    from compopt.rows import Column, RowLayout
+
+    layout = RowLayout((Column("chain", 1, torch.int64, reduce="one"), Column("count", 1, torch.int32)))
+    count = 4000
+    rows, old = torch.arange(count), torch.zeros(count, layout.words, dtype=torch.complex128)
+    valid = torch.ones(count, 1, dtype=torch.bool)
+    made = [
+        Deposit(rows, old, {"chain": torch.full((count, 1), sample)}, valid, True) for sample in (7, 3, 7, 11, 5)
+    ] + [Deposit(rows, old, {"chain": torch.full((count, 1), 99)}, ~valid, True)]
+    at, _, new = merge(made, layout)
+    kept = layout.unpack(new)["chain"][at.argsort(stable=True)][:: len(made), 0]
+    share = {sample: float((kept == sample).double().mean()) for sample in (3, 5, 7, 11, 99)}
+    assert share[99] == 0
+    for sample, want in ((3, 0.2), (5, 0.2), (7, 0.4), (11, 0.2)):
+        assert abs(share[sample] - want) < 4 * (want * (1 - want) / count) ** 0.5, share

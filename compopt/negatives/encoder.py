@@ -69,6 +69,16 @@ class Encoder:
         check_features(given[0], given[-1], least=0)
         return given
 
+    @property
+    def features(self) -> list[tuple[Tensor, Tensor]]:
+        """What was encoded, if anything: of modality 1 and 2."""
+        return [(self._prepared[0][1], self._prepared[-1][1])] if self._prepared else []
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether anything that was encoded does."""
+        return any(z.requires_grad for z, _, _ in self._prepared)
+
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
         """Gradients with respect to what :meth:`__call__` returned, for the backward pass."""
         second, first = by_direction

@@ -27,25 +27,28 @@ class MCMCNegativeSampler(Normalizer):
 
     In each call the chain of every anchor gets ``R = |N_i|`` proposals, drawn independently and uniformly from the
     anchor's negatives in the batch and the sample at which the chain was stored, so that it may return there. For a
-    uniformly drawn batch this leaves the softmax of the data set invariant. The first ``P`` proposals are burn-in;
-    visits after the others are the weights, which sum to one. Between calls a chain keeps its sample and the similarity
-    that this had when last seen; a stored sample that is in the batch has its similarity of now. The first proposal to
-    a new chain is accepted.
+    uniformly drawn batch this leaves the softmax of the data set invariant. The first ``P`` proposals are burn-in; the
+    states after the others are the visits, whose shares are the weights and sum to one. Between calls a chain keeps its
+    sample and the similarity that this had when last seen; a stored sample that is in the batch has its similarity of
+    now. The first proposal to a new chain is accepted.
 
     A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
-    those samples; without it such visits are dropped and the others renormalised. *That is a bias*: with n = 1000, a
-    batch of 63, uniform features and stationary chains, 13 % of the anchors have no other visit at tau = 0.1, 53 % at
-    0.05, and contribute ``-grad s_ii`` alone.
+    those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
+    contributes ``-grad s_ii`` alone. *That is a bias*: with n = 1000, a batch of 63, uniform features and stationary
+    chains it befalls 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
+    similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
 
-    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
-    own burn-in. Rows do not say which view a chain was at: in the batch that is drawn by their softmax, outside
-    it the stored view is proposed twice as often as any view of the batch, as both views of its sample would be.
+    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its own
+    burn-in; rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of an
+    anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's section
+    4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed twice as
+    often as any view of the batch, as both of its views would be.
 
     Repeated samples and ``group``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
     Args:
         n: number of samples, or a list of sample groups.
-        burn_in: ``P``, a count, or a fraction of the proposals in [0, 1).
+        burn_in: ``P``, a count, or a fraction of the proposals in [0, 1); at least the last proposal counts.
         proposals: ``"pool"`` as above; ``"sweep"`` proposes every negative of the batch once, in the order of the
             batch, as the authors' code does. It never returns to the stored sample and is biased even on the full
             data set.
@@ -65,15 +68,17 @@ class MCMCNegativeSampler(Normalizer):
     As normalizer it reports ``log ghat`` of the batch for ``alpha``. A :class:`~compopt.TemperatureDual` beside it
     learns from ``sum_j w_ij h_ij`` of the visits.
 
-    Cost: one matrix product beside the kernel's, about 25 bytes and 40 operations per proposal.
+    Cost: three matrix products beside the kernel's, and some 40 passes over the proposals, so that it is a method for
+    small batches (``benchmarks/results/chains.md``). Memory: the visits, a number per pair and direction; with
+    ``chunk_size`` those of so many anchors, whose walks are repeated for the gradients.
 
-    Communicates, with K ranks, per call: one all-gather of 9 numbers per sample and direction, one all-reduce of the
+    Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce of the
     gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on a
     sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
 
     Raises:
-        ValueError: burn_in < 0, a float of 1 or more, or not below ``R``; ``rescore`` without ``encode``; ``encode``
-            together with ``index2``, whose positions name samples of two kinds.
+        ValueError: burn_in < 0 or a float of 1 or more; ``rescore`` without ``encode``; ``encode`` together with
+            ``index2``, whose positions name samples of two kinds.
 
     References:
         Yau et al., EMC2, ICML 2024, eq. 9 to 11, Algorithm 1, section 4.1.
@@ -101,7 +106,9 @@ class MCMCNegativeSampler(Normalizer):
         checks.flag("rescore", rescore)
         self.proposals, self.rescore = proposals, rescore
         super().__init__(n, {"burn_in": burn_in})
-        self.state = {"seed": torch.tensor(checks.whole("seed", seed))}
+        if checks.whole("seed", seed) >= 1 << 63:
+            raise ValueError(f"seed must be below 2^63, got {seed}")
+        self.state = {"seed": torch.tensor(seed)}
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.burn_in("burn_in", group["burn_in"])
@@ -115,12 +122,11 @@ class MCMCNegativeSampler(Normalizer):
             raise ValueError("encode= cannot be combined with index2, whose positions name samples of two kinds")
 
     def structure(self) -> dict[str, Any]:
-        return {"proposals": self.proposals, "rescore": self.rescore}
+        return {"proposals": self.proposals}
 
     def joined(self, groups: SampleGroups, owner: Any) -> None:
         super().joined(groups, owner)
         self._ranks: Ranks = owner._ranks
-        self._chunk_size: int | None = owner.chunk_size
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
@@ -132,45 +138,42 @@ class MCMCNegativeSampler(Normalizer):
         """The seed stays on the host, which reads it in every call."""
 
     def estimate(self, call: Call) -> Estimate:
-        burn_in = self._burn_in(call)
-        rules = Rules(self.proposals == "sweep", self.rescore, (int(self.state["seed"]), call.t, call.window))
-        chains = Chains(call, burn_in, rules, self._ranks)
-        chains.run(call.encoder, self._chunk_size)
+        call.pairs.release()  # its gradients are not asked for
+        counters = (int(self.state["seed"]), call.t, call.window)
+        rules = Rules(self._burn_in(call), self.proposals == "sweep", self.rescore, counters, call.chunk_size)
+        chains = Chains(call, rules, self._ranks)
         proposals, metrics = self._shared(call, chains)
-        return Estimate(call.pairs.log_ghat, proposals, metrics=metrics, weights=chains)
+        # features from outside that are not finite must show in the value as those of the batch do
+        alpha = torch.where(chains.sum_wh.isfinite(), call.pairs.log_ghat, torch.nan)
+        return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
     def _shared(self, call: Call, chains: Chains) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Proposals and metrics of the whole batch, from what every rank knows of its own anchors."""
-        totals = chains.totals
+        totals, error = chains.totals, chains.outside.error
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
-        failed = torch.full_like(totals.inside, float(chains.error is not None))
+        failed = torch.full_like(totals.inside, float(error is not None))
         own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.sizes)
         chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)
-        if chains.error is not None:
-            raise chains.error
+        if error is not None:
+            raise error
         if call.encoder is not None and self._ranks.size > 1 and failed.any():
             raise RuntimeError("encode failed on another rank; nothing was deposited")
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + outside
+        squares = squares if call.encoder is None else squares + outside.square()
         metrics = {
             "acceptance_rate": accepted.sum() / proposed.sum(),
             "outside_visits": outside.sum() / (inside + outside).sum(),
             "unused_anchors": ((usable == 0) & (proposed > 0)).to(usable.dtype).mean(),
-            "effective_negatives": ((inside + outside).square() / squares).nanmean(),
+            "effective_negatives": (usable.square() / squares).nanmean(),
         }
-        finite = call.pairs.log_ghat.isfinite()
+        finite = chains.sum_wh.isfinite()
         finite = finite.all(dim=1, keepdim=True) if call.unimodal else finite
         return {"chain": sample, "score": torch.where(finite, score, torch.nan)}, metrics
 
     def _burn_in(self, call: Call) -> Tensor:
         """``(b, 2)``."""
-        value, most = call.hyper("burn_in"), call.pairs.negatives
-        largest = value if not isinstance(value, Tensor) else max(group["burn_in"] for group in self.own_groups)
-        if most is not None and largest >= max(most, 1):
-            raise ValueError(
-                f"burn_in={largest} leaves none of the {most} proposals per anchor; give fewer, or a fraction"
-            )
-        like = call.pairs.positive
+        value, like = call.hyper("burn_in"), call.pairs.positive
         value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
         return value.expand(like.shape)[call.own]

@@ -19,7 +19,10 @@ from compopt.negatives.candidates import Candidates
 
 @dataclass
 class Walk:
-    """What one pass of the chains of some anchors found; slots are columns, then *outside*, then *nowhere*.
+    """What one pass of the chains of some anchors found.
+
+    A *slot* is where a chain can be: a column (a candidate of the batch, ``0`` to ``Q - 1``), ``Q``, *outside*: at its
+    stored sample, which the batch lacks; ``Q + 1``, *nowhere*: before a first proposal was accepted.
 
     Attributes:
         visits: proposals after burn-in during which each chain was in each slot, ``(Q + 1, b)``, nowhere left out.
@@ -59,8 +62,7 @@ def walk(
     start: Tensor,
     burn_in: Tensor,
     streams: Tensor,
-    sweep: bool,
-    spare: int,
+    spare: Tensor | None,
 ) -> Walk:
     """``|N_i|`` proposals to every chain.
 
@@ -71,26 +73,22 @@ def walk(
         start: slot of each chain, ``(b,)``.
         burn_in: proposals whose visits do not count, ``(b,)`` or ``(1,)`` int64.
         streams: of random numbers, ``(b,)`` int64.
-        sweep: propose every negative once in the order of the batch; else draw from the negatives and, if the chain
-            starts outside the batch, ``spare`` slots of its stored sample.
-        spare: see ``sweep``.
+        spare: how often the stored sample outside the batch is in the pool beside the negatives, ``(b,)``; ``None``:
+            no draws, every negative once in the order of the batch.
     """
-    outside, nowhere = candidates.width, candidates.width + 1
     step = torch.arange(candidates.most, device=start.device)[:, None]
     words = draws.bits(streams, 0, candidates.most)
     number = step.expand(-1, len(start))
-    if not sweep:
-        pool = candidates.count + spare * (start == outside)
-        number = draws.below(words, pool)
+    if spare is not None:
+        number = draws.below(words, candidates.count + spare)
     slots = candidates.column(number)
     proposed = scores.gather(0, slots)
     keys = proposed - draws.uniform(words, scores.dtype).log_()
     if not candidates.alike:  # anchors with fewer negatives make fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
     accepted = accept(keys, proposed, scores.gather(0, start[None])[0])
-    taken = torch.where(accepted, step, -1).cummax(0).values if len(step) else step.expand(-1, len(start))
+    taken = torch.where(accepted, step, -1).cummax(0).values
     where = torch.where(taken < 0, start, slots.gather(0, taken.clamp(min=0)))
     counts = ((step >= burn_in) & (step < candidates.count)).to(scores.dtype).expand(-1, len(start))
     visits = torch.zeros_like(scores).scatter_add_(0, where, counts)
-    last = where[-1] if len(step) else start
-    return Walk(visits[:nowhere], last, accepted.sum(0))
+    return Walk(visits[:-1], where[-1], accepted.sum(0))

@@ -35,12 +35,8 @@ def split(bits, pool):
 def choose(row, visits, proposals):
     """One of several (sample, score), whatever their order."""
 
-    def rank(proposal):
-        sample, score = proposal
-        bits = scramble(scramble(scramble(row * GOLDEN) + visits) + sample)
-        return (bits - 2**64 if bits >> 63 else bits) >> 12, score
-
-    return max(proposals, key=rank)
+    bits = scramble(scramble(row * GOLDEN) + visits)
+    return sorted(proposals)[((bits >> 32) * len(proposals)) >> 32]
 
 
 class MCMCReference(BatchReference):
@@ -72,16 +68,16 @@ class MCMCReference(BatchReference):
                 if stored is not None and self.rescore and stored[0] not in names[d]:
                     stored = (stored[0], ref.encoded_score(a, stored[0]))
                 place, score = self.start(a, stored, slots, names[d], tau, draw, views * (batch - 1), views)
+                spare = views if place == "outside" and self.proposals == "pool" else 0
             else:
-                stored, place, was = state[i]
-                if self.rescore and place == "outside":
+                stored, place, was, spare = state[i]
+                if self.rescore and (spare or place == "outside"):
                     was = ref.encoded_score(a, stored[0])
                     stored = (stored[0], was)
                 score = was if place in ("outside", None) else a.s[slots[place][1]]
             visits, out = [0] * len(a.negatives), 0
             count = len(slots)
-            burn = min(int(self.burn_in * count) if self.burn_in < 1 else self.burn_in, count - 1)
-            spare = views if place == "outside" and self.proposals == "pool" else 0
+            burn = min(int(self.burn_in * count * (1 + 1e-6)) if self.burn_in < 1 else self.burn_in, count - 1)
             for r in range(count):
                 number, u = draw(r, count + spare)
                 if self.proposals == "sweep":
@@ -98,10 +94,10 @@ class MCMCReference(BatchReference):
             self.visits.append(visits)
             self.outside.append((out, stored[0] if out else None))
             if place == "outside" and ref.encode is not None and not self.rescore:
-                state[i] = (stored, place, score)
+                state[i] = (stored, place, score, spare)
                 score = ref.encoded_score(a, stored[0])
             else:
-                state[i] = (stored, place, score)
+                state[i] = (stored, place, score, spare)
             if count and (ref.columns == 2 or d == 1):
                 sample = stored[0] if place == "outside" else names[d][slots[place][0]]
                 proposals.append((row, column, "chain", (sample, score)))
