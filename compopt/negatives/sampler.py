@@ -38,8 +38,8 @@ class MCMCNegativeSampler(Normalizer):
     chains it befalls 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
     similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
 
-    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its own
-    burn-in; rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of an
+    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
+    own burn-in; rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of an
     anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's section
     4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed twice as
     often as any view of the batch, as both of its views would be.
@@ -72,8 +72,8 @@ class MCMCNegativeSampler(Normalizer):
     small batches (``benchmarks/results/chains.md``). Memory: the visits, a number per pair and direction; with
     ``chunk_size`` those of so many anchors, whose walks are repeated for the gradients.
 
-    Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce of the
-    gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on a
+    Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce
+    of the gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on a
     sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
 
     Raises:
@@ -142,13 +142,15 @@ class MCMCNegativeSampler(Normalizer):
         counters = (int(self.state["seed"]), call.t, call.window)
         rules = Rules(self._burn_in(call), self.proposals == "sweep", self.rescore, counters, call.chunk_size)
         chains = Chains(call, rules, self._ranks)
-        proposals, metrics = self._shared(call, chains)
+        sample, score, metrics = self._shared(call, chains)
         # features from outside that are not finite must show in the value as those of the batch do
         alpha = torch.where(chains.sum_wh.isfinite(), call.pairs.log_ghat, torch.nan)
+        finite = alpha.isfinite().all(dim=1, keepdim=True) if call.unimodal else alpha.isfinite()
+        proposals = {"chain": sample, "score": torch.where(finite, score, torch.nan)}
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
-    def _shared(self, call: Call, chains: Chains) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Proposals and metrics of the whole batch, from what every rank knows of its own anchors."""
+    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Samples, scores and metrics of the whole batch, from what every rank knows of its own anchors."""
         totals, error = chains.totals, chains.outside.error
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
         failed = torch.full_like(totals.inside, float(error is not None))
@@ -168,9 +170,7 @@ class MCMCNegativeSampler(Normalizer):
             "unused_anchors": ((usable == 0) & (proposed > 0)).to(usable.dtype).mean(),
             "effective_negatives": (usable.square() / squares).nanmean(),
         }
-        finite = chains.sum_wh.isfinite()
-        finite = finite.all(dim=1, keepdim=True) if call.unimodal else finite
-        return {"chain": sample, "score": torch.where(finite, score, torch.nan)}, metrics
+        return sample, score, metrics
 
     def _burn_in(self, call: Call) -> Tensor:
         """``(b, 2)``."""
