@@ -39,10 +39,10 @@ class MCMCNegativeSampler(Normalizer):
     similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
 
     *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
-    own burn-in; rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of an
-    anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's section
-    4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed twice as
-    often as any view of the batch, as both of its views would be.
+    own burn-in. Rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of
+    an anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's
+    section 4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed
+    twice as often as any view of the batch, as both of its views would be.
 
     Repeated samples and ``group``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
@@ -73,8 +73,8 @@ class MCMCNegativeSampler(Normalizer):
     ``chunk_size`` those of so many anchors, whose walks are repeated for the gradients.
 
     Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce
-    of the gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on a
-    sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
+    of the gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on
+    a sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
 
     Raises:
         ValueError: burn_in < 0 or a float of 1 or more; ``rescore`` without ``encode``; ``encode`` together with
