@@ -109,11 +109,11 @@ def caption_arms() -> list[Arm]:
         "residual": {**taus, "gamma": (0.8,)},
         "emc2": {**taus, "burn_in": (0.5,), "encode": (0,)},
     }
-    encode = {"tau": (*REGIME_TAUS, 0.12), "burn_in": (0.5,), "encode": (1,), **group}
+    encode = {"tau": (*REGIME_TAUS, 0.12), "burn_in": (0.5,), "encode": (1,), "rescore": (1,), **group}
     regime = "captions as groups"
     return [
         *(Arm(regime, method, {**grid, **group}) for method, grid in arms.items()),
-        Arm(regime, "emc2", encode, variant="encode"),
+        Arm(regime, "emc2", encode, variant="encode, rescored"),
     ]
 
 
