@@ -66,7 +66,6 @@ CONTENDERS = [
         "InfoNCE without the positive",
         lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau, include_positive=False),
     ),
-    _sogclr(0.03),
     _sogclr(0.1),
     _sogclr(0.5),
     _emc2("EMC2, no burn-in", burn_in=0),
