@@ -49,7 +49,8 @@ def _head(results: Results) -> str:
             "R@1 on held-out pairs in percent, mean ± standard deviation over seeds. Settings were chosen on another",
             "seed and another split. The gain is against the better of the two stateless baselines, InfoNCE and",
             "InfoNCE without the positive, ± the standard error of the difference. Two epochs at a peak learning",
-            "rate of 1e-3, batch 64, unless stated.",
+            "rate of 1e-3, batch 64, unless stated. Seconds are of two runs at a time, a thread each; those of EMC2",
+            "and of batch 32 come from a machine that was busy with other work and cannot be compared.",
         ]
     )
 

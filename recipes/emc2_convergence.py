@@ -6,6 +6,8 @@ which the gradient over the whole data set can be computed exactly at any time. 
     python -m recipes.emc2_convergence                       # 2 processes, about twenty minutes
     python -m recipes.emc2_convergence --steps 2000 --lr 0.3 # a glimpse
 
+Finished runs are lines of ``emc2_convergence.jsonl``; a command that was stopped can be repeated.
+
 The views are two modalities with one encoder: an anchor's negatives are the other view of all other characters, as in
 the paper's eq. 1, and there is a chain per view. Loss and gradient are in its units:
 ``mean_i log sum_j exp((s_ij - s_ii) / tau)``, over both directions.
@@ -175,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all contenders, write results.json, a table and a picture."""
+    """Run all contenders that have no result yet, write a table and a picture."""
     args = parser().parse_args(argv)
     chosen = [
         number
@@ -190,13 +192,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number in chosen
     ]
     glyphs.load(None)  # rendered once, before the workers want it
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        results = list(tqdm(pool.imap(run, jobs), total=len(jobs), unit="run"))
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / "emc2_convergence.json").write_text(json.dumps(results) + "\n")
+    file = args.output_dir / "emc2_convergence.jsonl"
+    results = {_key(result): result for result in _finished(file)}
+    todo = [job for job in jobs if _identity(job) not in results]
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool, open(file, "a") as lines:
+        for result in tqdm(pool.imap_unordered(run, todo), total=len(todo), unit="run"):
+            lines.write(json.dumps(result) + "\n")
+            lines.flush()
+            results[_key(result)] = result
     from recipes import emc2_report
 
-    emc2_report.write(results, args.output_dir)
+    emc2_report.write([results[_identity(job)] for job in jobs], args.output_dir)
+
+
+def _identity(job: tuple[int, str, Setting]) -> str:
+    number, schedule, setting = job
+    return json.dumps([CONTENDERS[number].name, schedule, asdict(setting)])
+
+
+def _key(result: dict[str, Any]) -> str:
+    return json.dumps([result["name"], result["schedule"], result["setting"]])
+
+
+def _finished(file: Path) -> list[dict[str, Any]]:
+    """Runs that need not be repeated."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 if __name__ == "__main__":

@@ -54,4 +54,4 @@ def write(results: list[Result], folder: Path) -> None:
         axes[0][0].set_ylabel("squared norm of the global gradient")
         axes[0][-1].legend(fontsize=8)
         figure.savefig(folder / "emc2_convergence.png")
-    print(f"wrote {folder}/emc2_convergence.json, .md and .png")
+    print(f"wrote {folder}/emc2_convergence.md and .png")
