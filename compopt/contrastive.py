@@ -171,10 +171,8 @@ class ContrastiveEstimator(Estimator):
         self._reader.monitor.watch_features(value, (a, b), *encoded)
         value = visit.guard(value)
         if encoder is not None and torch.is_grad_enabled():
-            learned, gradients = (
-                learned + encoder.outputs,
-                gradients + [g * self._ranks.size for g in encoder.gradients],
-            )
+            learned = learned + encoder.outputs
+            gradients += [gradient * self._ranks.size for gradient in encoder.gradients]
         return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
 
     def feature_gradients(
@@ -284,8 +282,8 @@ class ContrastiveEstimator(Estimator):
             self._deposit(visit, proposals, self._valid(pairs))
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
         # what follows may be collective: no rank may skip it
-        wanted = features or (self._ranks.size > 1 and estimate.weights is not None)
-        wanted = wanted or (encoder is not None and encoder.wants_gradients)
+        elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
+        wanted = features or (estimate.weights is not None and elsewhere)
         computed = objective.feature_gradients(pairs, estimate, constant, self.multiply_tau) if wanted else []
         gradients = computed if features else []
         if estimate.through_alpha is not None and (features or self._ranks.size > 1):

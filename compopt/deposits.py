@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,25 +87,37 @@ def _finite(proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
     return finite
 
 
+class Runs:
+    """Runs of equal rows in a sorted list.
+
+    Attributes:
+        rows: the list, ``(R,)``.
+        first, length: of the run that each member belongs to, ``(R,)``.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.first = rows, torch.searchsorted(rows, rows)
+        self.length = torch.searchsorted(rows, rows, right=True) - self.first
+        starts = self.first == torch.arange(len(rows), device=rows.device)
+        self._lengths = torch.where(starts, self.length, 0)
+
+    def over(self, x: Tensor, kind: str) -> Tensor:
+        """Reduce ``(R, D)`` over runs; every member receives its run's result."""
+        return torch.segment_reduce(x.contiguous(), kind, lengths=self._lengths, axis=0, unsafe=True)[self.first]
+
+
 def _reduce(
     rows: Tensor, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None, layout: RowLayout
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
     """Reduce runs of equal (sorted) rows; every member of a run receives the run's result."""
-    first = torch.searchsorted(rows, rows)
-    length = torch.searchsorted(rows, rows, right=True) - first
-    starts = first == torch.arange(len(rows), device=rows.device)
-    lengths = torch.where(starts, length, 0)
-
-    def over_run(x: Tensor, kind: str) -> Tensor:
-        return torch.segment_reduce(x.contiguous(), kind, lengths=lengths, axis=0, unsafe=True)[first]
-
+    runs = Runs(rows)
+    over_run = runs.over
+    alike = {name: x for name, x in proposals.items() if layout[name].reduce == "one"}
+    chosen = _choice(runs, count, alike, valid) if alike else None
     finite = over_run(_finite(proposals, valid).to(torch.float32)[:, None], "min")[:, 0] > 0
-    reduced, chosen = {}, None
+    reduced = {}
     for name, x in proposals.items():
-        if layout[name].reduce == "one":
-            if chosen is None:
-                alike = {key: value for key, value in proposals.items() if layout[key].reduce == "one"}
-                chosen = _choice(rows, count, alike, valid, over_run)
+        if chosen is not None and name in alike:
             reduced[name] = x.gather(0, chosen)
             continue
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
@@ -121,28 +133,21 @@ def _reduce(
     return reduced, finite, any_valid
 
 
-def _choice(
-    rows: Tensor,
-    count: Tensor,
-    proposals: Mapping[str, Tensor],
-    valid: Tensor | None,
-    over_run: Callable[[Tensor, str], Tensor],
-) -> Tensor:
+def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
     """Which proposal of each run is taken where only one can be, ``(R, width)``.
 
     They are put in order, and a hash of row and visits says which: the same one in whatever order they came, each as
     often as any other.
     """
-    length = torch.searchsorted(rows, rows, right=True) - (first := torch.searchsorted(rows, rows))
-    chosen = []
+    keys, chosen = streams((), runs.rows), []
     for direction, visits in enumerate(count.unbind(1)):
-        order, left = torch.arange(len(rows), device=rows.device), length
-        keys = [x[:, direction] for x in reversed(list(proposals.values()))]
+        order, left = torch.arange(len(keys), device=keys.device), runs.length
+        columns = [x[:, direction] for x in reversed(list(proposals.values()))]
         if valid is not None:  # those that are not come last, and are not among those to choose from
-            keys.append(~valid[:, direction])
-            left = over_run(valid[:, direction : direction + 1].to(torch.float32), "sum")[:, 0].to(torch.int64)
-        for key in (*keys, rows):
-            order = order[torch.argsort(key[order], stable=True)]
-        number = below(scramble_(streams((), rows) + visits), left.clamp(min=1))
-        chosen.append(order[first + number])
+            columns.append(~valid[:, direction])
+            left = runs.over(valid[:, direction : direction + 1].to(torch.float32), "sum")[:, 0].to(torch.int64)
+        for column in (*columns, runs.rows):
+            order = order[torch.argsort(column[order], stable=True)]
+        number = below(scramble_(keys + visits), left.clamp(min=1))
+        chosen.append(order[runs.first + number])
     return torch.stack(chosen, dim=1)

@@ -10,14 +10,34 @@ from torch import Tensor
 from compopt.anchors import same_sample
 
 
+class Samples:
+    """The samples of a batch by data-set position.
+
+    Args:
+        names: data-set positions, ``(B,)``.
+    """
+
+    def __init__(self, names: Tensor) -> None:
+        self.names = names
+        self._sorted, self._place = torch.sort(names, stable=True)
+
+    def find(self, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Column (in view 1) where the batch first has each sample, ``(b,)``, and whether it has."""
+        at = torch.searchsorted(self._sorted, sample.contiguous()).clamp_(max=len(self.names) - 1)
+        return self._place[at], self._sorted[at] == sample
+
+    def name(self, column: Tensor) -> Tensor:
+        """Data-set position of the sample in a column, of whichever view."""
+        return self.names[column % len(self.names)]
+
+
 class Candidates:
-    """The candidates of some anchors of one direction.
+    """The candidates of some anchors, of either direction.
 
     Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views.
 
     Args:
         keys: of the global batch, ``(B,)`` each, see :class:`~compopt.anchors.AnchorStatistics`.
-        names: data-set positions of the candidate samples, ``(B,)``.
         positions: of the anchors in the global batch, ``(b,)``.
         distinct: known on the host: all keys are one key without repeats.
         views: columns per sample, 1 or 2.
@@ -29,8 +49,8 @@ class Candidates:
         alike: known on the host: all anchors have ``most`` negatives.
     """
 
-    def __init__(self, keys: Sequence[Tensor], names: Tensor, positions: Tensor, distinct: bool, views: int) -> None:
-        self._names, self._positions, self._views, self._batch = names, positions, views, len(names)
+    def __init__(self, keys: Sequence[Tensor], positions: Tensor, distinct: bool, views: int) -> None:
+        self._positions, self._views, self._batch = positions, views, len(keys[0])
         self.width = views * self._batch
         self.most = self.width - views
         self._same: Tensor | None = None
@@ -42,7 +62,6 @@ class Candidates:
             self.count = views * (~self._same).sum(1)
             # allowed columns first, in their order; sorting along the rows is five times as fast
             self._order = torch.argsort(self._same.to(torch.uint8).repeat(1, views), dim=1, stable=True).T
-        self._sorted, self._place = torch.sort(names, stable=True)
 
     def column(self, number: Tensor) -> Tensor:
         """Column of each negative by its number, ``(R, b)``; of numbers from ``count`` on, ``width``."""
@@ -55,18 +74,8 @@ class Candidates:
             column = self._order.gather(0, number.clamp(max=self.width - 1))
         return column.masked_fill_(outside, self.width)
 
-    def find(self, sample: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the batch first has a sample.
-
-        Returns:
-            Its column (in view 1), whether there is one, and whether it is a negative of its anchor, ``(b,)`` each.
-        """
-        at = torch.searchsorted(self._sorted, sample.contiguous()).clamp_(max=self._batch - 1)
-        column, found = self._place[at], self._sorted[at] == sample
+    def allows(self, column: Tensor) -> Tensor:
+        """Whether a column of view 1 is a negative of its anchor, ``(b,)``."""
         if self._same is None:
-            return column, found, found & (column != self._positions)
-        return column, found, found & ~self._same.gather(1, column[:, None])[:, 0]
-
-    def name(self, column: Tensor) -> Tensor:
-        """Data-set position of the sample in a column below ``width``."""
-        return self._names[column % self._batch]
+            return column != self._positions
+        return ~self._same.gather(1, column[:, None])[:, 0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from compopt import draws
 from compopt.anchors import scale_of
 from compopt.component import Call
-from compopt.negatives.candidates import Candidates
+from compopt.negatives.candidates import Candidates, Samples
 from compopt.negatives.outside import Outside
 from compopt.negatives.walk import Walk, walk
 from compopt.ranks import Ranks
@@ -86,7 +86,7 @@ class Chains(PairWeights):
         self._anchors = [z1[own], z2[own]]
         self._candidates = [torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1]
         index = call.keys["index"]
-        self._names = [call.keys.get("index2", index), index]
+        self._samples = [Samples(names) for names in (call.keys.get("index2", index), index)]
         self._scale = scale_of(call.tau, z1, self._batch)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
@@ -101,7 +101,7 @@ class Chains(PairWeights):
 
     def _run(self) -> None:
         """Move the chains, and encode what the batch lacks."""
-        outside, rules, spare = self.outside, self._rules, self._names[1][:1]
+        outside, rules, spare = self.outside, self._rules, self._samples[1].names[:1]
         if outside.encoded and rules.rescore:
             outside.encode(self._absent(), spare)
             outside.score = outside.fresh
@@ -114,7 +114,7 @@ class Chains(PairWeights):
                 self.totals.add(at, done, similarity, candidates.count)
                 score[at] = similarity.gather(0, last[None])[0]
                 self._stayed[at] = last == candidates.width
-                sample[at] = torch.where(last < candidates.width, candidates.name(last), sample[at])
+                sample[at] = torch.where(last < candidates.width, self._samples[direction].name(last), sample[at])
                 walks.append(done)
             if rules.recompute is None:
                 self._kept.append((own, walks))
@@ -132,12 +132,11 @@ class Chains(PairWeights):
     def _walks(self, own: slice) -> Iterator[tuple[Candidates, Tensor, Walk]]:
         """Both directions of some anchors; in unimodal mode one chain goes through view 1, then view 2."""
         positions, rules = self._positions[own], self._rules
+        candidates = Candidates(self._pairs.keys, positions, self._pairs.distinct, self._views)
+        burn_in = _burn_in(rules.burn_in[own], candidates.count[:, None])
         slot: Tensor | None = None
         for direction in (0, 1):
             at = (own, direction)
-            candidates = Candidates(
-                self._pairs.keys, self._names[direction], positions, self._pairs.distinct, self._views
-            )
             similarity = self._similarity(own, direction)
             streams = draws.streams((*rules.counters, direction), positions)
             scores = similarity * self._scale[at]
@@ -145,8 +144,7 @@ class Chains(PairWeights):
                 slot = self._start(at, candidates, scores, streams)
                 # the pool is that of the whole call: a chain that view 1 took into the batch may return in view 2
                 spare = self._views * (slot == candidates.width)
-            burn_in = _burn_in(rules.burn_in[at], candidates.count)
-            done = walk(candidates, scores, slot, burn_in, streams, None if rules.sweep else spare)
+            done = walk(candidates, scores, slot, burn_in[:, direction], streams, None if rules.sweep else spare)
             slot = done.last
             yield candidates, similarity, done
 
@@ -161,7 +159,8 @@ class Chains(PairWeights):
 
     def _start(self, at: tuple[slice, int], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
         """Slot of every chain before its first proposal."""
-        column, found, allowed = candidates.find(self.outside.sample[at])
+        column, found = self._samples[at[1]].find(self.outside.sample[at])
+        allowed = candidates.allows(column)
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
             both = torch.stack([column, column + self._batch])
             gap = scores.gather(0, both).diff(dim=0)[0]
@@ -174,7 +173,7 @@ class Chains(PairWeights):
     def _absent(self) -> Tensor:
         """Chains whose stored sample is not in the batch, ``(b, 2)``."""
         stored = self.outside.sample.unbind(1)
-        absent = [~torch.isin(sample, names) for sample, names in zip(stored, self._names, strict=True)]
+        absent = [~batch.find(sample)[1] for sample, batch in zip(stored, self._samples, strict=True)]
         return torch.stack(absent, dim=1) & self._seen
 
     def _finish(self) -> None:
