@@ -36,14 +36,18 @@ from recipes.tasks import GlyphFaces
 CHECKPOINTS = 24
 SCHEDULES = ("decaying", "constant")
 Build = Callable[[int, float, int], compopt.ContrastiveEstimator]
+Job = tuple[str, str, dict[str, Any]]  # contender, schedule, setting
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One curve: its name, its estimator ``(n, tau, seed)``, and whether it asks for samples outside the batch."""
+    """One curve: its name, its estimator ``(n, tau, seed)``, and whether it asks for samples outside the batch.
+
+    Without an estimator: the batch's anchors against all negatives.
+    """
 
     name: str
-    build: Build
+    build: Build | None
     encode: bool = False
 
 
@@ -73,8 +77,9 @@ CONTENDERS = [
     _emc2("EMC2, no burn-in", burn_in=0),
     _emc2("EMC2, burn-in 0.5"),
     _emc2("EMC2, burn-in 0.5, rescored", rescore=True),
-    Contender("all negatives", lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau)),
+    Contender("all negatives", None),
 ]
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 @dataclass(frozen=True)
@@ -132,15 +137,17 @@ class Problem:
         return torch.cat(terms).mean() * self.setting.tau
 
 
-def run(job: tuple[int, str, Setting]) -> dict[str, Any]:
+def run(job: Job) -> dict[str, Any]:
     """Train one contender on one schedule; loss and squared gradient norm on the way."""
-    number, schedule, setting = job
+    name, schedule, options = job
     torch.set_num_threads(1)
-    contender, problem = CONTENDERS[number], Problem(setting)
-    est = contender.build(setting.n, setting.tau, setting.seed)
+    contender, setting = BY_NAME[name], Setting(**options)
+    problem = Problem(setting)
+    est = contender.build(setting.n, setting.tau, setting.seed) if contender.build else None
     rate = setting.lr / setting.tau  # est's loss is tau times the paper's
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=rate)
-    est.attach(optimizer)
+    if est is not None:
+        est.attach(optimizer)
     marks = {round(setting.steps ** (k / (CHECKPOINTS - 1))) for k in range(CHECKPOINTS)}
     trace = [(0, *problem.measure())]
     encode = problem.features if contender.encode else None
@@ -149,7 +156,7 @@ def run(job: tuple[int, str, Setting]) -> dict[str, Any]:
             factor = 0.5 * (1 + math.cos(math.pi * (step - 1) / setting.steps))
             optimizer.param_groups[0]["lr"] = rate * factor
         index = problem.batch()
-        if contender.name == "all negatives":
+        if est is None:
             loss = problem.all_negatives(index)
         else:
             loss = est(*problem.features(index), index, encode=encode)
@@ -158,7 +165,7 @@ def run(job: tuple[int, str, Setting]) -> dict[str, Any]:
         optimizer.step()
         if step in marks:
             trace.append((step, *problem.measure()))
-    return {"name": contender.name, "schedule": schedule, "setting": asdict(setting), "trace": trace}
+    return {"name": name, "schedule": schedule, "setting": options, "trace": trace}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -179,45 +186,38 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all contenders that have no result yet, write a table and a picture."""
     args = parser().parse_args(argv)
-    chosen = [
-        number
-        for number, contender in enumerate(CONTENDERS)
-        if not args.only or any(contender.name.startswith(name) for name in args.only)
-    ]
-    jobs = [
-        (number, schedule, Setting(args.samples, args.batch_size, args.tau, args.steps, lr, seed))
+    chosen = [name for name in BY_NAME if not args.only or name.startswith(tuple(args.only))]
+    jobs: list[Job] = [
+        (name, schedule, asdict(Setting(args.samples, args.batch_size, args.tau, args.steps, lr, seed)))
         for lr in args.lr
         for seed in args.seeds
         for schedule in SCHEDULES
-        for number in chosen
+        for name in chosen
     ]
     glyphs.load(None)  # rendered once, before the workers want it
     args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "emc2_convergence.jsonl"
-    results = {_key(result): result for result in _finished(file)}
-    todo = [job for job in jobs if _identity(job) not in results]
+    results = _finished(file)
+    left = [job for job in jobs if json.dumps(job) not in results]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool, open(file, "a") as lines:
-        for result in tqdm(pool.imap_unordered(run, todo), total=len(todo), unit="run"):
+        for result in tqdm(pool.imap_unordered(run, left), total=len(left), unit="run"):
             lines.write(json.dumps(result) + "\n")
             lines.flush()
             results[_key(result)] = result
     from recipes import emc2_report
 
-    emc2_report.write([results[_identity(job)] for job in jobs], args.output_dir)
-
-
-def _identity(job: tuple[int, str, Setting]) -> str:
-    number, schedule, setting = job
-    return json.dumps([CONTENDERS[number].name, schedule, asdict(setting)])
+    emc2_report.write([results[json.dumps(job)] for job in jobs], args.output_dir)
 
 
 def _key(result: dict[str, Any]) -> str:
+    """Of the job that a result is of."""
     return json.dumps([result["name"], result["schedule"], result["setting"]])
 
 
-def _finished(file: Path) -> list[dict[str, Any]]:
-    """Runs that need not be repeated."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def _finished(file: Path) -> dict[str, dict[str, Any]]:
+    """Runs that need not be repeated, by job."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {_key(result): result for result in map(json.loads, lines)}
 
 
 if __name__ == "__main__":
