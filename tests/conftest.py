@@ -1,5 +1,9 @@
 """Small tensors everywhere: one thread is fastest, and results do not depend on the machine."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,3 +24,20 @@ def _end_the_pool():
     """The processes of tests/pool.py end with the session."""
     yield
     close_pools()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _extensions(tmp_path_factory):
+    """A folder of this session's own for compiled extensions: in the user's, a killed process leaves its lock."""
+    folder = tmp_path_factory.mktemp("extensions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session")
+def deepspeed_compiled(_extensions):
+    """DeepSpeed compiles its communication at first use; here, before anything is timed."""
+    pytest.importorskip("deepspeed")
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})

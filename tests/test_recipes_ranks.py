@@ -91,8 +91,7 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
 
 
-def test_deepspeed_and_resume(cache, single, tmp_path):
-    pytest.importorskip("deepspeed")
+def test_deepspeed_and_resume(cache, single, deepspeed_compiled, tmp_path):
     options = ("--deepspeed-config", "recipes/deepspeed/zero2.json")
     recipe(cache, tmp_path, *options, launcher=launched(TORCHRUN), steps=1)
     assert_like(recipe(cache, tmp_path, *options, "--resume", launcher=launched(TORCHRUN)), single)
