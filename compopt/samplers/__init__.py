@@ -1,0 +1,8 @@
+"""Which samples share a batch: torch batch samplers that choose batches by the features the training loop computes."""
+
+from compopt.samplers.bank import FeatureBank
+from compopt.samplers.base import BankSampler
+from compopt.samplers.ordered import OrderedBatchSampler
+from compopt.samplers.spectral import SpectralBatchSampler
+
+__all__ = ["BankSampler", "FeatureBank", "OrderedBatchSampler", "SpectralBatchSampler"]

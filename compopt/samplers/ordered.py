@@ -1,0 +1,158 @@
+"""Of many random batches those with the highest loss: ordered SGD."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.ranks import ProcessGroup
+from compopt.samplers.base import BankSampler
+from compopt.samplers.pairs import batch_losses
+
+# Numbers in the similarity matrices of the candidates that are weighed at a time
+PIECE = 1 << 20
+
+
+class OrderedBatchSampler(BankSampler):
+    r"""Ordered SGD: of ``candidates`` random batches an epoch has the ``keep`` with the highest loss.
+
+    .. math::
+        L(I) = \frac1{2B} \sum_{k \in I} \log \sum_{l \in I} e^{(s_{kl} - s_{kk})/\tau}
+                                       + \log \sum_{l \in I} e^{(s_{lk} - s_{kk})/\tau}
+
+    with the similarities ``s_kl = <z1_k, z2_l>`` of the bank's features. Candidates are cut from random permutations of
+    the data, each of which uses every sample once. A batch that is drawn again is kept only where there are too few
+    others. The kept batches come in random order.
+
+    *An epoch here is ``keep`` batches*, not the data: at most a share ``keep B / n`` of the samples. :attr:`coverage`
+    is this epoch's and :attr:`total_coverage` that of all epochs so far; samples that are never in a hard batch
+    train less, and their features in the bank are old. Until every sample has features, epochs of ``keep`` random
+    batches go through the data, those without features first.
+
+    Cost: ``2 candidates B^2 d`` operations, linear in ``candidates`` and not dependent on n; 0.1 s for 1,500 batches of
+    32 on one core. Memory: the bank, ``4 n d`` bytes in half precision.
+
+    Args:
+        n: number of samples; indices are 0 .. n - 1.
+        batch_size: ``B``, over all ranks.
+        candidates: random batches per epoch, ``k``.
+        keep: batches of an epoch, ``q <= k``.
+        tau: temperature of the loss.
+        seed: of the candidates, together with the epoch.
+        labels, background, lead, dtype, offload, process_group, rank, world_size: as in
+            :class:`~compopt.samplers.SpectralBatchSampler`.
+
+    State, communication, metrics: as there; also ``coverage``, ``kept_loss`` and ``candidate_loss``, the mean losses of
+    the newest plan's batches and of its candidates in nats.
+
+    Raises:
+        ValueError, TypeError: bad arguments; ``keep`` exceeds ``candidates`` or the number of different batches.
+
+    References:
+        Kawaguchi and Lu, Ordered SGD, AISTATS 2020. Cho et al., Mini-Batch Optimization of Contrastive Loss, section
+        5.2, appendix C.3 (B = 32, k = 1500, q = 150).
+
+    Example:
+        >>> import torch, compopt
+        >>> sampler = compopt.samplers.OrderedBatchSampler(n=64, batch_size=8, candidates=20, keep=4)
+        >>> sampler.observe(torch.arange(64), *torch.randn(2, 64, 16).unbind())
+        >>> len(list(sampler)), sampler.metrics["kept_loss"] > sampler.metrics["candidate_loss"]
+        (4, True)
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        candidates: int = 1500,
+        keep: int = 150,
+        tau: float = 0.1,
+        seed: int = 0,
+        labels: Tensor | None = None,
+        background: bool = True,
+        lead: float = 0.5,
+        dtype: torch.dtype = torch.float16,
+        offload: str | None = None,
+        process_group: ProcessGroup | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
+        if self.keep > self.candidates:
+            raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
+        super().__init__(
+            n, batch_size, tau, seed, labels, background, lead, dtype, offload, process_group, rank, world_size
+        )
+        if self.keep > math.comb(self.n, self.batch_size):
+            raise ValueError(
+                f"keep must be at most the {math.comb(self.n, self.batch_size)} batches of {batch_size} that n={n} "
+                f"samples have, got {keep}"
+            )
+        self._covered = torch.zeros(self.n, dtype=torch.bool)
+
+    def __len__(self) -> int:
+        return self.keep
+
+    @property
+    def coverage(self) -> float:
+        """Share of the samples that this epoch's batches have; 0 before the first."""
+        plan = self._plans.get(self.epoch)
+        return 0.0 if plan is None else len(plan.unique()) / self.n
+
+    @property
+    def total_coverage(self) -> float:
+        """Share of the samples that any epoch's batches have had so far, this one's included."""
+        return float(self._covered.double().mean())
+
+    def _begin(self) -> tuple[Tensor, int]:
+        plan, start = super()._begin()
+        self._covered[plan] = True
+        self.metrics["coverage"] = self.coverage
+        return plan, start
+
+    def work(self, epoch: int) -> list[Tensor]:
+        size = max(1, PIECE // (self.batch_size * max(self.batch_size, 128)))
+        return list(self.random_batches(self.candidates, epoch).split(size))
+
+    def do(self, piece: Tensor) -> Tensor:
+        """Losses of the candidates, ``(k,)``."""
+        z1, z2 = self.bank.read(piece)
+        labels = None if self.labels is None else self.labels[piece].to(z1.device)
+        return batch_losses(z1, z2, self.tau, labels).cpu()
+
+    def assemble(self, epoch: int, pieces: list[Tensor], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        batches, losses = torch.cat(pieces), torch.cat(results)
+        chosen = highest(batches, losses, self.keep)
+        metrics = {"kept_loss": float(losses[chosen].mean()), "candidate_loss": float(losses.mean())}
+        return batches[chosen].flatten(), metrics
+
+    def config(self) -> dict[str, Any]:
+        names = ("n", "batch_size", "candidates", "keep", "tau", "seed")
+        return {"kind": "ordered", **{name: getattr(self, name) for name in names}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "covered": self._covered.clone()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._covered = state_dict["covered"].clone()
+
+
+def highest(batches: Tensor, losses: Tensor, keep: int) -> Tensor:
+    """Which batches to keep, ``(keep,)``, ascending: the highest losses; a set of samples once, unless it must be.
+
+    Args:
+        batches: ``(k, B)``.
+        losses: ``(k,)``.
+        keep: at most ``k``.
+    """
+    _, first = np.unique(batches.sort(dim=1).values.numpy(), axis=0, return_index=True)
+    again = np.ones(len(batches), dtype=bool)
+    again[first] = False
+    order = np.lexsort((-losses.numpy(), again))  # by the last key first
+    return torch.from_numpy(np.sort(order[:keep]))

@@ -1,0 +1,158 @@
+"""Batches of samples that are hard for each other, by spectral clustering."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.ranks import ProcessGroup
+from compopt.samplers import clustering
+from compopt.samplers.base import BankSampler
+from compopt.samplers.pairs import pair_weights
+
+
+class Group(NamedTuple):
+    """Samples that are clustered among themselves.
+
+    Attributes:
+        samples: ``(m,)`` data-set positions.
+        sizes: of its batches.
+        seed: of k-means.
+    """
+
+    samples: Tensor
+    sizes: list[int]
+    seed: int
+
+
+class SpectralBatchSampler(BankSampler):
+    r"""Batches of samples that are each other's hard negatives: every sample exactly once per epoch.
+
+    .. math::
+        w_{kl} = c_{kl} + c_{lk}, \qquad
+        c_{kl} = \log\big(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\big) + \log\big(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\big)
+
+    The mean of ``w`` over the pairs of a batch bounds its loss from below. An epoch's batches shall keep as much of it
+    inside as they can: the samples are drawn into random groups of at most ``group`` batches, and each group is cut
+    into batches by spectral clustering with the affinity ``exp(w)``; an assignment problem makes the clusters even.
+
+    Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.7 s for 1,280 samples on one core.
+    Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
+    ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision.
+
+    *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, and ``group=`` to
+    the estimator.
+
+    Args:
+        n: number of samples; indices are 0 .. n - 1.
+        batch_size: ``B``, over all ranks.
+        group: batches per group, ``k``.
+        tau: temperature of the weights.
+        seed: of groups, k-means and the order of batches, together with the epoch.
+        drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, whose
+            part is empty on some ranks if it has fewer samples than ranks.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
+        background: form the next epoch's batches in a thread while this one trains. Otherwise when it begins.
+        lead: share of the epoch that is left when the thread starts. The larger, the older the features.
+        dtype, offload: of the bank: float16, bfloat16, float32; ``None`` is the features' device, ``"cpu"`` host memory.
+        process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
+            initialised.
+        rank, world_size: instead of a process group: nothing is communicated, and :meth:`observe` takes the whole
+            batch.
+
+    Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
+    one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
+
+    State: the bank, the plan of this epoch and of the next if it is made, epoch and position.
+
+    Communicates, with K ranks: at construction a CPU group is formed; :meth:`observe` gathers features; each rank
+    clusters every K-th group and the results are gathered in the thread.
+
+    Metrics: ``plan_seconds`` of the newest plan and ``wait_seconds``, what the loop waited for the epoch's.
+
+    Raises:
+        ImportError: SciPy or scikit-learn is missing.
+        ValueError, TypeError: bad arguments.
+
+    References:
+        Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3. The paper
+        uses B = 32, k = 40.
+
+    Example:
+        >>> import torch, compopt
+        >>> sampler = compopt.samplers.SpectralBatchSampler(n=64, batch_size=8)
+        >>> for batch in sampler:  # DataLoader(dataset, batch_sampler=sampler)
+        ...     index = torch.tensor(batch)
+        ...     z1, z2 = torch.randn(2, 8, 16).unbind()  # the loop's features
+        ...     sampler.observe(index, z1, z2)
+        >>> sorted(sum(sampler, [])) == list(range(64))  # clustered now
+        True
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        group: int = 40,
+        tau: float = 0.1,
+        seed: int = 0,
+        drop_last: bool = False,
+        labels: Tensor | None = None,
+        background: bool = True,
+        lead: float = 0.5,
+        dtype: torch.dtype = torch.float16,
+        offload: str | None = None,
+        process_group: ProcessGroup | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        clustering.require()
+        self.group = checks.count("group", group)
+        checks.flag("drop_last", drop_last)
+        self.drop_last = drop_last
+        super().__init__(
+            n, batch_size, tau, seed, labels, background, lead, dtype, offload, process_group, rank, world_size
+        )
+
+    def __len__(self) -> int:
+        return self.n // self.batch_size if self.drop_last else math.ceil(self.n / self.batch_size)
+
+    def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
+        if self.drop_last:
+            return super().random_plan(epoch, unseen)
+        return self.permutation(self.n, epoch, 0)
+
+    def work(self, epoch: int) -> list[Group]:
+        samples = self.permutation(self.n, epoch, 0)[: len(self) * self.batch_size]
+        count = math.ceil(len(self) / self.group)
+        bounds = [number * len(self) // count * self.batch_size for number in range(count + 1)]  # even groups
+        groups = []
+        for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            chosen = samples[low:high]
+            sizes = [len(batch) for batch in chosen.split(self.batch_size)]
+            groups.append(Group(chosen, sizes, self.draw(epoch, 1, number) % (1 << 32)))
+        return groups
+
+    def do(self, piece: Group) -> Tensor:
+        """The group's samples, one batch after the other."""
+        labels = None if self.labels is None else self.labels[piece.samples]
+        z1, z2 = self.bank.read(piece.samples)
+        labels = None if labels is None else labels.to(z1.device)
+        weights = pair_weights(z1, z2, self.tau, self.batch_size, labels)
+        clusters = clustering.spectral_clusters(weights, piece.sizes, piece.seed)
+        return piece.samples[clusters.argsort(stable=True)]
+
+    def assemble(self, epoch: int, pieces: list[Group], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        samples = torch.cat(results)
+        full = self.n // self.batch_size
+        order = self.permutation(full, epoch, 2)
+        batches = samples[: full * self.batch_size].view(full, self.batch_size)[order]
+        return torch.cat([batches.flatten(), samples[full * self.batch_size :]]), {}
+
+    def config(self) -> dict[str, Any]:
+        names = ("n", "batch_size", "group", "tau", "seed", "drop_last")
+        return {"kind": "spectral", **{name: getattr(self, name) for name in names}}
