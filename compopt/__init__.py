@@ -1,6 +1,6 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
-from compopt import data, diagnostics, functional, schedules
+from compopt import data, diagnostics, functional, samplers, schedules
 from compopt.component import Normalizer, Temperature
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
@@ -45,6 +45,7 @@ __all__ = [
     "diagnostics",
     "functional",
     "load",
+    "samplers",
     "save",
     "schedules",
 ]

@@ -43,23 +43,22 @@ class FeatureBank:
         self._queue: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held = self._filled = False
 
-    def write(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """Keep the features ``(b, d)`` of the samples ``index`` (b,), which do not repeat."""
-        rows = torch.stack([self.rounded(z1), self.rounded(z2)], dim=1)
+    def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
+        """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
+        wide = torch.promote_types(z1.dtype, torch.float32)
+        return torch.stack([F.normalize(z.detach().to(wide), dim=1) for z in (z1, z2)], dim=1).to(self.dtype)
+
+    def write(self, index: Tensor, rows: Tensor) -> None:
+        """Keep what :meth:`rounded` gave for the samples ``index`` (b,), which do not repeat."""
         self._allocate(rows)
         event = None
         if self.offload == "cpu" and rows.device.type == "cuda":
             staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            event_stream = torch.cuda.current_stream(rows.device)
             rows = staged.copy_(rows, non_blocking=True)
-            event = torch.cuda.current_stream(z1.device).record_event()
+            event = event_stream.record_event()
         self._queue.append((index, rows, event))
         self.settle(wait=False)
-
-    def rounded(self, z: Tensor) -> Tensor:
-        """As it is kept: normalised and in the bank's precision; nothing more is done to what has been rounded."""
-        if z.dtype == self.dtype and z.dtype in (torch.float16, torch.bfloat16) and getattr(z, "_rounded", False):
-            return z
-        return F.normalize(z.detach().to(torch.promote_types(z.dtype, torch.float32)), dim=1).to(self.dtype)
 
     def _allocate(self, rows: Tensor) -> None:
         device = torch.device("cpu") if self.offload else rows.device

@@ -169,7 +169,8 @@ class BankSampler(Sampler[list[int]]):
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= self.epoch}
         if self.epoch not in self._plans:
             if self.bank.filled:
-                self._keep(self.epoch, *self._planner.run(self, self.epoch), time.perf_counter() - started)
+                plan, metrics = self._planner.run(self, self.epoch)
+                self._keep(self.epoch, plan, metrics, time.perf_counter() - started)
             else:
                 self._plans[self.epoch] = self.random_plan(self.epoch, ~self.bank.seen.cpu())
         self.metrics["wait_seconds"] = time.perf_counter() - started
@@ -197,7 +198,8 @@ class BankSampler(Sampler[list[int]]):
         job.wait()
         self.bank.release()
         if not job.cancelled:
-            self._keep(epoch, *job.result(), job.seconds)
+            plan, metrics = job.result()
+            self._keep(epoch, plan, metrics, job.seconds)
 
     def _part(self, batch: Tensor, rank: int) -> Tensor:
         low, high = (r * len(batch) // self.world_size for r in (rank, rank + 1))
@@ -233,18 +235,17 @@ class BankSampler(Sampler[list[int]]):
         inputs.check_features(z1, z2, least=0)
         index = inputs.check_vector("index", index, len(z1)).cpu()
         inputs.check_range("index", index, self.n)
-        self.bank.write(*self._gathered(index, z1, z2))
+        self._write(index, z1, z2)
         if self._follow(index):
             self._plan_ahead(self._seen)
 
-    def _gathered(self, index: Tensor, z1: Tensor, z2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Index and features of the global batch."""
-        if self._ranks.size == 1:
-            return index, z1, z2
-        sizes = self._ranks.gather_host(torch.tensor(len(index))).tolist()
-        rows = [self.bank.rounded(z) for z in (z1, z2)]
-        index, z1, z2 = self._ranks.gather([index.to(z1.device), *rows], sizes)
-        return index, z1, z2
+    def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
+        """Features of this rank's samples, on all ranks."""
+        rows = self.bank.rounded(z1, z2)
+        if self._ranks.size > 1:
+            sizes = self._ranks.gather_host(torch.tensor(len(index))).tolist()
+            index, rows = self._ranks.gather([index.to(rows.device), rows], sizes)
+        self.bank.write(index, rows)
 
     def _follow(self, index: Tensor) -> bool:
         """Whether these are the samples of a batch that was handed out; then the loop has come so far."""
@@ -255,7 +256,7 @@ class BankSampler(Sampler[list[int]]):
             if torch.equal(index, self._batch(plan, number) if alone else self._own(plan, number)):
                 self._seen, self._follows = number + 1, True
                 return True
-            if alone and torch.equal(index, self._own(plan, number)):
+            if alone and len(index) and torch.equal(index, self._own(plan, number)):
                 raise ValueError(
                     f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the "
                     f"whole batch, or build the sampler with process_group="
@@ -280,7 +281,7 @@ class BankSampler(Sampler[list[int]]):
             z1, z2 = (z[: len(own)] for z in encode(own if len(own) else index[:1]))
             inputs.check_features(z1, z2, least=0)
             inputs.check_vector("index", own, len(z1))
-            self.bank.write(*self._gathered(own, z1, z2))
+            self._write(own, z1, z2)
         self._refreshed = True
 
     def _give_up(self) -> None:
@@ -288,7 +289,8 @@ class BankSampler(Sampler[list[int]]):
         if self._job is not None:
             self._job[1].cancelled = True
         self._collect()
-        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch <= self.epoch and self._begun}
+        entered = self._begun or self._start > 0
+        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch <= self.epoch and entered}
 
     # -- state -------------------------------------------------------------------------------------------------------
 

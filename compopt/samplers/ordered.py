@@ -133,7 +133,7 @@ class OrderedBatchSampler(BankSampler):
 
     def config(self) -> dict[str, Any]:
         names = ("n", "batch_size", "candidates", "keep", "tau", "seed")
-        return {"kind": "ordered", **{name: getattr(self, name) for name in names}}
+        return {"kind": "ordered", **{name: getattr(self, name) for name in names}, "dtype": str(self.bank.dtype)}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "covered": self._covered.clone()}

@@ -58,7 +58,8 @@ class SpectralBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         background: form the next epoch's batches in a thread while this one trains. Otherwise when it begins.
         lead: share of the epoch that is left when the thread starts. The larger, the older the features.
-        dtype, offload: of the bank: float16, bfloat16, float32; ``None`` is the features' device, ``"cpu"`` host memory.
+        dtype: of the bank: float16, bfloat16, float32.
+        offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
         rank, world_size: instead of a process group: nothing is communicated, and :meth:`observe` takes the whole
@@ -79,8 +80,8 @@ class SpectralBatchSampler(BankSampler):
         ValueError, TypeError: bad arguments.
 
     References:
-        Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3. The paper
-        uses B = 32, k = 40.
+        Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3
+        (B = 32, k = 40).
 
     Example:
         >>> import torch, compopt
@@ -155,4 +156,4 @@ class SpectralBatchSampler(BankSampler):
 
     def config(self) -> dict[str, Any]:
         names = ("n", "batch_size", "group", "tau", "seed", "drop_last")
-        return {"kind": "spectral", **{name: getattr(self, name) for name in names}}
+        return {"kind": "spectral", **{name: getattr(self, name) for name in names}, "dtype": str(self.bank.dtype)}

@@ -1,0 +1,217 @@
+"""The equations behind the choice of batches, and the clustering, against their definitions and brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from compopt.samplers import clustering
+from compopt.samplers.ordered import highest
+from compopt.samplers.pairs import batch_losses, normalized_affinity, pair_weights
+from tests.helpers import features, generator, near
+
+
+def unit(m, d, seed, spread=0.8):
+    return tuple(normalize(z, dim=1) for z in features(m, d, seed, spread))
+
+
+def naive_weight(z1, z2, a, b, tau, batch_size):
+    """DESIGN 3.7, a pair at a time in Python floats."""
+
+    def c(k, j):
+        s = [[float(x @ y) for y in z2] for x in z1]
+        terms = (s[k][j] - s[k][k], s[j][k] - s[k][k])
+        return sum(math.log(1 + (batch_size - 1) * math.exp(h / tau)) for h in terms)
+
+    return c(a, b) + c(b, a)
+
+
+def naive_loss(z1, z2, batch, tau, labels=None):
+    """The mean InfoNCE of both directions, in nats."""
+    total = 0.0
+    for x, y in ((z1, z2), (z2, z1)):
+        for k in batch:
+            others = [j for j in batch if j == k or labels is None or labels[j] != labels[k]]
+            total += math.log(sum(math.exp(float(x[k] @ y[j] - x[k] @ y[k]) / tau) for j in others))
+    return total / (2 * len(batch))
+
+
+@pytest.mark.parametrize("batch_size", [2, 5, 32])
+@pytest.mark.parametrize("tau", [0.05, 0.1, 1.0])
+def test_weights_are_their_definition(batch_size, tau):
+    z1, z2 = unit(7, 4, seed=1)
+    w = pair_weights(z1, z2, tau, batch_size)
+    want = [[0.0 if a == b else naive_weight(z1, z2, a, b, tau, batch_size) for b in range(7)] for a in range(7)]
+    near(w, want, rtol=1e-12)
+    assert torch.equal(w, w.T)
+
+
+def test_equal_labels_add_no_weight():
+    z1, z2 = unit(6, 4, seed=2)
+    labels = torch.tensor([0, 1, 0, 2, 1, 3])
+    plain, w = pair_weights(z1, z2, 0.1, 4), pair_weights(z1, z2, 0.1, 4, labels)
+    twins = labels[:, None] == labels
+    assert (w[twins] == 0).all() and torch.equal(w[~twins], plain[~twins])
+
+
+def test_losses_are_their_definition():
+    z1, z2 = unit(12, 4, seed=3)
+    batches = torch.randperm(12, generator=generator(0)).view(3, 4)
+    labels = torch.arange(12) % 5
+    got = batch_losses(z1[batches], z2[batches], 0.2)
+    near(got, [naive_loss(z1, z2, batch.tolist(), 0.2) for batch in batches], rtol=1e-12)
+    got = batch_losses(z1[batches], z2[batches], 0.2, labels[batches])
+    near(got, [naive_loss(z1, z2, batch.tolist(), 0.2, labels) for batch in batches], rtol=1e-12)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.5])
+def test_the_weights_bound_the_loss(tau):
+    """Jensen: the mean weight of a batch's pairs is at most four times its loss, and equal to it for B = 2."""
+    z1, z2 = unit(40, 6, seed=4)
+    for batch_size in (2, 8):
+        batches = torch.randperm(40, generator=generator(1)).view(-1, batch_size)
+        losses = batch_losses(z1[batches], z2[batches], tau)
+        w = pair_weights(z1, z2, tau, batch_size)
+        pairs = batch_size * (batch_size - 1)
+        bound = torch.stack([w[batch][:, batch].sum() / 2 / (2 * pairs) for batch in batches])
+        assert (bound <= losses + 1e-12).all()
+        if batch_size == 2:
+            near(bound, losses, rtol=1e-12)
+
+
+def test_the_affinity_is_normalized_as_ng_does():
+    z1, z2 = unit(9, 4, seed=5)
+    w = pair_weights(z1, z2, 0.3, 4)
+    a = torch.exp(w).fill_diagonal_(0.0)
+    d = a.sum(1).rsqrt()
+    near(normalized_affinity(w), d[:, None] * a * d, rtol=1e-12)
+
+
+def test_the_affinity_of_small_temperatures_is_finite():
+    """exp(w) leaves float32, and even float64, here."""
+    z1, z2 = (z.float() for z in unit(30, 4, seed=6, spread=2.0))
+    w = pair_weights(z1, z2, 0.003, 8)
+    assert torch.exp(w.double()).isinf().any()
+    affinity = normalized_affinity(w)
+    assert affinity.isfinite().all() and float(affinity.max()) <= 1 + 1e-5
+    assert float(torch.linalg.eigvalsh(affinity.double()).max()) == pytest.approx(1.0, abs=1e-4)
+
+
+# clusters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[4] * 5, [6, 6, 6, 1], [2, 3, 4, 5], [1, 9], [20]])
+@pytest.mark.parametrize("kind", ["random", "lopsided", "equal"])
+def test_sizes_are_exact(sizes, kind):
+    m = sum(sizes)
+    z1, z2 = unit(m, 5, seed=7)
+    if kind == "lopsided":  # all but three in one heap
+        z1[3:], z2[3:] = normalize(z1[:1] + 0.05 * z1[3:], dim=1), normalize(z2[:1] + 0.05 * z2[3:], dim=1)
+    if kind == "equal":
+        z1[:], z2[:] = z1[0], z1[0]
+    clusters = clustering.spectral_clusters(pair_weights(z1, z2, 0.1, 4), sizes, seed=0)
+    assert clusters.dtype == torch.int64
+    assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
+
+
+def kept(w, clusters):
+    """The weight inside clusters."""
+    return float(w[clusters[:, None] == clusters].sum()) / 2
+
+
+def partitions(m, size):
+    """All ways to cut range(m) into parts of one size."""
+    if m == 0:
+        yield ()
+        return
+
+    def cut(rest):
+        if not rest:
+            yield []
+            return
+        first, *others = rest
+        for mates in itertools.combinations(others, size - 1):
+            left = [x for x in others if x not in mates]
+            for tail in cut(left):
+                yield [(first, *mates), *tail]
+
+    yield from cut(list(range(m)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_planted_clusters_are_the_best_of_all_partitions(seed):
+    """Three heaps of three: brute force over all 280 partitions finds the cut that clustering finds."""
+    g = generator(seed)
+    centres = normalize(torch.randn(3, 6, generator=g, dtype=torch.float64), dim=1)
+    hidden = torch.randperm(9, generator=g) % 3
+    z1, z2 = (
+        normalize(centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64), dim=1) for _ in range(2)
+    )
+    w = pair_weights(z1, z2, 0.2, 3)
+    best = max(sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(9, 3))
+    clusters = clustering.spectral_clusters(w, [3, 3, 3], seed=0)
+    assert kept(w, clusters) == pytest.approx(best, rel=1e-12)
+
+
+def test_random_weights_are_cut_better_than_at_random():
+    """Where nothing is planted: most of the way from the mean partition to the best, on average."""
+    shares = []
+    for seed in range(10):
+        z1, z2 = unit(8, 3, seed=seed, spread=1.5)
+        w = pair_weights(z1, z2, 0.2, 4)
+        values = [
+            sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(8, 4)
+        ]
+        got = kept(w, clustering.spectral_clusters(w, [4, 4], seed=0))
+        shares.append((got - np.mean(values)) / (max(values) - np.mean(values)))
+    assert np.mean(shares) > 0.8 and min(shares) > 0, shares
+
+
+def test_the_assignment_is_the_cheapest_for_its_centres():
+    """Against all ways to give six points three places each, for centres that k-means finds exactly."""
+    points = np.array([[0.0], [0.1], [0.2], [0.3], [5.0], [5.1]])
+    clusters = clustering.even_clusters(points, [3, 3], seed=0)
+    centres = [points[:4].mean(), points[4:].mean()]
+    cost = {
+        mine: sum(abs(points[i, 0] - centres[0 if i in mine else 1]) for i in range(6))
+        for mine in itertools.combinations(range(6), 3)
+    }
+    best = min(cost, key=cost.get)
+    assert {frozenset(np.flatnonzero(clusters == c)) for c in (0, 1)} == {
+        frozenset(best),
+        frozenset(range(6)) - set(best),
+    }
+
+
+def test_the_same_seed_gives_the_same_clusters():
+    z1, z2 = unit(60, 5, seed=8)
+    w = pair_weights(z1, z2, 0.1, 6)
+    a, b = (clustering.spectral_clusters(w, [6] * 10, seed=3) for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(clustering, "find_spec", lambda name: None if name == "sklearn" else name)
+    with pytest.raises(ImportError, match=r"scikit-learn.*compopt\[samplers\]"):
+        clustering.require()
+
+
+# ordered ------------------------------------------------------------------------------------------
+
+
+def test_highest_keeps_the_highest():
+    g = generator(9)
+    batches = torch.stack([torch.randperm(50, generator=g)[:4] for _ in range(30)])
+    losses = torch.rand(30, generator=g)
+    assert highest(batches, losses, 7).tolist() == sorted(losses.argsort(descending=True)[:7].tolist())
+
+
+def test_a_batch_is_kept_once_unless_there_are_too_few():
+    batches = torch.tensor([[0, 1], [1, 0], [2, 3], [1, 0], [0, 2]])
+    losses = torch.tensor([9.0, 9.0, 1.0, 9.0, 5.0])
+    assert highest(batches, losses, 3).tolist() == [0, 2, 4]
+    assert len(set(highest(batches, losses, 4).tolist())) == 4
+    assert set(highest(batches, losses, 4).tolist()) > {0, 2, 4}
