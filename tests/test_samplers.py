@@ -96,17 +96,30 @@ def test_spectral_batches_are_harder_than_random_ones():
 
 
 def test_samples_with_one_label_are_not_gathered():
-    """Eight copies of each of eight samples: hardest of all, and wrong. With labels they are spread."""
-    z1, z2 = (z.repeat(8, 1) for z in table(8))
-    labels = torch.arange(64) % 8
+    """Four copies of each of sixteen samples are hardest of all, and wrong."""
+    z1, z2 = (z.repeat(4, 1) for z in table(16))
+    label = torch.arange(64) % 16
 
     def twins(**options):
-        sampler = spectral(64, group=8, **options)
+        sampler = spectral(64, group=2, **options)  # four groups
         sampler.observe(torch.arange(64), z1, z2)
-        return sum(len(batch) - len({i % 8 for i in batch}) for batch in sampler)
+        return sum(len(batch) - len({i % 16 for i in batch}) for batch in sampler)
 
-    assert twins() == 56, "each batch is eight copies of one sample"
-    assert twins(labels=labels) < 28
+    assert twins() > 10
+    assert twins(labels=label) == 0
+
+
+def test_labels_are_dealt_anew_every_epoch_and_fill_every_group():
+    labels = torch.arange(73) // 3
+    sampler = spectral(73, group=2, labels=labels)
+    partners = set()
+    for epoch in range(20):
+        groups = [piece.samples for piece in sampler.work(epoch)]
+        assert sorted(torch.cat(groups).tolist()) == list(range(73))
+        assert all(len(labels[group].unique()) == len(group) for group in groups)
+        (mine,) = (group for group in groups if 0 in group)
+        partners |= set(mine.tolist())
+    assert partners == set(range(73)) - {1, 2}
 
 
 def test_ordered_keeps_the_hardest_of_its_candidates():
@@ -307,24 +320,17 @@ def slow(sampler, gate):
 def test_the_plan_is_made_while_the_epoch_runs(make):
     """The loop reaches the epoch's end while the thread stands still, and what it observes meanwhile does not count."""
     sampler, gate = filled(make, lead=1.0), threading.Event()
-    epoch = list(sampler)
-    first, threads = sampler.epoch, threading.active_count()
-    batches = list(filled(make, lead=1.0))
-    assert batches == epoch
+    batches = iter(sampler)
+    first = next(batches)
     slow(sampler, gate)
-    steps = 0
-    for batch in sampler:
-        if not steps:
-            gate.set()  # this epoch's plan is made here
-            steps = 1
-        gate.clear()
-        sampler.observe(torch.tensor(batch), *moving(steps, batch))
-        steps += 1
-    assert sampler.epoch == first + 1 and threading.active_count() == threads + 1
-    waiting = len(sampler.bank._queue)
-    assert waiting == len(sampler) - 1, "all but the batch that started the thread"
+    for number, batch in enumerate([first, *batches]):
+        sampler.observe(torch.tensor(batch), *moving(number, batch))
+    assert not sampler._job[1].done
+    assert len(sampler.bank._queue) == len(sampler) - 1, "all but the batch that started the thread"
     gate.set()
-    list(sampler)
+    twin = filled(make, background=False)
+    twin.observe(torch.tensor(next(iter(twin))), *moving(0, first))
+    assert list(sampler) == list(twin)
     assert not sampler.bank._queue
     assert sampler.metrics["wait_seconds"] >= 0 and sampler.metrics["plan_seconds"] > 0
 

@@ -55,7 +55,8 @@ class SpectralBatchSampler(BankSampler):
         seed: of groups, k-means and the order of batches, together with the epoch.
         drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, whose
             part is empty on some ranks if it has fewer samples than ranks.
-        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
+            groups, and their pairs have no weight.
         background: form the next epoch's batches in a thread while this one trains. Otherwise when it begins.
         lead: share of the epoch that is left when the thread starts. The larger, the older the features.
         dtype: of the bank: float16, bfloat16, float32.
@@ -130,13 +131,28 @@ class SpectralBatchSampler(BankSampler):
     def work(self, epoch: int) -> list[Group]:
         samples = self.permutation(self.n, epoch, 0)[: len(self) * self.batch_size]
         count = math.ceil(len(self) / self.group)
-        bounds = [number * len(self) // count * self.batch_size for number in range(count + 1)]  # even groups
+        bounds = [number * len(self) // count * self.batch_size for number in range(count)]  # even groups
+        bounds.append(len(samples))
+        lengths = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        if self.labels is not None:
+            samples = self._dealt(samples, lengths, epoch)
         groups = []
-        for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            chosen = samples[low:high]
+        for number, chosen in enumerate(samples.split(lengths)):
             sizes = [len(batch) for batch in chosen.split(self.batch_size)]
             groups.append(Group(chosen, sizes, self.draw(epoch, 1, number) % (1 << 32)))
         return groups
+
+    def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
+        """Samples with one label go to different groups, as far as there are groups.
+
+        Within a group they have the same neighbours, so that an embedding puts them together whatever their own weight.
+        """
+        assert self.labels is not None
+        names, label = self.labels[samples].unique(return_inverse=True)
+        label = self.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
+        places = torch.cat([(torch.arange(m) + 0.5) / m for m in lengths])  # every group's, evenly over the whole deal
+        whose = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[places.argsort(stable=True)]
+        return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
 
     def do(self, piece: Group) -> Tensor:
         """The group's samples, one batch after the other."""
