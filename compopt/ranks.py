@@ -173,7 +173,8 @@ class Ranks:
             gathered = torch.cat([gathered[k, :size] for k, size in enumerate(sizes)])
         result, start = [], 0
         for tensor, width in zip(tensors, widths, strict=True):
-            own = gathered[:, start : start + width].contiguous().view(tensor.dtype)
+            # a copy even of a single row, which counts as contiguous at any stride but has the wrong one for view
+            own = gathered[:, start : start + width].clone(memory_format=torch.contiguous_format).view(tensor.dtype)
             result.append(own.view(len(gathered), *tensor.shape[1:]))
             start += width
         return result
