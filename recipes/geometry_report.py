@@ -50,9 +50,7 @@ def draw_curves(results: list[Result], path: Path) -> None:
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
     with plots.plt.rc_context(plots.STYLE):
-        figure, axes = plots.new_figure(
-            3.8 * columns, 3.2 * -(-len(found) // columns), -(-len(found) // columns), columns
-        )
+        figure, axes = plots.new_figure(3.8 * columns, 3.2 * rows, rows, columns)
         for axis, (problem, group) in zip(axes.flat, found.items(), strict=False):
             for colour, r in zip(plots.COLOURS[2:], group, strict=False):
                 traces = np.array(r["traces"])

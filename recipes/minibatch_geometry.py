@@ -101,13 +101,6 @@ def minimise(batches: Tensor, n: int, dim: int, seed: int, steps: int = 3000) ->
     x = start(n, dim, seed).requires_grad_()
     options: dict[str, Any] = {"tolerance_grad": 1e-10, "tolerance_change": 1e-15, "line_search_fn": "strong_wolfe"}
     optimizer = torch.optim.LBFGS([x], max_iter=steps, history_size=30, **options)
-        [x],
-        max_iter=steps,
-        tolerance_grad=1e-10,
-        tolerance_change=1e-15,
-        history_size=30,
-        line_search_fn="strong_wolfe",
-    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
