@@ -1,0 +1,83 @@
+"""Theorems 1 to 5 of the mini-batch paper at small size, and which batches come near the optimum soon."""
+
+import statistics
+
+import pytest
+import torch
+
+from recipes.minibatch_geometry import (
+    Setting,
+    affine_blocks,
+    all_batches,
+    batch_sets,
+    descend,
+    distance,
+    minimise,
+    optimum,
+    start,
+)
+
+N = 8
+
+
+@pytest.mark.parametrize("dim", [N - 1, 2 * N, N // 2])
+def test_the_optima_are_what_they_are_called(dim):
+    gram = optimum(torch.randn(N, N, dtype=torch.float64), dim)
+    eigenvalues = torch.linalg.eigvalsh(gram)
+    rank = int((eigenvalues > 1e-9).sum())
+    assert torch.equal(gram, gram.T) and (gram.diagonal() == 1).all()
+    assert rank == min(dim, N - 1)
+    torch.testing.assert_close(eigenvalues[-rank:], eigenvalues[-1].expand(rank))  # a tight frame
+    if dim == N // 2:
+        assert sorted(gram[0].tolist()) == [-1.0, *[0.0] * (N - 2), 1.0]
+
+
+def test_dimensions_without_a_known_optimum_are_refused():
+    with pytest.raises(ValueError, match="dim must be at least n - 1 or equal to n / 2, got dim=5 for n=8"):
+        optimum(torch.eye(8), 5)
+
+
+def test_the_blocks_cover_all_pairs_equally():
+    blocks = affine_blocks()
+    assert blocks.shape == (14, 4)
+    for a in range(8):
+        for b in range(a):
+            assert int(((blocks == a).any(1) & (blocks == b).any(1)).sum()) == 3
+    assert len(all_batches(8, 4)) == 70 and len(all_batches(8, 2)) == 28
+
+
+@pytest.mark.parametrize("dim", [2 * N, N // 2], ids=["frame", "cross-polytope"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_full_batch_and_all_batches_reach_the_optimum(dim, size):
+    """Lemma 1, Theorems 3 and 4; size 8 is the full batch."""
+    assert distance(minimise(all_batches(N, size), N, dim, seed=0)) < 1e-3
+
+
+@pytest.mark.parametrize("dim", [2 * N, N // 2], ids=["frame", "cross-polytope"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["all but those with one pair", "a partition"])
+def test_a_subset_without_some_pair_does_not(dim, size, name):
+    """Theorem 5."""
+    assert distance(minimise(batch_sets(N, size)[name], N, dim, seed=0)) > 0.05
+
+
+def test_a_block_design_reaches_the_frame():
+    """A strict subset that covers all pairs equally: Theorem 5 does not exclude it."""
+    assert distance(minimise(affine_blocks(), N, 2 * N, seed=0)) < 1e-3
+
+
+def test_distance_does_not_depend_on_who_is_whose_antipode():
+    half = torch.eye(4, dtype=torch.float64)
+    z = torch.cat([half, -half])[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    assert distance(torch.stack([z, z])) == 0.0
+    assert distance(start(8, 4, seed=0)) > 1.0
+
+
+@pytest.mark.slow
+def test_chosen_batches_come_nearer_than_random_ones():
+    """Figure 4e, half of its steps, the median of three seeds."""
+    ends = {
+        method: statistics.median(descend(method, Setting(N, 2, 2 * N, steps=250, seed=seed))[-1] for seed in range(3))
+        for method in ("random", "OSGD", "spectral")
+    }
+    assert max(ends["OSGD"], ends["spectral"]) < ends["random"], ends
