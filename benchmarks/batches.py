@@ -28,10 +28,10 @@ from recipes.tasks import GlyphNames
 
 BATCH, GROUP, TAU = 32, 40, 0.07
 SIZES = (6_800, 13_600, 27_200, 54_000)
-LOSSES = f"""InfoNCE of one epoch's batches in nats, tau {TAU}, B = {BATCH}: median, quartiles. *Twins* are samples whose
-batch has another one with the same caption, a false negative; `labels=` deals captions to different groups."""
-TIMES = f"""Seconds to form an epoch's batches, B = {BATCH}, k = {GROUP}, d = 128, random features in clusters, one thread
-of Python; `OSGD` weighs 1,500 candidates. *Training* is the same model's epoch without any sampler."""
+LOSSES = f"""InfoNCE of one epoch's batches in nats, tau {TAU}, B = {BATCH}: median, quartiles. *Twins* are samples
+whose batch has another one with the same caption, a false negative; `labels=` deals captions to different groups."""
+TIMES = f"""Seconds to form an epoch's batches, B = {BATCH}, k = {GROUP}, d = 128, random features in clusters; `OSGD`
+weighs 1,500 candidates. *Training* is the same model's epoch without any sampler."""
 
 
 def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
