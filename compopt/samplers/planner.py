@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,18 +11,8 @@ from torch import Tensor
 from compopt.ranks import Ranks
 from compopt.samplers.background import Job
 
-
-class Plannable(Protocol):
-    """What a planner asks of a sampler; see :class:`~compopt.samplers.BankSampler`."""
-
-    def work(self, epoch: int) -> list[Any]:
-        """The pieces."""
-
-    def do(self, piece: Any) -> Tensor:
-        """One piece."""
-
-    def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The plan and its metrics."""
+if TYPE_CHECKING:
+    from compopt.samplers.base import BankSampler
 
 
 class Planner:
@@ -45,7 +35,7 @@ class Planner:
 
     @torch.no_grad()
     def run(
-        self, sampler: Plannable, epoch: int, job: Job | None = None, ready: Any = None
+        self, sampler: BankSampler, epoch: int, job: Job | None = None, ready: Any = None
     ) -> tuple[Tensor, dict[str, float]]:
         """The plan of an epoch and its metrics."""
         if ready is not None:
