@@ -70,6 +70,7 @@ class Progress:
             # DeepSpeed restores its pieces of the moments, but not what the scheduler has written here
             "groups": [{k: v for k, v in group.items() if k not in ("params", "name")} for group in groups],
             "gamma_schedule": None if schedule is None else schedule.state_dict(),
+            "batches": run.batches.state_dict(),
             "step": run.step,
             "seconds": run.seconds,
             "history": run.history,
@@ -87,5 +88,6 @@ class Progress:
             group.update(values)
         if run.gamma_schedule is not None:
             run.gamma_schedule.load_state_dict(state["gamma_schedule"])
+        run.batches.load_state_dict(state["batches"])
         run.step, run.seconds, run.history = state["step"], state["seconds"], list(state["history"])
         run.loss_sum, run.loss_count = state["loss"]

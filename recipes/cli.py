@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from recipes import launch
+from recipes import batches, launch
 from recipes.engine import Config, Control, Run, Task
 from recipes.methods import HYPERPARAMETERS, METHODS
 
@@ -74,6 +74,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     )
     training.add_argument("--split-seed", type=int, metavar="N", default=0, help="which samples are held out")
 
+    _add_batches(root)
     measures = root.add_argument_group("measures and output")
     measures.add_argument(
         "--eval-every", type=int, metavar="N", default=0, help="steps between measures (0: eight per run)"
@@ -112,6 +113,25 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _add_batches(root: argparse.ArgumentParser) -> None:
+    group = root.add_argument_group(
+        "which samples share a batch",
+        "Chosen batches begin once every sample has been trained on; with --group 1 samples that have the same caption "
+        "do not count as hard for each other. Defaults are the library's.",
+    )
+    group.add_argument("--batches", choices=batches.KINDS, default=batches.RANDOM, help="how they are chosen")
+    for name, option in batches.OPTIONS.items():
+        metavar, text = "X" if option.type is float else "N", f"{option.meaning}: {', '.join(option.kinds)}"
+        group.add_argument(f"--{name.replace('_', '-')}", type=option.type, metavar=metavar, help=text)
+
+
+def _batches(args: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments say of the batches, {} of random ones."""
+    given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
+    batches.arguments(args.batches, given)
+    return {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}
 
 
 def _add_placement(root: argparse.ArgumentParser) -> None:
@@ -153,7 +173,7 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
     """Parse, set the machine up, and fill ``args.methods``: method -> its hyper-parameters."""
     args = root.parse_args(argv)
     try:
-        args.methods = _methods(args, mode)
+        args.methods, args.batches = _methods(args, mode), _batches(args)
     except ValueError as error:
         root.error(str(error))
     _prepare_machine(args)
@@ -184,7 +204,7 @@ def _prepare_machine(args: argparse.Namespace) -> None:
 
 def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> list[Run]:
     """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
-    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision")
+    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
     shared = {name: getattr(args, name) for name in names}
     runs = []
     for method, options in args.methods.items():

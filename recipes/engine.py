@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 
 from compopt import diagnostics
 from compopt.integrations import accelerate as integration
-from recipes import checkpoints, launch, methods
+from recipes import batches, checkpoints, launch, methods
+from recipes.batches import seeded
 
 Metrics = dict[str, float]
 # Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
@@ -61,6 +61,7 @@ class Config:
     data: str = ""  # the task's own words for its data and split
     accumulate: int = 1  # batches per update
     mixed_precision: str = "no"
+    batches: dict[str, Any] = field(default_factory=dict)  # which samples share one, as recipes/batches.py reads it
 
 
 @dataclass
@@ -101,7 +102,6 @@ class Run:
         self.seconds = 0.0
         self.history: list[Metrics] = []
         self.loss_sum, self.loss_count = torch.zeros(()), 0
-        self._order = -1, torch.empty(0)  # epoch and its permutation
         self._build()
 
     def _part(self) -> slice:
@@ -120,6 +120,9 @@ class Run:
     def _build(self) -> None:
         """The estimator comes after the accelerator, whose process group it sees, and is attached after prepare."""
         config, device = self.config, self.control.device
+        labels = self.task.group if config.options.get("group") else None
+        per_epoch = self.steps_per_epoch * config.accumulate
+        self.batches = batches.build(config.batches, self.task.n, config.batch_size, per_epoch, config.seed, labels)
         torch.manual_seed(config.seed)
         plain = self.task.model().to(device)
         if self.control.deepspeed:  # it broadcasts weights as flat bytes
@@ -190,15 +193,6 @@ class Run:
             self._after_step(stop)
         return self
 
-    def _batch(self, number: int) -> Tensor:
-        """Batch ``number`` of the run; the order is a function of (seed, epoch): a resumed run finds it again."""
-        per_epoch, size = self.steps_per_epoch * self.config.accumulate, self.config.batch_size
-        epoch, position = divmod(number, per_epoch)
-        if epoch != self._order[0]:
-            generator = seeded("order", self.config.seed, epoch)
-            self._order = epoch, torch.randperm(self.task.n, generator=generator)
-        return self._order[1][position * size : (position + 1) * size]
-
     def _update(self, last: bool) -> None:
         """A window of batches, and the update that they share."""
         self.prepared.train()
@@ -207,20 +201,21 @@ class Run:
             with self.accelerator.accumulate(self.prepared):
                 self._train_batch(number)
             if self.control.prefetch and not (last and number + 1 == (self.step + 1) * window):
-                self.est.prefetch(self._batch(number + 1)[self.part])
+                self.est.prefetch(self.batches(number + 1)[self.part])
         self.scheduler.step()
         if self.gamma_schedule is not None:
             self.gamma_schedule.step()
         self.step += 1
 
     def _train_batch(self, number: int) -> None:
-        index = self._batch(number)
+        index = self.batches(number)
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
         z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
         options, own = self.config.options, index[self.part]
         encode = self._encode if options.get("encode") else None
         group = self.task.group[own] if options.get("group") else None
         loss = self.est(z1, z2, own, group=group, encode=encode)
+        self.batches.observe(own, z1, z2)
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
         self.stepper.zero_grad()
@@ -275,12 +270,6 @@ class Run:
             self.est, z1, z2, batch_size=self.config.batch_size, anchors=min(self.task.n, ERROR_ANCHORS)
         )
         return float(error)
-
-
-def seeded(*key: object) -> torch.Generator:
-    """A CPU generator whose seed is a function of ``key``."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes import glyphs
+from recipes import batches, glyphs
 from recipes.engine import Config, Control, Run
 from recipes.methods import METHODS
 from recipes.tasks import GlyphFaces, GlyphNames
@@ -15,9 +15,10 @@ def tasks(tmp_path_factory):
     return {"bimodal": GlyphNames(data, split_seed=0, limit=320), "unimodal": GlyphFaces(data, split_seed=0)}
 
 
-def config(task, method):
-    epochs = 2 if task.mode == "bimodal" else 1
-    return Config(method, METHODS[method].options(task.mode, {}), batch_size=32, epochs=epochs, seed=3, data="test")
+def config(task, method, batches):
+    epochs = 3 if task.mode == "bimodal" else 1
+    options = METHODS[method].options(task.mode, {})
+    return Config(method, options, batch_size=32, epochs=epochs, seed=3, data="test", batches=batches or {})
 
 
 def bits(value):
@@ -31,13 +32,13 @@ def bits(value):
 
 def state(run):
     """All that the rest of a run depends on."""
-    parts = {name: getattr(run, name).state_dict() for name in ("model", "est", "optimizer", "scheduler")}
+    parts = {name: getattr(run, name).state_dict() for name in ("model", "est", "optimizer", "scheduler", "batches")}
     schedule = run.gamma_schedule
     return {**parts, "gamma": None if schedule is None else schedule.state_dict(), "loss": run.loss_sum}
 
 
-def train(task, method, steps, **control):
-    run = Run(task, config(task, method), Control(eval_every=0, max_steps=steps, **control))
+def train(task, method, steps, batches=None, **control):
+    run = Run(task, config(task, method, batches), Control(eval_every=0, max_steps=steps, **control))
     return run.train()
 
 
@@ -52,6 +53,34 @@ def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     resumed = train(task, method, last, checkpoint=checkpoint, resume=True)
     assert bits(state(resumed)) == bits(state(whole))
     assert resumed.step == last
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        {"kind": "spectral", "cluster_group": 3},
+        {"kind": "ordered", "candidates": 12, "keep": 4},
+    ],
+    ids=["spectral", "ordered"],
+)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_chosen_batches_resume_in_the_middle_of_an_epoch(tasks, batches, prefetch, tmp_path):
+    task, last, stop = tasks["bimodal"], 28, 22  # ten steps until every sample has features
+    whole = train(task, "sogclr", last, batches)
+    assert whole.batches.sampler.bank.filled and whole.batches.sampler.epoch > 1
+    checkpoint = tmp_path / "checkpoints"
+    train(task, "sogclr", stop, batches, checkpoint=checkpoint, prefetch=prefetch)
+    resumed = train(task, "sogclr", last, batches, checkpoint=checkpoint, resume=True, prefetch=prefetch)
+    assert bits(state(resumed)) == bits(state(whole))
+
+
+def test_batches_are_named_when_they_are_wrong():
+    for options, message in (
+        ({"kind": "spectral", "keep": 4}, "spectral batches take no keep"),
+        ({"candidates": 4}, "random batches take no candidates"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batches.build(options, 320, 32, 10, seed=0)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):

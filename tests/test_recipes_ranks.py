@@ -91,6 +91,13 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
 
 
+def test_torchrun_with_spectral_batches(cache, tmp_path):
+    """Six updates until every sample has features, then batches of both ranks' clusters."""
+    options = ("--batches", "spectral", "--cluster-group", "4", "--epochs", "2")
+    expected = recipe(cache, tmp_path / "single", *options, steps=9)
+    assert_like(recipe(cache, tmp_path / "ranks", *options, launcher=launched(TORCHRUN), steps=9), expected)
+
+
 def test_deepspeed_and_resume(cache, single, deepspeed_compiled, tmp_path):
     options = ("--deepspeed-config", "recipes/deepspeed/zero2.json")
     recipe(cache, tmp_path, *options, launcher=launched(TORCHRUN), steps=1)
