@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils.data import Sampler
 
 from compopt import checks, draws, inputs
 from compopt.ranks import ProcessGroup, Ranks
-from compopt.samplers.background import Job
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.planner import Planner
 
@@ -56,13 +55,11 @@ class BankSampler(Sampler[list[int]]):
         checks.flag("background", background)
         checks.unit_interval("lead", lead)
         self.tau, self.seed, self.background, self.lead = float(tau), int(seed), background, float(lead)
-        self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu()
+        self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu().long()
         self.bank = FeatureBank(self.n, dtype, offload)
         self._place(process_group, rank, world_size)
         self.epoch = 0
-        self.metrics: dict[str, float] = {}
-        self._plans: dict[int, Tensor] = {}  # epoch -> samples of all its batches, one batch after the other
-        self._job: tuple[int, Job] | None = None  # the epoch that is being planned
+        self._planner = Planner(self, self._ranks)
         self._begun = self._follows = self._refreshed = False
         self._start = self._handed = self._seen = 0
 
@@ -84,7 +81,6 @@ class BankSampler(Sampler[list[int]]):
             raise ValueError(
                 f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
             )
-        self._planner = Planner(self._ranks)
 
     # -- what subclasses define ------------------------------------------------------------------------------------
 
@@ -104,9 +100,11 @@ class BankSampler(Sampler[list[int]]):
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The samples of all batches, one batch after the other, and metrics."""
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
         """The arguments that a state must share with the sampler that loads it."""
+        labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:16]
+        values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
+        return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
     # -- randomness: functions of seed, epoch and purpose ------------------------------------------------------------
 
@@ -151,7 +149,7 @@ class BankSampler(Sampler[list[int]]):
             if self.epoch == epoch:  # a later iteration may have begun
                 self._handed = number + 1
                 if self._refreshed and not self._follows:
-                    self._plan_ahead(self._handed)
+                    self._look_ahead(self._handed)
             yield self._own(plan, number).tolist()
 
     def _begin(self) -> tuple[Tensor, int]:
@@ -160,46 +158,17 @@ class BankSampler(Sampler[list[int]]):
             self.epoch, self._start = self.epoch + 1, 0
         self._begun, start = True, self._start
         self._handed = self._seen = start
-        return self._plan(), start
+        return self._planner.of(self.epoch), start
 
-    def _plan(self) -> Tensor:
-        """This epoch's."""
-        started = time.perf_counter()
-        self._collect()
-        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= self.epoch}
-        if self.epoch not in self._plans:
-            if self.bank.filled:
-                plan, metrics = self._planner.run(self, self.epoch)
-                self._keep(self.epoch, plan, metrics, time.perf_counter() - started)
-            else:
-                self._plans[self.epoch] = self.random_plan(self.epoch, ~self.bank.seen.cpu())
-        self.metrics["wait_seconds"] = time.perf_counter() - started
-        return self._plans[self.epoch]
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the newest plan and of this epoch."""
+        return self._planner.metrics
 
-    def _keep(self, epoch: int, plan: Tensor, metrics: dict[str, float], seconds: float) -> None:
-        self._plans[epoch] = plan
-        self.metrics.update(metrics, plan_seconds=seconds)
-
-    def _plan_ahead(self, position: int) -> None:
+    def _look_ahead(self, position: int) -> None:
         """Begin with the next epoch's plan once so many batches of this one are done."""
-        late = position >= math.ceil((1 - self.lead) * len(self))
-        if not (self.background and late) or self._job or self.epoch + 1 in self._plans or not self.bank.filled:
-            return
-        epoch = self.epoch + 1
-        self.bank.hold()  # what is observed from here on waits until the thread has read what it needs
-        ready = self._planner.ready(self.bank.rows)
-        self._job = epoch, Job(lambda job: self._planner.run(self, epoch, job, ready))
-
-    def _collect(self, wait: bool = True) -> None:
-        """Take the thread's plan, or raise its error; ``wait`` for it."""
-        if self._job is None or not (wait or self._job[1].done):
-            return
-        (epoch, job), self._job = self._job, None
-        job.wait()
-        self.bank.release()
-        if not job.cancelled:
-            plan, metrics = job.result()
-            self._keep(epoch, plan, metrics, job.seconds)
+        if self.background and position >= math.ceil((1 - self.lead) * len(self)):
+            self._planner.ahead(self.epoch + 1)
 
     def _part(self, batch: Tensor, rank: int) -> Tensor:
         low, high = (r * len(batch) // self.world_size for r in (rank, rank + 1))
@@ -231,13 +200,13 @@ class BankSampler(Sampler[list[int]]):
         Raises:
             RuntimeError: forming the next epoch's batches failed in its thread.
         """
-        self._collect(wait=False)
+        self._planner.collect(wait=False)
         inputs.check_features(z1, z2, least=0)
         index = inputs.check_vector("index", index, len(z1)).cpu()
         inputs.check_range("index", index, self.n)
         self._write(index, z1, z2)
         if self._follow(index):
-            self._plan_ahead(self._seen)
+            self._look_ahead(self._seen)
 
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
         """Features of this rank's samples, on all ranks."""
@@ -249,7 +218,7 @@ class BankSampler(Sampler[list[int]]):
 
     def _follow(self, index: Tensor) -> bool:
         """Whether these are the samples of a batch that was handed out; then the loop has come so far."""
-        plan, alone = self._plans.get(self.epoch), self._ranks.size < self.world_size
+        plan, alone = self._planner.plans.get(self.epoch), self._ranks.size < self.world_size
         if plan is None or not self._begun:
             return False
         for number in range(self._seen, self._handed):
@@ -285,12 +254,9 @@ class BankSampler(Sampler[list[int]]):
         self._refreshed = True
 
     def _give_up(self) -> None:
-        """Forget what was planned ahead."""
-        if self._job is not None:
-            self._job[1].cancelled = True
-        self._collect()
+        """Forget what was planned ahead; an epoch that has been entered keeps its plan."""
         entered = self._begun or self._start > 0
-        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch <= self.epoch and entered}
+        self._planner.give_up(self.epoch if entered else self.epoch - 1)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -300,7 +266,7 @@ class BankSampler(Sampler[list[int]]):
         The position is behind the last batch observed, or, in a loop that observes none, the last one handed out.
         Waits for a plan that is being made. Communicates nothing.
         """
-        self._collect()
+        self._planner.collect()
         position = self._seen if self._follows else self._handed
         epoch = self.epoch
         if self._begun and position >= len(self):
@@ -311,7 +277,7 @@ class BankSampler(Sampler[list[int]]):
             "config": self.config(),
             "epoch": epoch,
             "position": position,
-            "plans": {e: plan.clone() for e, plan in self._plans.items() if e >= epoch},
+            "plans": {e: plan.clone() for e, plan in self._planner.plans.items() if e >= epoch},
             "follows": self._follows,
             "refreshed": self._refreshed,
             "bank": self.bank.state_dict(),
@@ -330,7 +296,7 @@ class BankSampler(Sampler[list[int]]):
         self._give_up()
         self.bank.load_state_dict(state_dict["bank"])
         self.epoch, self._start = int(state_dict["epoch"]), int(state_dict["position"])
-        self._plans = {int(epoch): plan.clone() for epoch, plan in state_dict["plans"].items()}
+        self._planner.plans = {int(epoch): plan.clone() for epoch, plan in state_dict["plans"].items()}
         self._follows, self._refreshed = bool(state_dict["follows"]), bool(state_dict["refreshed"])
         self._begun, self._handed, self._seen = False, self._start, self._start
 

@@ -101,7 +101,7 @@ class OrderedBatchSampler(BankSampler):
     @property
     def coverage(self) -> float:
         """Share of the samples that this epoch's batches have; 0 before the first."""
-        plan = self._plans.get(self.epoch)
+        plan = self._planner.plans.get(self.epoch)
         return 0.0 if plan is None else len(plan.unique()) / self.n
 
     @property
@@ -132,8 +132,7 @@ class OrderedBatchSampler(BankSampler):
         return batches[chosen].flatten(), metrics
 
     def config(self) -> dict[str, Any]:
-        names = ("n", "batch_size", "candidates", "keep", "tau", "seed")
-        return {"kind": "ordered", **{name: getattr(self, name) for name in names}, "dtype": str(self.bank.dtype)}
+        return {"kind": "ordered", **super().config(), "candidates": self.candidates, "keep": self.keep}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "covered": self._covered.clone()}

@@ -1,7 +1,8 @@
-"""Plans made piece by piece, shared out over ranks."""
+"""When plans are made: piece by piece, shared out over ranks, in a thread."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,43 +17,94 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Runs a plan's pieces: rank r of K those with number r, r + K, ..., whose results all ranks then share.
+    """The plans of this epoch and the next: made when they are asked for, or ahead of that in a thread.
 
-    The exchange happens in the thread that plans, over a CPU group of its own, so that it meets no collective of the
-    training loop. Where torch cannot form that group every rank does all pieces.
+    A plan's pieces are shared out: rank r of K does those with number r, r + K, ..., and all ranks then share the
+    results. The exchange happens in the thread that plans, over a CPU group of its own, so that it meets no collective
+    of the training loop. Where torch cannot form that group every rank does all pieces.
+
+    Attributes:
+        plans: epoch -> the samples of all its batches, one batch after the other.
+        metrics: of the newest plan.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, sampler: BankSampler, ranks: Ranks) -> None:
+        self._sampler, self._bank = sampler, sampler.bank
         self._group = ranks.new_host_group()
         self._rank, self._size = (ranks.rank, ranks.size) if self._group is not None else (0, 1)
+        self.plans: dict[int, Tensor] = {}
+        self.metrics: dict[str, float] = {}
+        self._job: tuple[int, Job] | None = None  # the epoch that is being planned
+
+    def of(self, epoch: int) -> Tensor:
+        """An epoch's plan, now; those of earlier epochs are forgotten."""
+        started = time.perf_counter()
+        self.collect()
+        self.plans = {number: plan for number, plan in self.plans.items() if number >= epoch}
+        if epoch not in self.plans:
+            if self._bank.filled:
+                plan, metrics = self._run(epoch)
+                self._keep(epoch, plan, metrics, time.perf_counter() - started)
+            else:
+                self.plans[epoch] = self._sampler.random_plan(epoch, ~self._bank.seen.cpu())
+        self.metrics["wait_seconds"] = time.perf_counter() - started
+        return self.plans[epoch]
+
+    def _keep(self, epoch: int, plan: Tensor, metrics: dict[str, float], seconds: float) -> None:
+        self.plans[epoch] = plan
+        self.metrics.update(metrics, plan_seconds=seconds)
+
+    def ahead(self, epoch: int) -> None:
+        """Begin with an epoch's plan in the thread, unless it is made or begun, or some sample has no features."""
+        if self._job or epoch in self.plans or not self._bank.filled:
+            return
+        self._bank.hold()  # what is observed from here on waits until the thread has read what it needs
+        ready = self._ready(self._bank.rows)
+        self._job = epoch, Job(lambda job: self._run(epoch, job, ready))
+
+    def collect(self, wait: bool = True) -> None:
+        """Take the thread's plan, or raise its error; ``wait`` for it."""
+        if self._job is None or not (wait or self._job[1].done):
+            return
+        (epoch, job), self._job = self._job, None
+        job.wait()
+        self._bank.release()
+        if not job.cancelled:
+            plan, metrics = job.result()
+            self._keep(epoch, plan, metrics, job.seconds)
+
+    def give_up(self, last: int) -> None:
+        """Forget what was planned for epochs after ``last``."""
+        if self._job is not None:
+            self._job[1].cancelled = True
+        self.collect()
+        self.plans = {epoch: plan for epoch, plan in self.plans.items() if epoch <= last}
 
     @staticmethod
-    def ready(rows: Tensor | None) -> Any:
+    def _ready(rows: Tensor | None) -> Any:
         """An event after which the bank's rows on a device are as they are now."""
         if rows is None or rows.device.type != "cuda":
             return None
         return torch.cuda.current_stream(rows.device).record_event()
 
     @torch.no_grad()
-    def run(
-        self, sampler: BankSampler, epoch: int, job: Job | None = None, ready: Any = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def _run(self, epoch: int, job: Job | None = None, ready: Any = None) -> tuple[Tensor, dict[str, float]]:
         """The plan of an epoch and its metrics."""
         if ready is not None:
             ready.wait()
-        pieces = sampler.work(epoch)
+        pieces = self._sampler.work(epoch)
         own, error = [], None
         try:
             for piece in pieces[self._rank :: self._size]:
                 if job is not None and job.cancelled:
                     break
-                own.append(sampler.do(piece))
+                own.append(self._sampler.do(piece))
         except Exception as caught:
             error = caught
         results = self._shared(own, error, len(pieces))
         if job is not None and job.cancelled:
             return torch.empty(0, dtype=torch.int64), {}
-        return sampler.assemble(epoch, pieces, results)
+        return self._sampler.assemble(epoch, pieces, results)
 
     def _shared(self, own: list[Tensor], error: Exception | None, count: int) -> list[Tensor]:
         """Results of all ranks in the order of the pieces; an error of one rank is raised on all."""

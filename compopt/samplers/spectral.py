@@ -171,5 +171,4 @@ class SpectralBatchSampler(BankSampler):
         return torch.cat([batches.flatten(), samples[full * self.batch_size :]]), {}
 
     def config(self) -> dict[str, Any]:
-        names = ("n", "batch_size", "group", "tau", "seed", "drop_last")
-        return {"kind": "spectral", **{name: getattr(self, name) for name in names}, "dtype": str(self.bank.dtype)}
+        return {"kind": "spectral", **super().config(), "group": self.group, "drop_last": self.drop_last}
