@@ -15,7 +15,6 @@ so any command can be stopped and repeated.  Settings are tuned on seed 100 and 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -24,123 +23,18 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.glyphs_arms import Arm, Job, batch_arms, caption_arms, main_arms, regime_arms
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "glyphs.jsonl"
-TUNE_SEED, TUNE_SPLIT = 100, 1
 FINAL_SEEDS, FINAL_SPLIT = (0, 1, 2), 0
 METRIC = "r1"
-
-Grid = dict[str, tuple[Any, ...]]
-TAUS = (0.05, 0.08, 0.12)  # common to all; a method whose best lay at an edge got one value more beyond it
-REGIME_TAUS = (0.05, 0.08)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One method in one regime, with the grid its setting is chosen from."""
-
-    regime: str
-    method: str
-    grid: Grid
-    batch_size: int = 64
-    epochs: int = 2
-    limit: int = 0  # training pairs; 0: all
-    variant: str = ""
-
-    def jobs(self) -> list[Job]:
-        """One tuning run per point of the grid."""
-        points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-        return [Job(self.method, options, self.batch_size, self.epochs, limit=self.limit) for options in points]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run: everything its result depends on."""
-
-    method: str
-    options: dict[str, Any]
-    batch_size: int = 64
-    epochs: int = 2
-    seed: int = TUNE_SEED
-    split: int = TUNE_SPLIT
-    limit: int = field(default=0)
-    errors: int = 0  # how many times the error of the normalizers is measured on the way
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def main_arms() -> list[Arm]:
-    """Batch 64, two epochs, and InfoNCE with four times the batch for comparison."""
-    gammas = (0.5, 0.8, 0.95)
-    rho = {"rho": (1.0, 2.5)}
-    dual = {"tau": TAUS, **rho, "tau_lr": (0.002, 0.01)}
-    return [
-        Arm("main", "infonce", {"tau": (*TAUS, 0.18)}),
-        Arm("main", "infonce-no-positive", {"tau": (0.03, *TAUS)}),
-        Arm("main", "clip", {"tau": (*TAUS, 0.18)}),
-        Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("none",)}),
-        Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("positive",)}, variant="reference positive"),
-        Arm("main", "isogclr", {**dual, "reference": ("positive",)}, variant="reference positive"),
-        Arm("main", "isogclr", {**dual, "reference": ("none",)}, variant="reference none"),
-        Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
-        Arm("main", "neuclip", {"tau": TAUS, "through_alpha": (0, 1)}),
-        Arm("main", "residual", {"tau": TAUS, "gamma": (0.3, 0.5, 0.8)}),
-        Arm("main", "emc2", {"tau": (0.03, *TAUS), "burn_in": (0.5, 0.9), "encode": (0,)}),
-        Arm("main", "emc2", {"tau": TAUS, "burn_in": (0.5,), "encode": (1,)}, variant="encode"),
-        Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
-    ]
-
-
-def caption_arms() -> list[Arm]:
-    """Pairs with the same caption, false negatives that an exact softmax finds first, are told to the estimator."""
-    taus, group = {"tau": REGIME_TAUS}, {"group": (1,)}
-    arms = {
-        "infonce": {"tau": (0.08, 0.12)},
-        "infonce-no-positive": taus,
-        "sogclr": {**taus, "gamma": (0.5,), "reference": ("none",)},
-        "residual": {**taus, "gamma": (0.8,)},
-        "emc2": {**taus, "burn_in": (0.5,), "encode": (0,)},
-    }
-    encode = {"tau": (*REGIME_TAUS, 0.12), "burn_in": (0.5,), "encode": (1,), "rescore": (1,), **group}
-    regime = "captions as groups"
-    return [
-        *(Arm(regime, method, {**grid, **group}) for method, grid in arms.items()),
-        Arm(regime, "emc2", encode, variant="encode, rescored"),
-    ]
-
-
-def regime_arms() -> list[Arm]:
-    """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
-    regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
-        "batch 8, 8k pairs, 4 epochs": ({"batch_size": 8, "limit": 8192, "epochs": 4}, REGIME_TAUS),
-        "batch 32": ({"batch_size": 32}, TAUS),
-        "batch 16": ({"batch_size": 16}, REGIME_TAUS),
-        "batch 16, 8k pairs, 12 epochs": ({"batch_size": 16, "limit": 8192, "epochs": 12}, REGIME_TAUS),
-        "tau 0.02": ({}, (0.02,)),
-    }
-    arms = []
-    for regime, (setting, taus) in regimes.items():
-        arms += [Arm(regime, method, {"tau": taus}, **setting) for method in ("infonce", "infonce-no-positive")]
-        arms += [Arm(regime, "sogclr", {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}, **setting)]
-        arms += [Arm(regime, "neuclip", {"tau": taus, "through_alpha": (0, 1)}, **setting)]
-        arms += [Arm(regime, "residual", {"tau": taus, "gamma": (0.5, 0.8)}, **setting)]
-        if regime == "batch 32":
-            arms += [Arm(regime, "emc2", {"tau": taus, "burn_in": (0.5, 0.9), "encode": (0,)}, **setting)]
-            encode = {"tau": taus, "burn_in": (0.5,), "encode": (1,)}
-            arms += [Arm(regime, "emc2", encode, **setting, variant="encode")]
-            rescore = {**encode, "tau": taus[1:2], "rescore": (1,)}
-            arms += [Arm(regime, "emc2", rescore, **setting, variant="encode, rescored")]
-        dual = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,), "reference": ("none",)}
-        arms += [Arm(regime, "isogclr", dual, **setting, variant="reference none")] if regime != "tau 0.02" else []
-    return arms
 
 
 # -- running -------------------------------------------------------------------------------------------------------
@@ -205,11 +99,13 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     task = GlyphNames(glyphs.load(), split_seed=job.split, limit=job.limit)
     options = METHODS[job.method].options(task.mode, job.options)
-    config = Config(job.method, options, job.batch_size, job.epochs, seed=job.seed, data=task.description)
+    shared = {"seed": job.seed, "data": task.description, "batches": job.batches}
+    config = Config(job.method, options, job.batch_size, job.epochs, **shared)
     steps = task.n // job.batch_size * job.epochs
     control = Control(eval_every=0, error_every=steps // job.errors if job.errors else 0)
     run = Run(task, config, control).train()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    chosen = getattr(run.batches, "sampler", None)
     facts = {
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
@@ -218,6 +114,8 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
     }
     if job.errors:
         facts["errors"] = [record["normalizer_error"] for record in run.history if "normalizer_error" in record]
+    if chosen is not None:
+        facts["sampler"] = chosen.metrics
     return {"job": asdict(job), "final": run.final, "seconds": round(run.seconds, 2), "steps": run.step, **facts}
 
 
@@ -272,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "run-one":
         print(json.dumps(run_one(Job(**json.loads(args.job)), args.threads)))
         return
-    main_, regimes = _chosen(main_arms(), args), _chosen([*regime_arms(), *caption_arms()], args)
+    main_, regimes = _chosen(main_arms(), args), _chosen([*regime_arms(), *caption_arms(), *batch_arms()], args)
     if args.command in ("tune", "regimes"):
         carry_out(_limited(main_ if args.command == "tune" else regimes, args.trial), args)
     if args.command in ("final", "regimes"):

@@ -13,7 +13,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.glyphs import METRIC, Arm, best, final_jobs, finished
+from benchmarks.glyphs import METRIC, best, final_jobs, finished
+from benchmarks.glyphs_arms import Arm
 from recipes.methods import METHODS
 from recipes.plots import COLOURS, STYLE
 from recipes.report import environment, markdown_table, mean_spread
@@ -82,7 +83,8 @@ def _values(finals: Sequence[dict[str, Any]], metric: str = METRIC) -> list[floa
 
 def _table(arms: Sequence[Arm], finals: dict[str, list[dict[str, Any]]]) -> str:
     size = arms[0].batch_size
-    stateless = [_values(finals[arm_name(a)]) for a in arms if a.method in BASELINES and a.batch_size == size]
+    baselines = [arm for arm in arms if arm.method in BASELINES and arm.batch_size == size and not arm.batches]
+    stateless = [_values(finals[arm_name(arm)]) for arm in baselines]
     rival = max((values for values in stateless if values), key=statistics.mean, default=[])
     table = [["method", "setting (tuned)", "image to name", "name to image", "gain", "seeds", "s per run"]]
     for arm in arms:
@@ -91,7 +93,7 @@ def _table(arms: Sequence[Arm], finals: dict[str, list[dict[str, Any]]]) -> str:
             continue
         setting = " ".join(f"{name} {value}" for name, value in own[0]["job"]["options"].items())
         both = [mean_spread(_values(own, metric)) for metric in (METRIC, "r1_text_to_image")]
-        gain = "" if arm.method in BASELINES else _gain(_values(own), rival)
+        gain = "" if arm.method in BASELINES and not arm.batches else _gain(_values(own), rival)
         seconds = f"{statistics.mean(result['seconds'] for result in own):.0f}"
         table.append([arm_name(arm), setting, *both, gain, str(len(own)), seconds])
     return markdown_table(table)
@@ -133,8 +135,9 @@ def _draw(arms: Sequence[Arm], results: Results, limit: int, path: Path) -> Path
     left.xaxis.set_major_formatter("{x:g}")
     left.xaxis.set_minor_formatter("")
     left.legend()
-    regimes = list(dict.fromkeys(arm.regime for arm in arms))
-    for arm in arms:
+    drawn = [arm for arm in arms if not arm.regime.startswith("chosen")]  # those have a table
+    regimes = list(dict.fromkeys(arm.regime for arm in drawn))
+    for arm in drawn:
         values = _values(_finals(arm, results, limit))
         if values:
             siblings = [other for other in arms if other.regime == arm.regime]

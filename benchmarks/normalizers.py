@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.glyphs import FINAL_SEEDS, FINAL_SPLIT, ROOT, Job, carry_out
+from benchmarks.glyphs import FINAL_SEEDS, FINAL_SPLIT, ROOT, carry_out
+from benchmarks.glyphs_arms import Job
 
 RESULTS = ROOT / "benchmarks" / "results" / "normalizers.jsonl"
 CHECKPOINTS = 5

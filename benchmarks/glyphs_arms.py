@@ -1,0 +1,144 @@
+"""What the glyph study compares: methods, regimes and the grids that settings are chosen from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TUNE_SEED, TUNE_SPLIT = 100, 1
+
+Grid = dict[str, tuple[Any, ...]]
+TAUS = (0.05, 0.08, 0.12)  # common to all; a method whose best lay at an edge got one value more beyond it
+REGIME_TAUS = (0.05, 0.08)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method in one regime, with the grid its setting is chosen from."""
+
+    regime: str
+    method: str
+    grid: Grid
+    batch_size: int = 64
+    epochs: int = 2
+    limit: int = 0  # training pairs; 0: all
+    variant: str = ""
+    batches: dict[str, Any] = field(default_factory=dict)  # which samples share one; {}: random
+
+    def jobs(self) -> list[Job]:
+        """One tuning run per point of the grid."""
+        points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        setting = {"limit": self.limit, "batches": self.batches}
+        return [Job(self.method, options, self.batch_size, self.epochs, **setting) for options in points]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: everything its result depends on."""
+
+    method: str
+    options: dict[str, Any]
+    batch_size: int = 64
+    epochs: int = 2
+    seed: int = TUNE_SEED
+    split: int = TUNE_SPLIT
+    limit: int = field(default=0)
+    errors: int = 0  # how many times the error of the normalizers is measured on the way
+    batches: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def main_arms() -> list[Arm]:
+    """Batch 64, two epochs, and InfoNCE with four times the batch for comparison."""
+    gammas = (0.5, 0.8, 0.95)
+    rho = {"rho": (1.0, 2.5)}
+    dual = {"tau": TAUS, **rho, "tau_lr": (0.002, 0.01)}
+    return [
+        Arm("main", "infonce", {"tau": (*TAUS, 0.18)}),
+        Arm("main", "infonce-no-positive", {"tau": (0.03, *TAUS)}),
+        Arm("main", "clip", {"tau": (*TAUS, 0.18)}),
+        Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("none",)}),
+        Arm("main", "sogclr", {"tau": TAUS, "gamma": gammas, "reference": ("positive",)}, variant="reference positive"),
+        Arm("main", "isogclr", {**dual, "reference": ("positive",)}, variant="reference positive"),
+        Arm("main", "isogclr", {**dual, "reference": ("none",)}, variant="reference none"),
+        Arm("main", "fastclip-v3", {"tau": TAUS, **rho, "tau_lr": (1e-4, 1e-3)}),
+        Arm("main", "neuclip", {"tau": TAUS, "through_alpha": (0, 1)}),
+        Arm("main", "residual", {"tau": TAUS, "gamma": (0.3, 0.5, 0.8)}),
+        Arm("main", "emc2", {"tau": (0.03, *TAUS), "burn_in": (0.5, 0.9), "encode": (0,)}),
+        Arm("main", "emc2", {"tau": TAUS, "burn_in": (0.5,), "encode": (1,)}, variant="encode"),
+        Arm("main", "infonce", {"tau": (*TAUS, 0.18)}, batch_size=256),
+    ]
+
+
+def caption_arms() -> list[Arm]:
+    """Pairs with the same caption, false negatives that an exact softmax finds first, are told to the estimator."""
+    taus, group = {"tau": REGIME_TAUS}, {"group": (1,)}
+    arms = {
+        "infonce": {"tau": (0.08, 0.12)},
+        "infonce-no-positive": taus,
+        "sogclr": {**taus, "gamma": (0.5,), "reference": ("none",)},
+        "residual": {**taus, "gamma": (0.8,)},
+        "emc2": {**taus, "burn_in": (0.5,), "encode": (0,)},
+    }
+    encode = {"tau": (*REGIME_TAUS, 0.12), "burn_in": (0.5,), "encode": (1,), "rescore": (1,), **group}
+    regime = "captions as groups"
+    return [
+        *(Arm(regime, method, {**grid, **group}) for method, grid in arms.items()),
+        Arm(regime, "emc2", encode, variant="encode, rescored"),
+    ]
+
+
+def regime_arms() -> list[Arm]:
+    """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
+    regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
+        "batch 8, 8k pairs, 4 epochs": ({"batch_size": 8, "limit": 8192, "epochs": 4}, REGIME_TAUS),
+        "batch 32": ({"batch_size": 32}, TAUS),
+        "batch 16": ({"batch_size": 16}, REGIME_TAUS),
+        "batch 16, 8k pairs, 12 epochs": ({"batch_size": 16, "limit": 8192, "epochs": 12}, REGIME_TAUS),
+        "tau 0.02": ({}, (0.02,)),
+    }
+    arms = []
+    for regime, (setting, taus) in regimes.items():
+        arms += [Arm(regime, method, {"tau": taus}, **setting) for method in ("infonce", "infonce-no-positive")]
+        arms += [Arm(regime, "sogclr", {"tau": taus, "gamma": (0.3, 0.8), "reference": ("none",)}, **setting)]
+        arms += [Arm(regime, "neuclip", {"tau": taus, "through_alpha": (0, 1)}, **setting)]
+        arms += [Arm(regime, "residual", {"tau": taus, "gamma": (0.5, 0.8)}, **setting)]
+        if regime == "batch 32":
+            arms += [Arm(regime, "emc2", {"tau": taus, "burn_in": (0.5, 0.9), "encode": (0,)}, **setting)]
+            encode = {"tau": taus, "burn_in": (0.5,), "encode": (1,)}
+            arms += [Arm(regime, "emc2", encode, **setting, variant="encode")]
+            rescore = {**encode, "tau": taus[1:2], "rescore": (1,)}
+            arms += [Arm(regime, "emc2", rescore, **setting, variant="encode, rescored")]
+        dual = {"tau": taus[-1:], "rho": (1.0, 2.5), "tau_lr": (0.002,), "reference": ("none",)}
+        arms += [Arm(regime, "isogclr", dual, **setting, variant="reference none")] if regime != "tau 0.02" else []
+    return arms
+
+
+def batch_arms() -> list[Arm]:
+    """Which samples share a batch, with and without state per sample; chosen batches begin with the second epoch."""
+    settings: dict[str, dict[str, int]] = {
+        "chosen batches of 32, 8k pairs, 12 epochs": {"batch_size": 32, "limit": 8192, "epochs": 12},
+        "chosen batches of 32, 4 epochs": {"batch_size": 32, "epochs": 4},
+    }
+    arms = []
+    for regime, setting in settings.items():
+        known = {"group": (1,)}  # else pairs with the same caption are chosen for being hard
+        infonce = {"tau": TAUS, **known}
+        sogclr = {"tau": REGIME_TAUS, "gamma": (0.5,), "reference": ("none",), **known}
+        for kind in ("random", "ordered", "spectral"):
+            options: dict[str, Any] = {"variant": kind, "batches": {} if kind == "random" else {"kind": kind}}
+            arms += [Arm(regime, "infonce", infonce, **setting, **options)]
+            arms += [Arm(regime, "sogclr", sogclr, **setting, **options)]
+        control = {"tau": REGIME_TAUS, **known}
+        arms += [Arm(regime, "infonce-no-positive", control, **setting, variant="random")]
+        if "limit" in setting:
+            unknown = {"tau": TAUS, "group": (0,)}
+            spectral = {"kind": "spectral"}
+            arms += [Arm(regime, "infonce", unknown, **setting, variant="random, captions unknown")]
+            arms += [Arm(regime, "infonce", unknown, **setting, variant="spectral, captions unknown", batches=spectral)]
+    return arms
