@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,6 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.glyphs_arms import Arm, Job, batch_arms, caption_arms, main_arms, regime_arms
+from recipes import records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "glyphs.jsonl"
@@ -41,41 +41,25 @@ METRIC = "r1"
 
 
 def finished(path: Path) -> dict[str, dict[str, Any]]:
-    """Results by job key; a line cut short by a kill is skipped."""
-    results = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            result = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        results[Job(**result["job"]).key] = result
-    return results
+    """Results by job key."""
+    return {Job(**result["job"]).key: result for result in records.read(path)}
 
 
 def carry_out(jobs: Iterable[Job], args: argparse.Namespace) -> None:
     """Run the jobs that have no result yet, several at a time, each in a process of its own."""
     done = finished(args.results)
     todo = {job.key: job for job in jobs if job.key not in done}
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    lock = threading.Lock()
     with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(todo), unit="run") as bar:
         futures = [pool.submit(_subprocess, job, args.threads) for job in todo.values()]
         try:
             for future in as_completed(futures):
                 result = future.result()
-                with lock, open(args.results, "a") as file:
-                    file.write("\n" * _cut_short(args.results) + json.dumps(result) + "\n")
+                records.append(args.results, result)
                 bar.set_postfix_str(f"{result['job']['method']} {100 * result['final'][METRIC]:.1f}%")
                 bar.update()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _cut_short(path: Path) -> bool:
-    """Whether the file ends in the middle of a line."""
-    text = path.read_bytes()
-    return bool(text) and not text.endswith(b"\n")
 
 
 def _subprocess(job: Job, threads: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import compopt
 from compopt import diagnostics
-from recipes import glyphs
+from recipes import glyphs, records
 from recipes.tasks import GlyphFaces
 
 CHECKPOINTS = 24
@@ -195,14 +195,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen
     ]
     glyphs.load(None)  # rendered once, before the workers want it
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     file = args.output_dir / "emc2_convergence.jsonl"
-    results = _finished(file)
+    results = {_key(result): result for result in records.read(file)}
     left = [job for job in jobs if json.dumps(job) not in results]
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool, open(file, "a") as lines:
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         for result in tqdm(pool.imap_unordered(run, left), total=len(left), unit="run"):
-            lines.write(json.dumps(result) + "\n")
-            lines.flush()
+            records.append(file, result)
             results[_key(result)] = result
     from recipes import emc2_report
 
@@ -212,12 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _key(result: dict[str, Any]) -> str:
     """Of the job that a result is of."""
     return json.dumps([result["name"], result["schedule"], result["setting"]])
-
-
-def _finished(file: Path) -> dict[str, dict[str, Any]]:
-    """Runs that need not be repeated, by job."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {_key(result): result for result in map(json.loads, lines)}
 
 
 if __name__ == "__main__":
