@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.machine import environment, heading, table
+from benchmarks.machine import cell, environment, heading, table
 from compopt.samplers import OrderedBatchSampler, SpectralBatchSampler
 from compopt.samplers.pairs import batch_losses
 from recipes import glyphs, methods
@@ -75,12 +75,6 @@ def losses(epochs: int, limit: int, seed: int = 0) -> dict[str, Any]:
         masked = torch.cat([batch_losses(z1[p], z2[p], TAU, labels[p]) for p in batches.split(64)])
         found[name] = {"losses": values.tolist(), "masked": masked.tolist(), "twins": float(twins.double().mean())}
     return {"epochs": epochs, "n": run.task.n, "seconds_per_epoch": seconds, "samplers": found}
-
-
-def cell(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def loss_table(results: list[dict]) -> list[str]:

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import compopt
-from benchmarks.machine import environment, heading, table
+from benchmarks.machine import cell, environment, heading, table, timed
 from compopt.negatives import chains
 from compopt.negatives.walk import Walk
 
@@ -39,13 +39,6 @@ softmax's norm, without the part that is noise (the two halves of the run are mu
 above it). *Batch alone*: the same chains, never proposed their stored sample. *Outside*: visits to a stored sample that
 is not in the batch; *unused*: anchors all of whose visits are outside and which without `encode` only pull their
 positive."""
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Milliseconds of one call."""
-    start = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - start)
 
 
 @contextmanager
@@ -90,18 +83,12 @@ def cost(mode: str, batch: int, rounds: int) -> dict[str, Any]:
             est.step()
 
         with watched() as seen:
-            found = {name: timed(lambda est=est: step(est)) for name, est in made.items()}
+            found = {name: 1e3 * timed(lambda est=est: step(est)) for name, est in made.items()}
         found["chains"] = sum(each[2] for each in seen)
         if number >= 3:  # the first rounds warm up
             for name, value in found.items():
                 times[name].append(value)
     return {"mode": mode, "batch": batch, "proposals": (2 if mode == "unimodal" else 1) * (batch - 1), "times": times}
-
-
-def cell(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def cost_table(results: list[dict]) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,6 +59,19 @@ def table(head: list[str], lines: list[list[str]]) -> list[str]:
     """A table whose first column is text."""
     body = ["| " + " | ".join(cells) + " |" for cells in [head, *lines]]
     return [body[0], "|---" + "|---:" * (len(head) - 1) + "|", *body[1:], ""]
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def cell(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def resident() -> dict[str, int]:

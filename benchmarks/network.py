@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import compopt
-from benchmarks.machine import environment, heading, table
+from benchmarks.machine import cell, environment, heading, table, timed
 
 SIZES = [  # batch, dim, prototypes
     (64, 128, 1024),
@@ -35,13 +34,6 @@ same features is *the network*. *Products*: the 2 x {UPDATES} + 1 products of (B
 network needs, into memory that is at hand. *Sums*: AdaGrad's {UPDATES} steps alone, which read and write 3 x 2 x m x d
 floats each. *Ratio*: network / products, and network / (products + sums), medians over rounds. *Queue* is the network
 without updates whose prototypes are the newest m features (`updates=0, restart_every=1`)."""
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def contenders(batch: int, dim: int, prototypes: int) -> dict[str, Callable[[], object]]:
@@ -100,12 +92,6 @@ def measure(size: tuple[int, int, int], rounds: int) -> dict:
         "ratio": statistics.median(a / b for a, b in zip(network, times["products"], strict=True)),
         "ratio with sums": statistics.median(a / b for a, b in zip(network, both, strict=True)),
     }
-
-
-def cell(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def report(env: dict, results: list[dict]) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import ROOT, environment, resident
+from benchmarks.machine import ROOT, environment, resident, timed
 from benchmarks.rows_report import COLD_BATCHES, report, step_table
 from compopt.stores import DiskStore, OffloadedRows, RowStore, Ticket, open_rows
 
@@ -40,12 +40,6 @@ CPU = torch.device("cpu")
 def quartiles(values: list[float]) -> list[float]:
     low, median, high = statistics.quantiles(values, n=4)
     return [low, median, high]
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
