@@ -56,6 +56,9 @@ def samplers(n: int, labels: Tensor, seed: int) -> dict[str, Any]:
         "OSGD, labels": OrderedBatchSampler(n, BATCH, 10 * keep, keep, labels=labels, **common),
         "spectral": SpectralBatchSampler(n, BATCH, GROUP, drop_last=True, **common),
         "spectral, labels": SpectralBatchSampler(n, BATCH, GROUP, drop_last=True, labels=labels, **common),
+        "spectral, labels, sharpness 0.25": SpectralBatchSampler(
+            n, BATCH, GROUP, drop_last=True, labels=labels, sharpness=0.25, **common
+        ),
     }
 
 

@@ -35,10 +35,11 @@ COST = f"""Milliseconds per training step of the estimator alone (forward, backw
 the number of proposals to each chain."""
 BIAS = f"""{SAMPLES} samples, uniform batches of {BATCH}, bimodal, d = 16, no burn-in. Chains start at the softmax over
 the data set and move through {{epochs}} epochs. *Bias*: norm of the mean weights less the softmax, divided by the
-softmax's norm, without the part that is noise (the two halves of the run are multiplied with each other; a dash: not
-above it). *Batch alone*: the same chains, never proposed their stored sample. *Outside*: visits to a stored sample that
-is not in the batch; *unused*: anchors all of whose visits are outside and which without `encode` only pull their
-positive."""
+softmax's norm, without the part that is noise: the errors of the two halves of the run are multiplied with each other,
+chain by chain. Of the mean over all chains the root is shown, with what two standard errors more and less of the mean
+make of it; a dash: the mean is not two of them above zero. *Batch alone*: the same chains, never proposed their stored
+sample. *Outside*: visits to a stored sample that is not in the batch; *unused*: anchors all of whose visits are outside
+and which without `encode` only pull their positive."""
 
 
 @contextmanager
@@ -117,11 +118,11 @@ class Mean:
         self.outside.append(float(outside.mean()))
         self.unused.append(float((outside >= 1).double().mean()))
 
-    def bias(self, p: Tensor) -> float:
-        """Relative norm of the mean's error, noise taken off; 0 where nothing is left."""
+    def bias(self, p: Tensor) -> tuple[float, float]:
+        """Square of the relative norm of the mean's error, noise taken off, and its standard error over chains."""
         error = self.sums / self.visited - p
-        square = float((error[0] * error[1]).sum()) / float(p.square().sum())
-        return max(0.0, square) ** 0.5
+        squares = (error[0] * error[1]).sum(2).flatten() / p.square().sum() * p[..., 0].numel()
+        return float(squares.mean()), float(squares.std() / len(squares) ** 0.5)
 
 
 def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, Any]:
@@ -157,7 +158,17 @@ def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, An
                 weights = (found.visits / found.visits.sum(0)).T.double()
                 mean.add(half, direction, index, weights[:, :-1], before[:, direction], weights[:, -1])
     shares = (statistics.mean(mean.outside), statistics.mean(mean.unused))
-    return {"kind": kind, "tau": tau, "bias": mean.bias(p), "outside": shares[0], "unused": shares[1]}
+    square, error = mean.bias(p)
+    found = {"kind": kind, "tau": tau, "square": square, "error": error}
+    return {**found, "outside": shares[0], "unused": shares[1]}
+
+
+def root(result: dict[str, Any]) -> str:
+    """The bias, where there is one."""
+    square, error = result["square"], 2 * result["error"]
+    if square <= error:
+        return "-"
+    return "{:.3f} ({:.3f} to {:.3f})".format(*(x**0.5 for x in (square, square - error, square + error)))
 
 
 def bias_table(results: list[dict]) -> list[str]:
@@ -166,8 +177,14 @@ def bias_table(results: list[dict]) -> list[str]:
     lines = []
     for tau in taus:
         pool = by[tau, "pool"]
-        biases = [f"{by[tau, kind]['bias']:.3f}" if by[tau, kind]["bias"] > 0 else "-" for kind in KINDS]
-        lines.append([str(tau), *biases, f"{100 * pool['outside']:.0f} %", f"{100 * pool['unused']:.0f} %"])
+        lines.append(
+            [
+                str(tau),
+                *(root(by[tau, kind]) for kind in KINDS),
+                f"{100 * pool['outside']:.0f} %",
+                f"{100 * pool['unused']:.0f} %",
+            ]
+        )
     return table(["tau", *KINDS, "outside (pool)", "unused (pool)"], lines)
 
 

@@ -136,6 +136,8 @@ def batch_arms() -> list[Arm]:
             arms += [Arm(regime, "sogclr", sogclr, **setting, **options)]
         control = {"tau": REGIME_TAUS, **known}
         arms += [Arm(regime, "infonce-no-positive", control, **setting, variant="random")]
+        soft: dict[str, Any] = {"variant": "spectral 0.25", "batches": {"kind": "spectral", "sharpness": 0.25}}
+        arms += [Arm(regime, "infonce", infonce, **setting, **soft)]
         if "limit" in setting:
             unknown = {"tau": TAUS, "group": (0,)}
             spectral = {"kind": "spectral"}

@@ -29,6 +29,7 @@ OPTIONS = {
     "batch_tau": Option("tau", float, "temperature of the losses that batches are chosen by", (ORDERED, SPECTRAL)),
     "candidates": Option("candidates", int, "random batches that are weighed", (ORDERED,)),
     "keep": Option("keep", int, "how many of them are trained on", (ORDERED,)),
+    "sharpness": Option("sharpness", float, "of the affinity exp(sharpness w) that is clustered", (SPECTRAL,)),
     "cluster_group": Option("group", int, "batches whose samples are clustered together", (SPECTRAL,)),
 }
 

@@ -8,6 +8,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt import diagnostics, draws
+from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
 from tests.helpers import features
 
@@ -40,6 +41,25 @@ def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, mo
     assert torch.equal(found.visits.argmax(0), found.last) and (found.visits.sum(0) == 1).all()
 
 
+def test_on_a_device_chains_move_as_on_the_host():
+    """A device finds the places from the accepted proposals at once; the host goes along with them."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(40, 30, generator=generator)
+    keys = scores - torch.rand(40, 30, generator=generator).log()
+    slots = torch.randint(0, 9, (40, 30), generator=generator)
+    score, start = torch.randn(30, generator=generator), torch.randint(0, 9, (30,), generator=generator)
+    accepted, current, place = torch.zeros(40, 30, dtype=torch.bool), score.clone(), start.clone()
+    want = torch.empty_like(slots)
+    for r in range(40):
+        for chain in range(30):
+            if keys[r, chain] > current[chain]:
+                accepted[r, chain], current[chain], place[chain] = True, scores[r, chain], slots[r, chain]
+        want[r] = place
+    where, count = walks.move(keys, scores, slots, score, start)
+    assert torch.equal(where, want) and torch.equal(count, accepted.sum(0))
+    assert torch.equal(walks.places(accepted, slots, start), want)
+
+
 # -- the data set's softmax ----------------------------------------------------------------------------------------
 
 
@@ -66,7 +86,7 @@ def started(est, z1, z2, tau, seed):
     return est
 
 
-def places(chain, p, generator):
+def ranked(chain, p, generator):
     """Where each chain is within its distribution, best candidates first: uniform in [0, 1) if it has that."""
     order = p.argsort(dim=2, descending=True)
     below = (p.gather(2, order).cumsum(2) - p.gather(2, order)).gather(2, order.argsort(dim=2))
@@ -100,7 +120,7 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
     for seed in range(8):
         est = started(compopt.EMC2Estimator(128, tau=tau, seed=seed, dtype=torch.float64), z1, z2, tau, seed)
         wander(est, z1, z2, 10, 8, generator)
-        u.append(places(est.read(torch.arange(128))["chain"], p, generator))
+        u.append(ranked(est.read(torch.arange(128))["chain"], p, generator))
     assert chi_square(torch.cat(u)) < 33.7  # p = 1e-4
 
 
@@ -114,9 +134,9 @@ def test_chains_find_the_softmax_of_the_data_set(tau):
     for seed in range(3):
         est = compopt.EMC2Estimator(128, tau=tau, seed=seed, dtype=torch.float64)
         wander(est, z1, z2, 1, 8, generator)
-        early = places(est.read(torch.arange(128))["chain"], p, generator)
+        early = ranked(est.read(torch.arange(128))["chain"], p, generator)
         wander(est, z1, z2, 90 if tau == 0.1 else 30, 8, generator)
-        u.append((early, places(est.read(torch.arange(128))["chain"], p, generator)))
+        u.append((early, ranked(est.read(torch.arange(128))["chain"], p, generator)))
     assert chi_square(torch.cat([late for _, late in u])) < 33.7
     if tau < 1:  # after one visit the chain knows one batch
         assert chi_square(torch.cat([early for early, _ in u])) > 100
@@ -135,7 +155,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
         started(est, z1, z2, tau, seed)
         est.t = 100 * seed  # other luck
         wander(est, z1, z2, 3, n, generator)
-        u.append(places(est.read(torch.arange(n))["chain"], p, generator))
+        u.append(ranked(est.read(torch.arange(n))["chain"], p, generator))
     assert (chi_square(torch.cat(u)) > 70) == biased
 
 
@@ -156,7 +176,7 @@ def test_unimodal_chains_keep_the_softmax_over_both_views():
         }
         est.load_state_dict({**state, "t": 100 * seed})
         wander(est, z, z, 3, 4, generator)
-        u.append(places(est.read(torch.arange(n))["chain"], p[:1], generator))
+        u.append(ranked(est.read(torch.arange(n))["chain"], p[:1], generator))
     assert chi_square(torch.cat(u)) < 33.7
 
 

@@ -518,6 +518,8 @@ def test_bad_arguments_of_spectral():
         spectral(group=0)
     with pytest.raises(TypeError, match="drop_last must be True or False, got 1"):
         spectral(drop_last=1)
+    with pytest.raises(ValueError, match="sharpness must be greater than 0"):
+        spectral(sharpness=0.0)
 
 
 @pytest.mark.parametrize(

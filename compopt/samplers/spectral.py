@@ -38,9 +38,12 @@ class SpectralBatchSampler(BankSampler):
 
     The mean of ``w`` over the pairs of a batch bounds its loss from below. An epoch's batches shall keep as much of it
     inside as they can: the samples are drawn into random groups of at most ``group`` batches, and each group is cut
-    into batches by spectral clustering with the affinity ``exp(w)``; an assignment problem makes the clusters even.
+    into batches by spectral clustering with the affinity ``exp(sharpness w)``; an assignment problem makes the clusters
+    even. The paper's edge weight is ``w``, and its authors' code passes ``exp(w)``; ``w`` sums four logarithms, so that
+    ``sharpness=0.25`` passes the geometric mean of what they are logarithms of. Fewer samples then end up in clusters
+    of almost nothing, and batches are harder (``benchmarks/results/batches.md``).
 
-    Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.7 s for 1,280 samples on one core.
+    Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.3 s for 1,280 samples on one core.
     Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
     ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision.
 
@@ -52,6 +55,7 @@ class SpectralBatchSampler(BankSampler):
         batch_size: ``B``, over all ranks.
         group: batches per group, ``k``.
         tau: temperature of the weights.
+        sharpness: of the affinity.
         seed: of groups, k-means and the order of batches, together with the epoch.
         drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, whose
             part is empty on some ranks if it has fewer samples than ranks.
@@ -108,6 +112,7 @@ class SpectralBatchSampler(BankSampler):
         lead: float = 0.5,
         dtype: torch.dtype = torch.float16,
         offload: str | None = None,
+        sharpness: float = 1.0,
         process_group: ProcessGroup | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -115,7 +120,8 @@ class SpectralBatchSampler(BankSampler):
         clustering.require()
         self.group = checks.count("group", group)
         checks.flag("drop_last", drop_last)
-        self.drop_last = drop_last
+        checks.positive("sharpness", sharpness)
+        self.drop_last, self.sharpness = drop_last, float(sharpness)
         super().__init__(
             n, batch_size, tau, seed, labels, background, lead, dtype, offload, process_group, rank, world_size
         )
@@ -160,7 +166,7 @@ class SpectralBatchSampler(BankSampler):
         z1, z2 = self.bank.read(piece.samples)
         labels = None if labels is None else labels.to(z1.device)
         weights = pair_weights(z1, z2, self.tau, self.batch_size, labels)
-        clusters = clustering.spectral_clusters(weights, piece.sizes, piece.seed)
+        clusters = clustering.spectral_clusters(weights.mul_(self.sharpness), piece.sizes, piece.seed)
         return piece.samples[clusters.argsort(stable=True)]
 
     def assemble(self, epoch: int, pieces: list[Group], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -171,4 +177,10 @@ class SpectralBatchSampler(BankSampler):
         return torch.cat([batches.flatten(), samples[full * self.batch_size :]]), {}
 
     def config(self) -> dict[str, Any]:
-        return {"kind": "spectral", **super().config(), "group": self.group, "drop_last": self.drop_last}
+        return {
+            "kind": "spectral",
+            **super().config(),
+            "group": self.group,
+            "drop_last": self.drop_last,
+            "sharpness": self.sharpness,
+        }
