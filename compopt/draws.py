@@ -27,6 +27,14 @@ def scramble(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def fold(*counters: int) -> int:
+    """64 random bits that belong to the counters."""
+    state = 0
+    for counter in counters:
+        state = scramble(state + counter + _GOLDEN)
+    return state
+
+
 def scramble_(words: Tensor) -> Tensor:
     """The same on int64 tensors, in place; their products wrap around as unsigned ones do."""
     shifted = torch.empty_like(words)
@@ -46,10 +54,7 @@ def streams(counters: tuple[int, ...], positions: Tensor) -> Tensor:
         counters: what all of them share, such as seed and step.
         positions: what tells them apart, ``(b,)`` int64.
     """
-    state = 0
-    for counter in counters:
-        state = scramble(state + counter + _GOLDEN)
-    return scramble_(positions * _signed(_GOLDEN) + _signed(state))
+    return scramble_(positions * _signed(_GOLDEN) + _signed(fold(*counters)))
 
 
 def bits(keys: Tensor, first: int, count: int) -> Tensor:

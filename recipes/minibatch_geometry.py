@@ -44,13 +44,21 @@ def optimum(gram: Tensor, dim: int) -> Tensor:
         return (n * torch.eye(n, dtype=gram.dtype) - 1) / (n - 1)
     if 2 * dim != n:
         raise ValueError(f"dim must be at least n - 1 or equal to n / 2, got dim={dim} for n={n}")
-    from scipy.optimize import linear_sum_assignment
-
-    cost = gram + gram.T + torch.diag(torch.full((n,), 1e6, dtype=gram.dtype))
-    partner = torch.from_numpy(linear_sum_assignment(cost.numpy())[1])
     target = torch.eye(n, dtype=gram.dtype)
-    target[torch.arange(n), partner] = -1
+    for a, b in antipodes(gram):
+        target[a, b] = target[b, a] = -1
     return target
+
+
+def antipodes(gram: Tensor) -> list[tuple[int, int]]:
+    """Pairs of samples, the most opposite first; near a cross-polytope no other pairs are nearer."""
+    both, left, pairs = (gram + gram.T).flatten(), set(range(len(gram))), []
+    for place in both.argsort(stable=True).tolist():
+        a, b = divmod(place, len(gram))
+        if a != b and a in left and b in left:
+            left -= {a, b}
+            pairs.append((a, b))
+    return pairs
 
 
 def distance(z: Tensor) -> float:

@@ -4,11 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from compopt.samplers import ordered
 from tests.pool import the_pool
-from tests.test_samplers import KINDS, B, N, both, moving, spectral, table, train
+from tests.test_samplers import KINDS, N, both, moving, spectral, table, train
 
 pytestmark = pytest.mark.distributed
 STEPS = 24
+
+
+def whole_batches(make, world):
+    """The last of an epoch has two samples, which is enough for two ranks."""
+    return {"drop_last": True} if make is spectral and world > 2 else {}
 
 
 def joined(parts):
@@ -20,10 +26,11 @@ def joined(parts):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_parts_of_ranks_without_a_group_join_to_the_batches_of_one(make, world):
     """rank= and world_size= alone: every rank observes the whole batch."""
-    whole = train(make(), STEPS)
+    options = whole_batches(make, world)
+    whole = train(make(**options), STEPS)
     parts = []
     for rank in range(world):
-        sampler, own = make(rank=rank, world_size=world), []
+        sampler, own = make(rank=rank, world_size=world, **options), []
         while len(own) < STEPS:
             for batch in sampler:
                 own.append(batch)
@@ -33,8 +40,9 @@ def test_parts_of_ranks_without_a_group_join_to_the_batches_of_one(make, world):
                     break
         parts.append(own)
     assert joined(parts) == whole
-    sizes = {len(batch) for part in parts for batch in part if len(part) == B}
-    assert all(abs(size - B / world) < 1 for size in sizes)
+    for number, batch in enumerate(whole):
+        sizes = [len(part[number]) for part in parts]
+        assert sum(sizes) == len(batch) and max(sizes) - min(sizes) <= 1
 
 
 def test_a_part_where_the_whole_batch_is_needed_is_refused():
@@ -69,10 +77,11 @@ def run(group, number, options, stop):
 @both
 @pytest.mark.parametrize("world", [2, 4])  # 4: the default group, whose ranks share the work; 2: each does all of it
 def test_ranks_of_a_group_have_the_batches_of_one(make, world):
-    whole = train(make(), STEPS)
-    results = the_pool().run(run, world, KINDS.index(make), {}, 10)
+    options = whole_batches(make, world)
+    whole = train(make(**options), STEPS)
+    results = the_pool().run(run, world, KINDS.index(make), options, 10)
     assert joined([own for own, _ in results]) == whole
-    resumed = make()  # a state of K ranks continues on one
+    resumed = make(**options)  # a state of K ranks continues on one
     resumed.load_state_dict(results[0][1])
     assert train(resumed, STEPS - 10, clock=10) == whole[10:]
 
@@ -98,30 +107,83 @@ def test_refresh_shares_the_encoding(make):
     assert all(len(asked) == 8 and sum(asked) < 0.6 * N for _, asked in results)
 
 
-def broken(group):
+def broken(group, number):
     """One rank's pieces fail in the thread."""
-    sampler = spectral(process_group=group, lead=1.0)
+    ordered.PIECE, piece = 1, ordered.PIECE  # a piece per candidate: work for every rank
+    try:
+        return _broken(KINDS[number](process_group=group, lead=1.0, **whole_batches(KINDS[number], 4)))
+    finally:
+        ordered.PIECE = piece
+
+
+def _broken(sampler):
     sampler.refresh(lambda index: tuple(z[index] for z in table()))
-    batches = iter(sampler)
+    list(sampler)  # its plan is made in the foreground; the next epoch's in the thread, from then on
+    sampler.state_dict()  # waits for the thread
 
     def do(piece):
         raise ZeroDivisionError("in a piece")
 
-    next(batches)  # its plan is made in the foreground; the next epoch's in the thread, from here on
-    sampler.state_dict()  # waits for the thread
-    list(batches)
-    batches = iter(sampler)
     if sampler.rank == 1:
         sampler.do = do
+    batches = iter(sampler)
+    batch = next(batches)
+    index = torch.tensor(batch)
+    sampler.observe(index, *(z[index] for z in table()))  # raises nothing, on any rank
     try:
-        list(batches)
         list(sampler)
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_an_error_on_one_rank_is_raised_on_all():
-    found = the_pool().run(broken, 4)
+@both
+def test_an_error_on_one_rank_is_raised_on_all(make):
+    found = the_pool().run(broken, 4, KINDS.index(make))
     assert all("rank 1 failed: ZeroDivisionError: in a piece" in found[rank] for rank in (0, 2, 3)), found
     assert "ZeroDivisionError: in a piece" in found[1]
+
+
+def refused(group, number, where):
+    """One rank's arguments are bad."""
+    sampler = KINDS[number](process_group=group)
+    batch = torch.tensor(next(iter(sampler)))
+    bad = sampler.rank == 1
+
+    def encode(index):
+        return tuple(z[: N if bad else len(index)] for z in table())
+
+    try:
+        if where == "observe":
+            sampler.observe(batch + N * bad, *moving(0, batch))
+        else:
+            sampler.refresh(encode)
+    except (IndexError, RuntimeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    sampler.observe(batch, *moving(0, batch))  # they meet again
+    return message
+
+
+@both
+@pytest.mark.parametrize("where", ["observe", "refresh"])
+def test_what_one_rank_refuses_stops_all(make, where):
+    found = the_pool().run(refused, 2, KINDS.index(make), where)
+    assert "RuntimeError: rank 1 refused its arguments" in found[0]
+    assert found[1].startswith("IndexError: index" if where == "observe" else "ValueError: index has")
+
+
+def early(group):
+    """Built before the group is: as one process, and asked afterwards."""
+    alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)
+    sampler = spectral(process_group=alone)
+    sampler._ranks.group = None  # what a sampler has that was built without any group
+    try:
+        next(iter(sampler))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_sampler_from_before_the_group_is_refused():
+    for message in the_pool().run(early, 2):
+        assert "built before torch.distributed was initialised" in message

@@ -1,6 +1,10 @@
 """Batch samplers: what an epoch is, the bank, plans made ahead, states in the middle of an epoch, bad input."""
 
+import copy
 import io
+import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -113,7 +117,7 @@ def test_labels_are_dealt_anew_every_epoch_and_fill_every_group():
     labels = torch.arange(73) // 3
     sampler = spectral(73, group=2, labels=labels)
     partners = set()
-    for epoch in range(20):
+    for epoch in range(60):
         groups = [piece.samples for piece in sampler.work(epoch)]
         assert sorted(torch.cat(groups).tolist()) == list(range(73))
         assert all(len(labels[group].unique()) == len(group) for group in groups)
@@ -134,7 +138,7 @@ def test_ordered_keeps_the_hardest_of_its_candidates():
         return total
 
     for epoch in range(3):
-        candidates = sampler.random_batches(30, epoch).tolist()
+        candidates = sampler.orders.batches(30, epoch).tolist()
         best = sorted(candidates, key=loss, reverse=True)[:5]
         got = list(sampler)
         assert {frozenset(batch) for batch in got} == {frozenset(batch) for batch in best}
@@ -143,9 +147,9 @@ def test_ordered_keeps_the_hardest_of_its_candidates():
 
 
 def test_candidates_use_all_samples_alike():
-    counts = torch.bincount(ordered().random_batches(60, 0).flatten(), minlength=N)
+    counts = torch.bincount(ordered().orders.batches(60, 0).flatten(), minlength=N)
     assert counts.max() <= 10 and counts.min() >= 10 - 6  # ten permutations, two samples left out of each
-    assert len({tuple(b) for b in ordered().random_batches(60, 0).tolist()}) == 60
+    assert len({tuple(b) for b in ordered().orders.batches(60, 0).tolist()}) == 60
 
 
 def test_coverage_is_reported():
@@ -319,10 +323,18 @@ def slow(sampler, gate):
     sampler.do = waiting
 
 
+def observed(make, **options):
+    """A sampler whose loop has observed one epoch, and another that goes on from there without a thread."""
+    sampler, twin = filled(make, **options), make(background=False)
+    train(sampler, len(sampler))
+    twin.load_state_dict(sampler.state_dict())
+    return sampler, twin
+
+
 @both
 def test_the_plan_is_made_while_the_epoch_runs(make):
     """The loop reaches the epoch's end while the thread stands still, and what it observes meanwhile does not count."""
-    sampler, gate = filled(make, lead=1.0), threading.Event()
+    (sampler, twin), gate = observed(make, lead=1.0), threading.Event()
     batches = iter(sampler)
     first = next(batches)
     slow(sampler, gate)
@@ -331,7 +343,6 @@ def test_the_plan_is_made_while_the_epoch_runs(make):
     assert not sampler._planner._job[1].done
     assert len(sampler.bank._queue) == len(sampler) - 1, "all but the batch that started the thread"
     gate.set()
-    twin = filled(make, background=False)
     twin.observe(torch.tensor(next(iter(twin))), *moving(0, first))
     assert list(sampler) == list(twin)
     assert not sampler.bank._queue
@@ -339,9 +350,86 @@ def test_the_plan_is_made_while_the_epoch_runs(make):
 
 
 @both
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_a_loop_that_observes_nothing_has_its_plans_made_too(make, refreshed):
+    """Whenever it asks for its batches: the bank is what it was when the epoch began."""
+    sampler, twin = filled(make), filled(make, background=False)
+    if refreshed:
+        for each in (sampler, twin):
+            each.refresh(lambda index: tuple(z[index] for z in table(seed=3)))
+    assert list(sampler) == list(twin)
+    assert sampler._planner._job or 1 in sampler._planner.plans
+    assert list(sampler) == list(twin)
+
+
+@both
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_change_nothing_after_a_refresh(make, workers):
+    sampler, trace = make(), []
+    sampler.refresh(lambda index: tuple(z[index] for z in table(seed=3)))
+    for _ in range(3):
+        for (index,) in loader(sampler, workers):
+            trace.append(index.tolist())
+            sampler.observe(index, *moving(len(trace), index))
+    twin = make()
+    twin.refresh(lambda index: tuple(z[index] for z in table(seed=3)))
+    assert trace == train(twin, len(trace))
+
+
+@both
+def test_samples_that_are_no_batch_are_reported_once(make):
+    sampler = filled(make)
+    with pytest.warns(UserWarning, match="no batch of it"):
+        for _ in range(2):
+            for batch in sampler:
+                sampler.observe(torch.tensor(batch[::-1]), *moving(1, batch[::-1]))
+    assert sampler.state_dict()["batch"] == 0 and sampler.state_dict()["epoch"] == 2
+    list(sampler)
+
+
+@both
+def test_samples_that_are_not_finite_are_reported(make):
+    sampler = make()
+    z1, z2 = table()
+    z1[7, 0] = float("nan")
+    sampler.observe(torch.arange(N), z1, z2)
+    with pytest.warns(UserWarning, match="1 features that were not finite"):
+        list(sampler)
+    assert sampler.metrics["unseen"] == 1
+
+
+@both
+def test_autocast_changes_no_plan(make):
+    plain, cast = filled(make, background=False), make(background=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast.observe(torch.arange(N), *table())
+        assert list(cast) == list(plain)
+
+
+@both
+def test_neighbouring_seeds_share_no_epoch(make):
+    """Epoch 1 of seed 0 is not epoch 0 of seed 1."""
+    epochs = {(seed, epoch): list(sampler) for seed in range(3) for sampler in [make(seed=seed)] for epoch in range(3)}
+    assert len({str(epoch) for epoch in epochs.values()}) == 9
+
+
+@both
+def test_copies_have_the_plans_and_no_thread(make):
+    (sampler, _), gate = observed(make, lead=1.0), threading.Event()
+    batches = iter(sampler)
+    batch = next(batches)
+    slow(sampler, gate)
+    sampler.observe(torch.tensor(batch), *moving(0, batch))
+    gate.set()
+    del sampler.do
+    for copied in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert list(copied) == list(copy.deepcopy(sampler))
+
+
+@both
 def test_ahead_or_not_one_snapshot_gives_one_plan(make):
     """The thread's plan is that of the bank at the moment it started."""
-    ahead, later = filled(make, lead=1.0), filled(make, background=False)
+    ahead, later = observed(make, lead=1.0)
     for sampler in (ahead, later):
         batches = iter(sampler)
         batch = next(batches)
@@ -353,9 +441,8 @@ def test_ahead_or_not_one_snapshot_gives_one_plan(make):
 
 
 @both
-@pytest.mark.parametrize("where", ["observe", "epoch"])
-def test_errors_of_the_thread_are_raised_in_the_loop(make, where):
-    sampler = filled(make, lead=1.0)
+def test_errors_of_the_thread_are_raised_when_their_epoch_begins(make):
+    sampler, _ = observed(make, lead=1.0)
     batches = iter(sampler)
     batch = torch.tensor(next(batches))
 
@@ -365,8 +452,11 @@ def test_errors_of_the_thread_are_raised_in_the_loop(make, where):
     sampler.do, good = broken, sampler.do
     sampler.observe(batch, *moving(1, batch))
     sampler._planner._job[1].wait()
+    for batch in batches:  # neither here
+        sampler.observe(torch.tensor(batch), *moving(2, batch))
+    sampler.state_dict()  # nor here
     with pytest.raises(RuntimeError, match="background: ZeroDivisionError: in a piece") as caught:
-        sampler.observe(torch.tensor(next(batches)), *moving(2, batch)) if where == "observe" else list(sampler)
+        list(sampler)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     sampler.do = good
     assert len(list(sampler)) == len(sampler), "the run may go on"
@@ -390,16 +480,22 @@ def test_refresh_gives_up_what_was_planned(make):
     assert list(sampler) == list(twin)
 
 
-def test_a_program_that_ends_does_not_wait_for_the_thread():
-    assert threading.current_thread() is threading.main_thread()
-    sampler, gate = filled(spectral, lead=1.0), threading.Event()
-    batch = next(iter(sampler))
-    slow(sampler, gate)
-    sampler.observe(torch.tensor(batch), *moving(1, batch))
-    (thread,) = (t for t in threading.enumerate() if t.name == "compopt-sampler")
-    assert thread.daemon
-    gate.set()
-    sampler.state_dict()
+PROGRAM = """
+import torch
+from compopt.samplers import SpectralBatchSampler
+
+sampler = SpectralBatchSampler(4800, 32, lead=1.0)
+sampler.observe(torch.arange(4800), *torch.randn(2, 4800, 32))
+next(iter(sampler))
+print("busy" if not sampler._planner._job[1].done else "done", flush=True)
+"""
+
+
+def test_a_program_that_ends_in_the_middle_of_a_plan_ends_well():
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "busy\n")
+    assert time.perf_counter() - started < 60
 
 
 # the bank -----------------------------------------------------------------------------------------
@@ -518,6 +614,8 @@ def test_bad_arguments_of_spectral():
         spectral(group=0)
     with pytest.raises(TypeError, match="drop_last must be True or False, got 1"):
         spectral(drop_last=1)
+    with pytest.raises(ValueError, match="the last batch has 2 of n=50 samples for world_size=4 ranks"):
+        spectral(rank=0, world_size=4)
     with pytest.raises(ValueError, match="sharpness must be greater than 0"):
         spectral(sharpness=0.0)
 
@@ -538,11 +636,10 @@ def test_bad_arguments_of_spectral():
 def test_bad_features(index, z1, z2, error, message):
     sampler = spectral()
     sampler.observe(torch.arange(2), torch.ones(2, 3), torch.ones(2, 3))
-    before = sampler.bank.state_dict()
+    before = sampler.bank.rows.clone(), sampler.bank.seen.clone()
     with pytest.raises(error, match=message):
         sampler.observe(index, z1, z2)
-    after = sampler.bank.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(sampler.bank.rows, before[0]) and torch.equal(sampler.bank.seen, before[1])
 
 
 def test_repr_names_the_arguments():
@@ -555,7 +652,6 @@ def test_repr_names_the_arguments():
 def test_they_compose_with_an_estimator():
     """The loop of the README, with a sampler: the loss is finite and rows are committed."""
     sampler, est = spectral(), compopt.SogCLREstimator(N, tau=0.1)
-    started = time.perf_counter()
     for _ in range(2):
         for (index,) in loader(sampler, 0):
             z1, z2 = (z.requires_grad_() for z in moving(0, index))
@@ -565,4 +661,3 @@ def test_they_compose_with_an_estimator():
             sampler.observe(index, z1, z2)
             assert loss.isfinite()
     assert est.read(torch.arange(N))["count"].tolist() == [2] * N
-    assert sampler.metrics["wait_seconds"] < time.perf_counter() - started

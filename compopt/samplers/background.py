@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+# Seconds that the interpreter's end waits for a job to notice that it is cancelled
+GRACE = 20.0
+_running: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
 class Job:
@@ -25,6 +31,7 @@ class Job:
         self._error: Exception | None = None
         # a daemon: a program that ends in the middle of an epoch does not wait for batches that nobody wants
         self._thread = threading.Thread(target=self._run, name="compopt-sampler", daemon=True)
+        _running.add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -40,14 +47,9 @@ class Job:
         """It has ended, well or not."""
         return not self._thread.is_alive()
 
-    @property
-    def failed(self) -> bool:
-        """It has ended with an error."""
-        return self.done and self._error is not None
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it has ended, or so long."""
+        self._thread.join(seconds)
 
     def result(self) -> Any:
         """Wait for the value; an error of the thread is raised here."""
@@ -58,3 +60,13 @@ class Job:
                 f"{self._error}"
             ) from self._error
         return self._value
+
+
+@atexit.register
+def _end() -> None:
+    """A daemon that computes while the interpreter goes takes the process down with it: let all come to an end."""
+    jobs = [job for job in _running if not job.done]
+    for job in jobs:
+        job.cancelled = True
+    for job in jobs:
+        job.wait(GRACE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,8 @@ class FeatureBank:
     precision, 27 MB for n = 54,000 and d = 128.
 
     While :meth:`hold` is in force writes wait in a queue, in their order: a reader in another thread has the bank as
-    it was. A row with a feature that is not finite is not written.
+    it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite is not
+    written; :meth:`unseen` warns of those.
     """
 
     def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: str | None = None) -> None:
@@ -41,35 +43,41 @@ class FeatureBank:
         self.rows: Tensor | None = None
         self.seen = torch.zeros(n, dtype=torch.bool)
         self._queue: deque[tuple[Tensor, Tensor, Any]] = deque()
-        self._held = self._filled = False
+        self._held = False
+        self._skipped = torch.zeros((), dtype=torch.int64)
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
         """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
         wide = torch.promote_types(z1.dtype, torch.float32)
-        return torch.stack([F.normalize(z.detach().to(wide), dim=1) for z in (z1, z2)], dim=1).to(self.dtype)
+        with torch.autocast(z1.device.type, enabled=False):
+            return torch.stack([F.normalize(z.detach().to(wide), dim=1) for z in (z1, z2)], dim=1).to(self.dtype)
+
+    def check_width(self, d: int) -> None:
+        """Refuse features of another dimension than those before."""
+        if self.rows is not None and self.rows.shape[2] != d:
+            raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 
     def write(self, index: Tensor, rows: Tensor) -> None:
-        """Keep what :meth:`rounded` gave for the samples ``index`` (b,), which do not repeat."""
-        self._allocate(rows)
+        """Keep what :meth:`rounded` gave for the samples ``index`` (b,), which are on the CPU; the last of equals."""
+        self.check_width(rows.shape[2])
+        self._place(rows)
         event = None
         if self.offload == "cpu" and rows.device.type == "cuda":
             staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            event_stream = torch.cuda.current_stream(rows.device)
+            stream = torch.cuda.current_stream(rows.device)
             rows = staged.copy_(rows, non_blocking=True)
-            event = event_stream.record_event()
+            event = stream.record_event()
         self._queue.append((index, rows, event))
         self.settle(wait=False)
 
-    def _allocate(self, rows: Tensor) -> None:
+    def _place(self, rows: Tensor) -> None:
+        """Allocate the bank, or move one that was loaded, to where it belongs."""
         device = torch.device("cpu") if self.offload else rows.device
         if self.rows is None:
             self.rows = torch.zeros((self.n, *rows.shape[1:]), dtype=self.dtype, device=device)
-        if self.rows.shape[2] != rows.shape[2]:
-            raise ValueError(f"z1 and z2 have d={rows.shape[2]}, but the features so far had d={self.rows.shape[2]}")
-        if not self._held and self.rows.device != device:  # loaded on the CPU
+        elif not self._held and self.rows.device != device:
             self.rows = self.rows.to(device)
-        if self.seen.device != self.rows.device:
-            self.seen = self.seen.to(self.rows.device)
+        self.seen, self._skipped = self.seen.to(self.rows.device), self._skipped.to(self.rows.device)
 
     def hold(self) -> None:
         """From here on writes wait; those before are done."""
@@ -94,18 +102,29 @@ class FeatureBank:
 
     def _put(self, index: Tensor, rows: Tensor) -> None:
         assert self.rows is not None
+        last = {sample: place for place, sample in enumerate(index.tolist())}
+        if len(last) < len(index):
+            index, rows = torch.tensor(list(last)), rows[list(last.values())]
         index, rows = (x.to(self.rows.device, non_blocking=True) for x in (index, rows))
         good = rows.isfinite().all(dim=2).all(dim=1)
         self.rows[index] = torch.where(good[:, None, None], rows, self.rows[index])
         self.seen[index] |= good
+        self._skipped += (~good).sum()
+
+    def unseen(self) -> Tensor:
+        """Which samples have no features, ``(n,)`` bool on the CPU. Waits for the device."""
+        self.settle()
+        skipped = int(self._skipped)
+        if skipped:
+            warnings.warn(f"{skipped} features that were not finite are not in the bank", stacklevel=2)
+            self._skipped.zero_()
+        return ~self.seen.cpu()
 
     @property
     def filled(self) -> bool:
-        """Whether every sample has features. Waits for the device until that is so."""
-        if not self._filled:
-            self.settle()
-            self._filled = bool(self.seen.all())
-        return self._filled
+        """Whether every sample has features. Waits for the device."""
+        self.settle()
+        return bool(self.seen.all())
 
     def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Features of the samples ``index``, of any shape: two ``(..., d)``, float32 or wider."""
@@ -118,12 +137,15 @@ class FeatureBank:
         """Copies on the CPU."""
         self.settle()
         rows = None if self.rows is None else self.rows.detach().to("cpu", copy=True)
-        return {"rows": rows, "seen": self.seen.to("cpu", copy=True)}
+        device = "cpu" if self.rows is None else self.rows.device.type
+        return {"rows": rows, "seen": self.seen.to("cpu", copy=True), "device": device}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies into this bank, whose rows stay on their device."""
-        rows, seen = state_dict["rows"], state_dict["seen"]
-        device = torch.device("cpu") if self.rows is None else self.rows.device
+        """Copies into this bank, on the kind of device where the rows were, if there is one."""
+        rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
+        if self.offload or not (device.type == "cpu" or torch.cuda.is_available()):
+            device = torch.device("cpu")
         self._queue.clear()
         self.rows = None if rows is None else rows.to(device, self.dtype, copy=True)
-        self.seen, self._filled = seen.to(device, copy=True), False
+        self.seen = seen.to(device, copy=True)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from compopt import checks, draws, inputs
+from compopt import checks, inputs
+from compopt.meeting import Meeting
 from compopt.ranks import ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank
+from compopt.samplers.orders import Orders
 from compopt.samplers.planner import Planner
+from compopt.samplers.position import Position
 
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -23,10 +27,11 @@ Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 class BankSampler(Sampler[list[int]]):
     """Batches chosen by the newest features of every sample; random ones until every sample has features.
 
-    The plan of an epoch is a sequence of global batches. It is made in a thread while the epoch before it runs, from
-    the features observed until then, and from the bank as it is when an epoch begins whose plan was not made ahead
-    (the first after the bank has filled; ``background=False``). Each iteration is an epoch; the first one after
-    :meth:`load_state_dict` goes on where the state was taken.
+    The plan of an epoch is a sequence of global batches. In a loop that observes its batches it is made in a thread
+    while the epoch before it runs, from the features observed until then; otherwise while the epoch before it runs too,
+    from the bank as it was when that began; and from the bank as it is when the epoch itself begins if its plan was not
+    made ahead (the first after the bank has filled; ``background=False``). Each iteration is an epoch; the first one
+    after :meth:`load_state_dict` goes on where the state was taken.
 
     Subclasses define :meth:`work`, :meth:`do` and :meth:`assemble`.
     """
@@ -35,6 +40,7 @@ class BankSampler(Sampler[list[int]]):
         self,
         n: int,
         batch_size: int,
+        *,
         tau: float,
         seed: int,
         labels: Tensor | None,
@@ -55,18 +61,18 @@ class BankSampler(Sampler[list[int]]):
         checks.flag("background", background)
         checks.unit_interval("lead", lead)
         self.tau, self.seed, self.background, self.lead = float(tau), int(seed), background, float(lead)
-        self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu().long()
+        self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu().long().clone()
         self.bank = FeatureBank(self.n, dtype, offload)
-        self._place(process_group, rank, world_size)
-        self.epoch = 0
-        self._planner = Planner(self, self._ranks)
-        self._begun = self._follows = self._refreshed = False
-        self._start = self._handed = self._seen = 0
+        self.orders = Orders(self.n, self.batch_size, self.seed)
+        self._join(process_group, rank, world_size)
+        self._planner, self._meeting = Planner(self, self._ranks), Meeting(self._ranks)
+        self._position, self._warned = Position(), False
 
-    def _place(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:
+    def _join(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:
         """Who this rank is."""
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
+        self._apart = rank is not None  # ranks that do not talk to each other
         if rank is None or world_size is None:
             self._ranks = Ranks(group)
             self.rank, self.world_size = self._ranks.rank, self._ranks.size
@@ -106,69 +112,44 @@ class BankSampler(Sampler[list[int]]):
         values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
-    # -- randomness: functions of seed, epoch and purpose ------------------------------------------------------------
-
-    def draw(self, *counters: int) -> int:
-        """63 random bits that belong to the counters."""
-        state = self.seed
-        for counter in counters:
-            state = draws.scramble(state + counter + 1)
-        return draws.scramble(state) >> 1
-
-    def permutation(self, count: int, *counters: int) -> Tensor:
-        """A random permutation that belongs to the counters, ``(count,)``."""
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.draw(*counters)))
-
-    def random_batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
-        """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.
-
-        Args:
-            count: number of batches.
-            epoch: whose.
-            first: True for samples that the first permutation begins with, ``(n,)``.
-        """
-        size = self.n // self.batch_size * self.batch_size
-        orders = []
-        for number in range(math.ceil(count * self.batch_size / size)):
-            order = self.permutation(self.n, epoch, number)
-            if first is not None and number == 0:
-                order = torch.cat([order[first[order]], order[~first[order]]])
-            orders.append(order[:size])
-        return torch.cat(orders).view(-1, self.batch_size)[:count]
-
     def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
         """Before the bank is filled. Samples without features come first, so that those left out get theirs."""
-        return self.random_batches(len(self), epoch, first=unseen).flatten()
+        return self.orders.batches(len(self), epoch, first=unseen).flatten()
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[list[int]]:
-        plan, start = self._begin()
-        epoch, count = self.epoch, len(self)
-        for number in range(start, count):
-            if self.epoch == epoch:  # a later iteration may have begun
-                self._handed = number + 1
-                if self._refreshed and not self._follows:
-                    self._look_ahead(self._handed)
-            yield self._own(plan, number).tolist()
-
-    def _begin(self) -> tuple[Tensor, int]:
-        """Enter an epoch, or go on with a loaded one."""
-        if self._begun:
-            self.epoch, self._start = self.epoch + 1, 0
-        self._begun, start = True, self._start
-        self._handed = self._seen = start
-        return self._planner.of(self.epoch), start
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that was entered last."""
+        return self._position.epoch
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the newest plan and of this epoch."""
-        return self._planner.metrics
+        """Of the newest plan and of this epoch, a copy."""
+        return dict(self._planner.metrics)
 
-    def _look_ahead(self, position: int) -> None:
-        """Begin with the next epoch's plan once so many batches of this one are done."""
-        if self.background and position >= math.ceil((1 - self.lead) * len(self)):
+    def __iter__(self) -> Iterator[list[int]]:
+        self._planner.collect()  # here, before a loader starts its workers: a process that forks had better not compute
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
+        plan, start = self._begin()
+        position, epoch = self._position, self.epoch
+        for number in range(start, len(self)):
+            if self.epoch == epoch:  # a later iteration may have begun
+                position.handed = number + 1
+            yield self._part(self._batch(plan, number), self.rank).tolist()
+
+    def _begin(self) -> tuple[Tensor, int]:
+        """Enter an epoch, or go on with a loaded one."""
+        if not self._apart:
+            self._ranks.check_alive()
+        self._warn()
+        start = self._position.enter()
+        plan = self._planner.of(self.epoch)
+        if self.background and not self._position.follows:
             self._planner.ahead(self.epoch + 1)
+        return plan, start
 
     def _part(self, batch: Tensor, rank: int) -> Tensor:
         low, high = (r * len(batch) // self.world_size for r in (rank, rank + 1))
@@ -176,10 +157,6 @@ class BankSampler(Sampler[list[int]]):
 
     def _batch(self, plan: Tensor, number: int) -> Tensor:
         return plan[number * self.batch_size : (number + 1) * self.batch_size]
-
-    def _own(self, plan: Tensor, number: int) -> Tensor:
-        """This rank's part of a batch."""
-        return self._part(self._batch(plan, number), self.rank)
 
     # -- features ----------------------------------------------------------------------------------------------------
 
@@ -193,44 +170,59 @@ class BankSampler(Sampler[list[int]]):
         Args:
             index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for). With K ranks of
                 a process group those of this rank's part; with ``rank=`` and ``world_size=`` of the whole batch.
-            z1, z2: features, ``(b, d)``, normalised here; no gradient is kept. Rows that are not finite are skipped.
+            z1, z2: features, ``(b, d)``, normalised here; no gradient is kept. Rows that are not finite are left out,
+                and a warning counts them when the next epoch begins.
 
-        Communicates, with K ranks: one all-gather of ``4 d`` bytes per sample in half precision, and two of integers.
+        Communicates, with K ranks: one all-gather of ``4 d`` bytes per sample in half precision, and one of integers.
 
         Raises:
-            RuntimeError: forming the next epoch's batches failed in its thread.
+            RuntimeError: another rank refused its arguments.
         """
+        if not self._apart:
+            self._ranks.check_alive()
+        with self._meeting.guard():
+            inputs.check_features(z1, z2, least=0)
+            index = inputs.check_vector("index", index, len(z1)).cpu().long()
+            inputs.check_range("index", index, self.n)
+            self.bank.check_width(z1.shape[1])
+            self._check_whole(index)
+        index = self._write(index, z1, z2)
+        plan = self._planner.plans.get(self.epoch)
         self._planner.collect(wait=False)
-        inputs.check_features(z1, z2, least=0)
-        index = inputs.check_vector("index", index, len(z1)).cpu()
-        inputs.check_range("index", index, self.n)
-        self._write(index, z1, z2)
-        if self._follow(index):
-            self._look_ahead(self._seen)
+        if plan is None or not self._position.begun:
+            return
+        known = self._position.follow(index, plan, self.batch_size)
+        if known and self.background and self._position.seen >= math.ceil((1 - self.lead) * len(self)):
+            self._planner.ahead(self.epoch + 1)
 
-    def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """Features of this rank's samples, on all ranks."""
+    def _check_whole(self, index: Tensor) -> None:
+        """Ranks that do not talk to each other must each observe the whole batch."""
+        plan, position = self._planner.plans.get(self.epoch), self._position
+        if self._apart and self.world_size > 1 and plan is not None and len(index):
+            for number in range(position.seen, position.handed):
+                if torch.equal(index, self._part(self._batch(plan, number), self.rank)):
+                    raise ValueError(
+                        f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the "
+                        f"whole batch, or build the sampler with process_group="
+                    )
+
+    def _warn(self) -> None:
+        """At the end of an epoch: what was observed was none of its batches."""
+        if self._position.strangers and not (self._position.matched or self._warned):
+            self._warned = True
+            warnings.warn(
+                "all that observe() was given in this epoch was no batch of it (a loader sharded once more, parts of "
+                "batches, another order?): features are kept, but the sampler does not know how far the loop is, and a "
+                "state counts the batches handed out instead",
+                stacklevel=3,
+            )
+
+    def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
+        """Features of this rank's samples, on all ranks; the samples of all."""
         rows = self.bank.rounded(z1, z2)
-        if self._ranks.size > 1:
-            sizes = self._ranks.gather_host(torch.tensor(len(index))).tolist()
-            index, rows = self._ranks.gather([index.to(rows.device), rows], sizes)
-        self.bank.write(index, rows)
-
-    def _follow(self, index: Tensor) -> bool:
-        """Whether these are the samples of a batch that was handed out; then the loop has come so far."""
-        plan, alone = self._planner.plans.get(self.epoch), self._ranks.size < self.world_size
-        if plan is None or not self._begun:
-            return False
-        for number in range(self._seen, self._handed):
-            if torch.equal(index, self._batch(plan, number) if alone else self._own(plan, number)):
-                self._seen, self._follows = number + 1, True
-                return True
-            if alone and len(index) and torch.equal(index, self._own(plan, number)):
-                raise ValueError(
-                    f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the "
-                    f"whole batch, or build the sampler with process_group="
-                )
-        return False
+        samples = self._meeting.exchange({"index": index}, {"width": rows.shape[2]})
+        self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
+        return samples.keys["index"]
 
     @torch.no_grad()
     def refresh(self, encode: Encode, chunk_size: int = 1024) -> None:
@@ -242,20 +234,25 @@ class BankSampler(Sampler[list[int]]):
             encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks of a process group each encodes
                 its part of every chunk, and gets an index of one sample where it has none.
             chunk_size: samples at a time.
+
+        Raises:
+            RuntimeError: another rank failed.
         """
         checks.count("chunk_size", chunk_size)
         self._give_up()
         for index in torch.arange(self.n).split(chunk_size):
             own = self._ranks.part(len(index)).of(index)
-            z1, z2 = (z[: len(own)] for z in encode(own if len(own) else index[:1]))
-            inputs.check_features(z1, z2, least=0)
-            inputs.check_vector("index", own, len(z1))
-            self._write(own, z1, z2)
-        self._refreshed = True
+            asked = own if len(own) else index[:1]
+            with self._meeting.guard():
+                z1, z2 = encode(asked)
+                inputs.check_features(z1, z2, least=0)
+                inputs.check_vector("index", asked, len(z1))
+                self.bank.check_width(z1.shape[1])
+            self._write(own, z1[: len(own)], z2[: len(own)])
 
     def _give_up(self) -> None:
         """Forget what was planned ahead; an epoch that has been entered keeps its plan."""
-        entered = self._begun or self._start > 0
+        entered = self._position.begun or self._position.seen > 0
         self._planner.give_up(self.epoch if entered else self.epoch - 1)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -263,23 +260,19 @@ class BankSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on, the same on every rank: bank, plans, epoch and position.
 
-        The position is behind the last batch observed, or, in a loop that observes none, the last one handed out.
-        Waits for a plan that is being made. Communicates nothing.
+        The position is behind the last batch observed, or, in a loop that observes none, the last one handed out. After
+        an epoch that was left early it is inside that epoch, while the run itself would go on with the next one. Waits
+        for a plan that is being made. Communicates nothing.
         """
         self._planner.collect()
-        position = self._seen if self._follows else self._handed
-        epoch = self.epoch
-        if self._begun and position >= len(self):
-            epoch, position = epoch + 1, 0
-        if not self._begun:
-            position = self._start
+        epoch, batch = self._position.next(len(self))
         return {
             "config": self.config(),
             "epoch": epoch,
-            "position": position,
-            "plans": {e: plan.clone() for e, plan in self._planner.plans.items() if e >= epoch},
-            "follows": self._follows,
-            "refreshed": self._refreshed,
+            "batch": batch,
+            "follows": self._position.follows or self._position.matched,
+            "complete": self._planner.complete,
+            "plans": {number: plan.clone() for number, plan in self._planner.plans.items() if number >= epoch},
             "bank": self.bank.state_dict(),
         }
 
@@ -295,10 +288,10 @@ class BankSampler(Sampler[list[int]]):
                 raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
         self._give_up()
         self.bank.load_state_dict(state_dict["bank"])
-        self.epoch, self._start = int(state_dict["epoch"]), int(state_dict["position"])
-        self._planner.plans = {int(epoch): plan.clone() for epoch, plan in state_dict["plans"].items()}
-        self._follows, self._refreshed = bool(state_dict["follows"]), bool(state_dict["refreshed"])
-        self._begun, self._handed, self._seen = False, self._start, self._start
+        batch, follows = int(state_dict["batch"]), bool(state_dict["follows"])
+        self._position = Position(int(state_dict["epoch"]), handed=batch, seen=batch, follows=follows)
+        self._planner.complete = bool(state_dict["complete"])
+        self._planner.plans = {int(epoch): plan.cpu().clone() for epoch, plan in state_dict["plans"].items()}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items() if name != "kind")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ class Planner:
 
     Attributes:
         plans: epoch -> the samples of all its batches, one batch after the other.
+        complete: every sample had features when the last epoch without a plan began.
         metrics: of the newest plan.
     """
 
@@ -34,19 +36,30 @@ class Planner:
         self._rank, self._size = (ranks.rank, ranks.size) if self._group is not None else (0, 1)
         self.plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
+        self.complete = False
         self._job: tuple[int, Job] | None = None  # the epoch that is being planned
+        self._failed: dict[int, Job] = {}
 
     def of(self, epoch: int) -> Tensor:
-        """An epoch's plan, now; those of earlier epochs are forgotten."""
+        """An epoch's plan, now; those of earlier epochs are forgotten.
+
+        Raises:
+            RuntimeError: it was made ahead, and failed. Asked again it is made anew.
+        """
         started = time.perf_counter()
         self.collect()
         self.plans = {number: plan for number, plan in self.plans.items() if number >= epoch}
+        if (failed := self._failed.pop(epoch, None)) is not None:
+            failed.result()
         if epoch not in self.plans:
-            if self._bank.filled:
+            unseen = self._bank.unseen()
+            self.complete = not bool(unseen.any())
+            self.metrics["unseen"] = int(unseen.sum())
+            if self.complete:
                 plan, metrics = self._run(epoch)
                 self._keep(epoch, plan, metrics, time.perf_counter() - started)
             else:
-                self.plans[epoch] = self._sampler.random_plan(epoch, ~self._bank.seen.cpu())
+                self.plans[epoch] = self._sampler.random_plan(epoch, unseen)
         self.metrics["wait_seconds"] = time.perf_counter() - started
         return self.plans[epoch]
 
@@ -55,22 +68,32 @@ class Planner:
         self.metrics.update(metrics, plan_seconds=seconds)
 
     def ahead(self, epoch: int) -> None:
-        """Begin with an epoch's plan in the thread, unless it is made or begun, or some sample has no features."""
-        if self._job or epoch in self.plans or not self._bank.filled:
+        """Begin with an epoch's plan in the thread, unless it is made or begun, or not all samples had features."""
+        if self._job or epoch in self.plans or epoch in self._failed or not self.complete:
             return
         self._bank.hold()  # what is observed from here on waits until the thread has read what it needs
-        ready = self._ready(self._bank.rows)
-        self._job = epoch, Job(lambda job: self._run(epoch, job, ready))
+        try:
+            ready = self._ready(self._bank.rows)
+            self._job = epoch, Job(lambda job: self._run(epoch, job, ready))
+        except BaseException:
+            self._bank.release()
+            raise
 
     def collect(self, wait: bool = True) -> None:
-        """Take the thread's plan, or raise its error; ``wait`` for it."""
+        """Take the thread's plan; ``wait`` for it. Its error is kept for the epoch that it belongs to."""
         if self._job is None or not (wait or self._job[1].done):
             return
-        (epoch, job), self._job = self._job, None
+        epoch, job = self._job
         job.wait()
+        self._job = None
         self._bank.release()
-        if not job.cancelled:
+        if job.cancelled:
+            return
+        try:
             plan, metrics = job.result()
+        except RuntimeError:
+            self._failed[epoch] = job
+        else:
             self._keep(epoch, plan, metrics, job.seconds)
 
     def give_up(self, last: int) -> None:
@@ -79,6 +102,12 @@ class Planner:
             self._job[1].cancelled = True
         self.collect()
         self.plans = {epoch: plan for epoch, plan in self.plans.items() if epoch <= last}
+        self._failed = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the plans, and neither thread nor process group."""
+        self.collect()
+        return {**vars(self), "_group": None, "_rank": 0, "_size": 1, "_failed": {}}
 
     @staticmethod
     def _ready(rows: Tensor | None) -> Any:
@@ -87,24 +116,27 @@ class Planner:
             return None
         return torch.cuda.current_stream(rows.device).record_event()
 
-    @torch.no_grad()
     def _run(self, epoch: int, job: Job | None = None, ready: Any = None) -> tuple[Tensor, dict[str, float]]:
-        """The plan of an epoch and its metrics."""
-        if ready is not None:
-            ready.wait()
-        pieces = self._sampler.work(epoch)
-        own, error = [], None
-        try:
-            for piece in pieces[self._rank :: self._size]:
-                if job is not None and job.cancelled:
-                    break
-                own.append(self._sampler.do(piece))
-        except Exception as caught:
-            error = caught
-        results = self._shared(own, error, len(pieces))
-        if job is not None and job.cancelled:
-            return torch.empty(0, dtype=torch.int64), {}
-        return self._sampler.assemble(epoch, pieces, results)
+        """The plan of an epoch and its metrics; in float32 whatever the loop around it casts to."""
+        assert self._bank.rows is not None
+        device = self._bank.rows.device
+        own_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with torch.no_grad(), own_device, torch.autocast(device.type, enabled=False):
+            if ready is not None:
+                ready.wait()
+            pieces = self._sampler.work(epoch)
+            own, error = [], None
+            try:
+                for piece in pieces[self._rank :: self._size]:
+                    if job is not None and job.cancelled:
+                        break
+                    own.append(self._sampler.do(piece))
+            except Exception as caught:
+                error = caught
+            results = self._shared(own, error, len(pieces))
+            if job is not None and job.cancelled:
+                return torch.empty(0, dtype=torch.int64), {}
+            return self._sampler.assemble(epoch, pieces, results)
 
     def _shared(self, own: list[Tensor], error: Exception | None, count: int) -> list[Tensor]:
         """Results of all ranks in the order of the pieces; an error of one rank is raised on all."""

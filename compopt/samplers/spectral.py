@@ -45,7 +45,8 @@ class SpectralBatchSampler(BankSampler):
 
     Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.3 s for 1,280 samples on one core.
     Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
-    ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision.
+    ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision, with as much again as is
+    observed while a plan is made.
 
     *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, and ``group=`` to
     the estimator.
@@ -57,18 +58,19 @@ class SpectralBatchSampler(BankSampler):
         tau: temperature of the weights.
         sharpness: of the affinity.
         seed: of groups, k-means and the order of batches, together with the epoch.
-        drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, whose
-            part is empty on some ranks if it has fewer samples than ranks.
+        drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, which
+            must have a sample for each rank (and two for an estimator).
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
-            groups, and their pairs have no weight.
-        background: form the next epoch's batches in a thread while this one trains. Otherwise when it begins.
+            groups as far as there are groups, and their pairs have no weight.
+        background: form the next epoch's batches in a thread while this one trains (the eigenvectors, a fifth of the
+            work, hold Python's lock). Otherwise when it begins.
         lead: share of the epoch that is left when the thread starts. The larger, the older the features.
-        dtype: of the bank: float16, bfloat16, float32.
+        dtype: of the bank: float16, bfloat16, float32, float64.
         offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
-        rank, world_size: instead of a process group: nothing is communicated, and :meth:`observe` takes the whole
-            batch.
+        rank, world_size: instead of a process group: nothing is communicated, :meth:`observe` takes the whole batch,
+            and every rank must compute the same features, to the bit.
 
     Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
     one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
@@ -78,11 +80,13 @@ class SpectralBatchSampler(BankSampler):
     Communicates, with K ranks: at construction a CPU group is formed; :meth:`observe` gathers features; each rank
     clusters every K-th group and the results are gathered in the thread.
 
-    Metrics: ``plan_seconds`` of the newest plan and ``wait_seconds``, what the loop waited for the epoch's.
+    Metrics: ``plan_seconds`` of the newest plan; ``wait_seconds``, what the loop waited for the epoch's; ``unseen``
+    samples without features when it was last looked.
 
     Raises:
         ImportError: SciPy or scikit-learn is missing.
         ValueError, TypeError: bad arguments.
+        RuntimeError: when an epoch begins whose batches could not be formed in the thread, on all ranks.
 
     References:
         Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3
@@ -123,8 +127,25 @@ class SpectralBatchSampler(BankSampler):
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
         super().__init__(
-            n, batch_size, tau, seed, labels, background, lead, dtype, offload, process_group, rank, world_size
+            n,
+            batch_size,
+            tau=tau,
+            seed=seed,
+            labels=labels,
+            background=background,
+            lead=lead,
+            dtype=dtype,
+            offload=offload,
+            process_group=process_group,
+            rank=rank,
+            world_size=world_size,
         )
+        rest = 0 if drop_last else self.n % self.batch_size
+        if 0 < rest < self.world_size:
+            raise ValueError(
+                f"the last batch has {rest} of n={n} samples for world_size={self.world_size} ranks; give "
+                f"drop_last=True, or another batch_size"
+            )
 
     def __len__(self) -> int:
         return self.n // self.batch_size if self.drop_last else math.ceil(self.n / self.batch_size)
@@ -132,10 +153,10 @@ class SpectralBatchSampler(BankSampler):
     def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
         if self.drop_last:
             return super().random_plan(epoch, unseen)
-        return self.permutation(self.n, epoch, 0)
+        return self.orders.permutation(self.n, epoch, 0)
 
     def work(self, epoch: int) -> list[Group]:
-        samples = self.permutation(self.n, epoch, 0)[: len(self) * self.batch_size]
+        samples = self.orders.permutation(self.n, epoch, 0)[: len(self) * self.batch_size]
         count = math.ceil(len(self) / self.group)
         bounds = [number * len(self) // count * self.batch_size for number in range(count)]  # even groups
         bounds.append(len(samples))
@@ -145,7 +166,7 @@ class SpectralBatchSampler(BankSampler):
         groups = []
         for number, chosen in enumerate(samples.split(lengths)):
             sizes = [len(batch) for batch in chosen.split(self.batch_size)]
-            groups.append(Group(chosen, sizes, self.draw(epoch, 1, number) % (1 << 32)))
+            groups.append(Group(chosen, sizes, self.orders.draw(epoch, 1, number) % (1 << 32)))
         return groups
 
     def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
@@ -155,7 +176,7 @@ class SpectralBatchSampler(BankSampler):
         """
         assert self.labels is not None
         names, label = self.labels[samples].unique(return_inverse=True)
-        label = self.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
+        label = self.orders.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
         places = torch.cat([(torch.arange(m) + 0.5) / m for m in lengths])  # every group's, evenly over the whole deal
         whose = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[places.argsort(stable=True)]
         return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
@@ -172,7 +193,7 @@ class SpectralBatchSampler(BankSampler):
     def assemble(self, epoch: int, pieces: list[Group], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         samples = torch.cat(results)
         full = self.n // self.batch_size
-        order = self.permutation(full, epoch, 2)
+        order = self.orders.permutation(full, epoch, 2)
         batches = samples[: full * self.batch_size].view(full, self.batch_size)[order]
         return torch.cat([batches.flatten(), samples[full * self.batch_size :]]), {}
 
