@@ -177,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--samples", type=int, default=Setting.n)
     result.add_argument("--batch-size", type=int, default=Setting.batch_size)
     result.add_argument("--seeds", type=int, nargs="+", default=[0])
+    result.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="of the step size")
     result.add_argument("--only", nargs="+", help="contenders whose name begins like this")
     result.add_argument("--workers", type=int, default=2)
     result.add_argument("--output-dir", type=Path, default=Path("runs/emc2_convergence"))
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (name, schedule, asdict(Setting(args.samples, args.batch_size, args.tau, args.steps, lr, seed)))
         for lr in args.lr
         for seed in args.seeds
-        for schedule in SCHEDULES
+        for schedule in args.schedules
         for name in chosen
     ]
     glyphs.load(None)  # rendered once, before the workers want it
