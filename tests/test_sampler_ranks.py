@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from compopt.samplers import ordered
 from tests.pool import the_pool
-from tests.test_samplers import KINDS, N, both, moving, spectral, table, train
+from tests.samplers import KINDS, N, both, moving, spectral, table, train
 
 pytestmark = pytest.mark.distributed
 STEPS = 24
