@@ -6,7 +6,8 @@ which the gradient over the whole data set can be computed exactly at any time. 
     python -m recipes.emc2_convergence                       # 2 processes, about twenty minutes
     python -m recipes.emc2_convergence --steps 2000 --lr 0.3 # a glimpse
 
-Finished runs are lines of ``emc2_convergence.jsonl``; a command that was stopped can be repeated.
+Finished runs are lines of ``emc2_convergence.jsonl``; a command that was stopped can be repeated, and the table and the
+picture show all runs of the file.
 
 The views are two modalities with one encoder: an anchor's negatives are the other view of all other characters, as in
 the paper's eq. 1, and there is a chain per view. Loss and gradient are in its units:
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results[_key(result)] = result
     from recipes import emc2_report
 
-    emc2_report.write([results[json.dumps(job)] for job in jobs], args.output_dir)
+    emc2_report.write(list(results.values()), args.output_dir)
 
 
 def _key(result: dict[str, Any]) -> str:

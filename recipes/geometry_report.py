@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes import plots
+from recipes import plots, report
 
 Result = dict[str, Any]
 
@@ -79,7 +79,8 @@ def draw_grams(results: list[Result], path: Path) -> None:
 
 def write(fixed: list[Result], stepwise: list[Result], folder: Path) -> None:
     """``minibatch_geometry.md`` and two pictures."""
-    text = "\n".join([*fixed_table(fixed), "", *stepwise_table(stepwise), ""])
+    head = ["# Which geometry small batches find", "", *report.provenance()]
+    text = "\n".join([*head, *fixed_table(fixed), "", *stepwise_table(stepwise), ""])
     (folder / "minibatch_geometry.md").write_text(text)
     print(text)
     draw_curves(stepwise, folder / "minibatch_geometry_steps.png")

@@ -130,7 +130,7 @@ def theorems(n: int, size: int, dim: int, seeds: Sequence[int]) -> list[Result]:
             {
                 **{"n": n, "batch_size": size, "dim": dim, "batches": name, "count": len(batches)},
                 "distance": [distance(z) for z in found],
-                "gram": (found[0][0] @ found[0][1].T).tolist(),
+                "gram": (found[0][0] @ found[0][1].T).round(decimals=5).tolist(),
             }
         )
     return results
@@ -201,7 +201,8 @@ def curves(setting: Setting, seeds: Sequence[int]) -> list[Result]:
     """Every method's distances, by seed."""
     results = []
     for method in METHODS:
-        traces = [descend(method, Setting(**{**asdict(setting), "seed": seed})) for seed in seeds]
+        runs = [descend(method, Setting(**{**asdict(setting), "seed": seed})) for seed in seeds]
+        traces = [[float(f"{value:.4g}") for value in trace] for trace in runs]
         results.append({**asdict(setting), "method": method, "traces": traces})
     return results
 

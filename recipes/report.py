@@ -76,6 +76,17 @@ def environment() -> dict[str, Any]:
     }
 
 
+def provenance() -> list[str]:
+    """The top of a result file: what a reader needs to repeat it."""
+    facts = environment()
+    return [
+        f"`{facts['command']}`",
+        "",
+        f"{facts['date'][:10]}; {facts['machine']}; Python {facts['python']}, torch {facts['torch']}.",
+        "",
+    ]
+
+
 def _processor() -> str:
     """The processor's model name where the system tells it."""
     try:
