@@ -32,6 +32,8 @@ LOSSES = f"""InfoNCE of one epoch's batches in nats, tau {TAU}, B = {BATCH}: med
 whose batch has another one with the same caption, a false negative; `labels=` deals captions to different groups."""
 TIMES = f"""Seconds to form an epoch's batches, B = {BATCH}, k = {GROUP}, d = 128, random features in clusters; `OSGD`
 weighs 1,500 candidates. *Training* is the same model's epoch without any sampler."""
+HIDDEN = """Seconds of the epochs of one training run on all cores, in parentheses what of them the loop waited for its
+batches: the first epoch's are random, the second's are formed when it begins, the third's while the second runs."""
 
 
 def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
@@ -130,6 +132,36 @@ def times(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     return [{"n": n, **values} for n, values in found.items()]
 
 
+def hidden(limit: int, epochs: int = 3) -> list[dict[str, Any]]:
+    """Seconds of every epoch of training with random and with spectral batches, and what the loop waited for them."""
+    task = GlyphNames(glyphs.load(None), split_seed=0, limit=limit)
+    options = methods.METHODS["infonce"].options(task.mode, {"tau": TAU})
+    found = []
+    for kind in ("random", "spectral"):
+        marks = [0.0]
+        waited: list[float] = []
+
+        def note(run: Run, marks: list[float] = marks, waited: list[float] = waited) -> None:
+            if run.step % run.steps_per_epoch == 0:
+                marks.append(run.seconds)
+                sampler = getattr(run.batches, "sampler", None)
+                waited.append(0.0 if sampler is None else sampler.metrics["wait_seconds"])
+
+        config = Config("infonce", options, BATCH, epochs, batches={"kind": kind})
+        Run(task, config, Control(eval_every=0, on_step=note)).train()
+        seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        found.append({"batches": kind, "seconds": seconds, "waited": waited})
+    return found
+
+
+def hidden_table(results: list[dict]) -> list[str]:
+    epochs = range(1, len(results[0]["seconds"]) + 1)
+    lines = [
+        [r["batches"], *(f"{a:.1f} ({b:.1f})" for a, b in zip(r["seconds"], r["waited"], strict=True))] for r in results
+    ]
+    return table(["batches", *(f"epoch {epoch}" for epoch in epochs)], lines)
+
+
 def time_table(results: list[dict], training: float) -> list[str]:
     lines = []
     for r in results:
@@ -150,14 +182,18 @@ def main() -> None:
     limit, sizes, rounds = (2_560, (1_280, 2_560), 1) if args.quick else (0, SIZES, args.rounds)
     found = [losses(epochs, limit) for epochs in ([1] if args.quick else args.epochs)]
     timed = times(sizes, rounds)
+    beside = hidden(limit)
     training = max(found, key=lambda r: r["epochs"])["seconds_per_epoch"]
     parts = [LOSSES, "", *loss_table(found), "## Time", "", TIMES, "", *time_table(timed, training)]
+    parts += ["## Beside training", "", HIDDEN, "", *hidden_table(beside)]
     text = "\n".join([*heading("Which samples share a batch", env), *parts])
     print(text)
     if not args.quick:
         target = Path(__file__).parent / "results"
         (target / "batches.md").write_text(text)
-        (target / "batches.json").write_text(json.dumps({"environment": env, "losses": found, "times": timed}) + "\n")
+        (target / "batches.json").write_text(
+            json.dumps({"environment": env, "losses": found, "times": timed, "beside": beside}) + "\n"
+        )
         draw(found, target / "batches.png")
 
 

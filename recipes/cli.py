@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from recipes import batches, launch
 from recipes.engine import Config, Control, Run, Task
-from recipes.methods import HYPERPARAMETERS, METHODS
+from recipes.methods import BIMODAL, HYPERPARAMETERS, METHODS
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -74,7 +74,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     )
     training.add_argument("--split-seed", type=int, metavar="N", default=0, help="which samples are held out")
 
-    _add_batches(root)
+    _add_batches(root, mode)
     measures = root.add_argument_group("measures and output")
     measures.add_argument(
         "--eval-every", type=int, metavar="N", default=0, help="steps between measures (0: eight per run)"
@@ -115,11 +115,12 @@ def _positive(text: str) -> int:
     return value
 
 
-def _add_batches(root: argparse.ArgumentParser) -> None:
+def _add_batches(root: argparse.ArgumentParser, mode: str) -> None:
+    captions = "; with --group 1 samples that have the same caption do not count as hard for each other"
     group = root.add_argument_group(
         "which samples share a batch",
-        "Chosen batches begin once every sample has been trained on; with --group 1 samples that have the same caption "
-        "do not count as hard for each other. Defaults are the library's.",
+        f"Chosen batches begin once every sample has been trained on{captions if mode == BIMODAL else ''}. Defaults "
+        f"are the library's.",
     )
     group.add_argument("--batches", choices=batches.KINDS, default=batches.RANDOM, help="how they are chosen")
     for name, option in batches.OPTIONS.items():
