@@ -160,7 +160,7 @@ def test_errors_of_the_thread_are_raised_when_their_epoch_begins(make):
         list(sampler)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     sampler.do = good
-    assert len(list(sampler)) == len(sampler), "the run may go on"
+    assert len(list(sampler)) == len(sampler) and sampler.epoch == 2, "the run may go on, with this epoch"
 
 
 @both

@@ -146,7 +146,11 @@ class BankSampler(Sampler[list[int]]):
             self._ranks.check_alive()
         self._warn()
         start = self._position.enter()
-        plan = self._planner.of(self.epoch)
+        try:
+            plan = self._planner.of(self.epoch)
+        except BaseException:
+            self._position.begun = False  # the next iteration tries this epoch again
+            raise
         if self.background and not self._position.follows:
             self._planner.ahead(self.epoch + 1)
         return plan, start
