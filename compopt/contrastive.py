@@ -11,7 +11,7 @@ from torch import Tensor
 from compopt import checks, objective
 from compopt.anchors import AnchorStatistics
 from compopt.autograd import with_gradients
-from compopt.component import Call, Component, Normalizer, Temperature
+from compopt.component import Call, Component, Estimate, Normalizer, Temperature
 from compopt.estimator import Estimator
 from compopt.gathered import GatheredPairs
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
@@ -275,23 +275,9 @@ class ContrastiveEstimator(Estimator):
         call.hyper = visit.hypers("temperature")
         rho = self.temperature.rho(call.hyper)
         if visit.depositing:
-            proposals = dict(estimate.proposals)
-            if self.temperature.learns:
-                g = objective.tau_gradient(pairs, estimate, rho, constant, self.multiply_tau)
-                proposals.update(self.temperature.update(call, g))
-            self._deposit(visit, proposals, self._valid(pairs))
+            self._propose(visit, call, estimate, rho)
         value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
-        # what follows may be collective: no rank may skip it
-        elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
-        wanted = features or (estimate.weights is not None and elsewhere)
-        computed = objective.feature_gradients(pairs, estimate, constant, self.multiply_tau) if wanted else []
-        gradients = computed if features else []
-        if estimate.through_alpha is not None and (features or self._ranks.size > 1):
-            slope = objective.alpha_slope(pairs, constant, self.multiply_tau)
-            more = estimate.through_alpha(slope)
-            for gradient, rest in zip(gradients, more, strict=False):
-                gradient.add_(rest[visit.own])
-        gradients = [gradient * self._ranks.size if self._ranks.size > 1 else gradient for gradient in gradients]
+        gradients = self._feature_gradients(visit, pairs, estimate, constant, features, encoder)
         for tensor in learned:
             g = objective.tau_gradient(pairs, estimate, 0.0, constant, self.multiply_tau)
             gradients.append(self._of_own(visit, g, tensor))
@@ -299,6 +285,36 @@ class ContrastiveEstimator(Estimator):
         self._last = (alpha, constant, pairs.sides, count)
         self._shown = estimate.metrics
         return value, gradients
+
+    def _propose(self, visit: Visit, call: Call, estimate: Estimate, rho: float | Tensor) -> None:
+        """Deposit what the normalizer and a temperature that learns per sample propose."""
+        proposals = dict(estimate.proposals)
+        if self.temperature.learns:
+            g = objective.tau_gradient(call.pairs, estimate, rho, call.tau, self.multiply_tau)
+            proposals.update(self.temperature.update(call, g))
+        self._deposit(visit, proposals, self._valid(call.pairs))
+
+    def _feature_gradients(
+        self,
+        visit: Visit,
+        pairs: AnchorStatistics,
+        estimate: Estimate,
+        tau: float | Tensor,
+        wanted: bool,
+        encoder: Encoder | None,
+    ) -> list[Tensor]:
+        """For the own features, if ``wanted``. What follows may be collective: no rank may skip it."""
+        ranks = self._ranks.size
+        elsewhere = ranks > 1 or (encoder is not None and encoder.wants_gradients)
+        computed: list[Tensor] = []
+        if wanted or (estimate.weights is not None and elsewhere):
+            computed = objective.feature_gradients(pairs, estimate, tau, self.multiply_tau)
+        gradients = computed if wanted else []
+        if estimate.through_alpha is not None and (wanted or ranks > 1):
+            more = estimate.through_alpha(objective.alpha_slope(pairs, tau, self.multiply_tau))
+            for gradient, rest in zip(gradients, more, strict=False):
+                gradient.add_(rest[visit.own])
+        return [gradient * ranks for gradient in gradients] if ranks > 1 else gradients
 
     def _pairs(self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, moments: bool) -> AnchorStatistics:
         """The kernel: all pairs of the batch, or those of this rank's anchors."""
