@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from compopt import checks, objective
-from compopt.anchors import AnchorStatistics
 from compopt.autograd import with_gradients
-from compopt.component import Call, Component, Estimate, Normalizer, Temperature
+from compopt.component import Component, Normalizer, Temperature
 from compopt.estimator import Estimator
-from compopt.gathered import GatheredPairs
+from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
-from compopt.kernel import Pairs
 from compopt.monitor import warn_rho
 from compopt.negatives.encoder import Encode, Encoder
 from compopt.placement import Placement
 from compopt.ranks import ProcessGroup
-from compopt.strips import RunningSums
 from compopt.visit import Visit
 
 MODES = ("bimodal", "unimodal")
@@ -110,7 +107,7 @@ class ContrastiveEstimator(Estimator):
             part.joined(self._groups, owner=self)
         self._warned_rho = False
         self._shown: dict[str, Tensor] = {}
-        self._last: tuple[Tensor, float | Tensor, list[RunningSums], Tensor] | None = None
+        self._last: Summary | None = None
 
     def _options(self) -> dict[str, Any]:
         structures = {role: part.structure() for role, part in self._components.items()}
@@ -252,8 +249,6 @@ class ContrastiveEstimator(Estimator):
             tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
         return tau.to(z.device) if isinstance(tau, Tensor) else tau
 
-    # -- around the kernel -------------------------------------------------------------------------------------
-
     def _evaluate(
         self,
         a: Tensor,
@@ -265,120 +260,17 @@ class ContrastiveEstimator(Estimator):
         encoder: Encoder | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
-        constant = self._of_all(visit, tau)
-        everyone = (a, b) if self._ranks.size == 1 else (visit.payload[0], visit.payload[1])
-        pairs = self._pairs(a, b, constant, visit, moments=bool(learned) or self.temperature.learns)
-        call = self._call(visit, pairs, constant, everyone, encoder)
+        constant = tau_of_all(visit, tau)
+        pairs = statistics(self, visit, a, b, constant, moments=bool(learned) or self.temperature.learns)
         self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
-        estimate = self.normalizer.estimate(call)
-        alpha = estimate.alpha.expand(-1, 2)
-        call.hyper = visit.hypers("temperature")
-        rho = self.temperature.rho(call.hyper)
+        found = Evaluation(self, visit, pairs, constant, features_of_all(self, visit, a, b), encoder)
+        found.decide()
         if visit.depositing:
-            self._propose(visit, call, estimate, rho)
-        value = objective.value(pairs, alpha, rho, constant, self.multiply_tau).to(a.dtype)
-        gradients = self._feature_gradients(visit, pairs, estimate, constant, features, encoder)
-        for tensor in learned:
-            g = objective.tau_gradient(pairs, estimate, 0.0, constant, self.multiply_tau)
-            gradients.append(self._of_own(visit, g, tensor))
-        count = visit.columns["count"] if visit.old is not None else alpha.new_ones((1, 1))
-        self._last = (alpha, constant, pairs.sides, count)
-        self._shown = estimate.metrics
+            self._deposit(visit, found.proposals(), found.valid())
+        value = found.value().to(a.dtype)
+        gradients = found.feature_gradients(features) + [found.tau_gradient(tensor) for tensor in learned]
+        self._last, self._shown = found.summary(), found.estimate.metrics
         return value, gradients
-
-    def _propose(self, visit: Visit, call: Call, estimate: Estimate, rho: float | Tensor) -> None:
-        """Deposit what the normalizer and a temperature that learns per sample propose."""
-        proposals = dict(estimate.proposals)
-        if self.temperature.learns:
-            g = objective.tau_gradient(call.pairs, estimate, rho, call.tau, self.multiply_tau)
-            proposals.update(self.temperature.update(call, g))
-        self._deposit(visit, proposals, self._valid(call.pairs))
-
-    def _feature_gradients(
-        self,
-        visit: Visit,
-        pairs: AnchorStatistics,
-        estimate: Estimate,
-        tau: float | Tensor,
-        wanted: bool,
-        encoder: Encoder | None,
-    ) -> list[Tensor]:
-        """For the own features, if ``wanted``. What follows may be collective: no rank may skip it."""
-        ranks = self._ranks.size
-        elsewhere = ranks > 1 or (encoder is not None and encoder.wants_gradients)
-        computed: list[Tensor] = []
-        if wanted or (estimate.weights is not None and elsewhere):
-            computed = objective.feature_gradients(pairs, estimate, tau, self.multiply_tau)
-        gradients = computed if wanted else []
-        if estimate.through_alpha is not None and (wanted or ranks > 1):
-            more = estimate.through_alpha(objective.alpha_slope(pairs, tau, self.multiply_tau))
-            for gradient, rest in zip(gradients, more, strict=False):
-                gradient.add_(rest[visit.own])
-        return [gradient * ranks for gradient in gradients] if ranks > 1 else gradients
-
-    def _pairs(self, a: Tensor, b: Tensor, tau: float | Tensor, visit: Visit, moments: bool) -> AnchorStatistics:
-        """The kernel: all pairs of the batch, or those of this rank's anchors."""
-        keys = list(visit.keys.values())
-        options: dict[str, Any] = {
-            "distinct": visit.distinct,
-            "unimodal": self.mode == "unimodal",
-            "bounded": self.normalize,
-            "chunk_size": self.chunk_size,
-            "moments": moments,
-        }
-        if self._ranks.size == 1:
-            return Pairs(a, b, tau, keys, **options)
-        everyone = (visit.payload[0], visit.payload[1])
-        return GatheredPairs((a, b), everyone, tau, keys, self._ranks, visit.sizes, **options)
-
-    def _of_all(self, visit: Visit, tau: float | Tensor) -> float | Tensor:
-        """Temperatures of the whole batch, without their graph."""
-        if isinstance(tau, Tensor) and tau.dim() and len(visit.payload) > 2:
-            return visit.payload[2]
-        return tau.detach() if isinstance(tau, Tensor) else tau
-
-    def _of_own(self, visit: Visit, g: Tensor, tau: Tensor) -> Tensor:
-        """Gradient of a tensor temperature: a scalar gets the whole one, a tensor per sample this rank's part of it.
-
-        A part is multiplied by the number of ranks, as feature gradients are; the whole is the same on all ranks
-        and survives an average as it is.
-        """
-        if tau.dim() == 0 or self._ranks.size == 1:
-            return objective.reduce_like(g, tau)
-        return objective.reduce_like(g[visit.own], tau) * (len(tau) * self._ranks.size / len(g))
-
-    def _call(
-        self,
-        visit: Visit,
-        pairs: AnchorStatistics,
-        tau: float | Tensor,
-        features: tuple[Tensor, Tensor],
-        encoder: Encoder | None,
-    ) -> Call:
-        return Call(
-            rows=visit.columns,
-            count=visit.columns["count"],
-            hyper=visit.hypers("normalizer"),
-            tau=tau,
-            pairs=pairs,
-            features=features,
-            keys=visit.keys,
-            own=visit.own,
-            sizes=visit.sizes,
-            chunk_size=self.chunk_size,
-            encoder=encoder,
-            t=self.t,
-            window=self.pending,
-            training=visit.depositing,
-            unimodal=self.mode == "unimodal",
-        )
-
-    def _valid(self, pairs: AnchorStatistics) -> Tensor | None:
-        """Anchors without any negative (possible with index2 and group) propose nothing."""
-        if len(pairs.keys) == 1:
-            return None
-        valid = pairs.count > 0
-        return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
 
     # -- what the user should hear -----------------------------------------------------------------------------
 
@@ -396,14 +288,4 @@ class ContrastiveEstimator(Estimator):
         """
         if self._last is None:
             return {}
-        alpha, tau, sides, count = self._last
-        spread = torch.as_tensor(tau, dtype=alpha.dtype, device=alpha.device).flatten()
-        return {
-            "log_normalizer": alpha.mean(),
-            "effective_negatives": torch.cat([side.effective() for side in sides]).nanmean(),
-            "tau_q10": spread.quantile(0.1),
-            "tau_median": spread.quantile(0.5),
-            "tau_q90": spread.quantile(0.9),
-            "new_rows": (count == 0).any(dim=1).sum(),
-            **self._shown,
-        }
+        return {**self._last.metrics(), **self._shown}

@@ -17,6 +17,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.autograd import with_gradients
 from compopt.contrastive import ContrastiveEstimator
+from compopt.evaluation import Evaluation
 from compopt.functional import mean_of_views
 from compopt.inputs import check_features, check_tau
 from compopt.kernel import Pairs
@@ -240,4 +241,6 @@ def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau
     visit = est._reader.look(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
-    return est.normalizer.estimate(est._call(visit, pairs, own, (a, b), None)).alpha.expand(-1, 2)
+    found = Evaluation(est, visit, pairs, own, (a, b))
+    found.decide()
+    return found.alpha
