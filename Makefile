@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+BENCH_VENV ?= .venv-bench
 
 # Further arguments, for example:
 #   make test PYTEST_ARGS="-k kernel -x"
@@ -31,8 +32,8 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.recipes  ## time the pair-weight kernel; writes benchmarks/results/
-	$(BIN)/python -m benchmarks.kernel $(BENCH_ARGS)
+bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
+	$(BENCH_VENV)/bin/python -m benchmarks.peers $(BENCH_ARGS)
 
 clean:  ## remove build outputs and caches; keeps the environment and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -53,3 +54,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e ".[deepspeed]"
 	@touch $(VENV)/.recipes $@
+
+# The other packages come without their dependencies, which would replace torch; benchmarks/peers/imports.txt has the rest.
+BENCH_INSTALL = $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/peers/packages.txt benchmarks/peers/imports.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_INSTALL) -c constraints.txt setuptools
+	$(BENCH_INSTALL) -c constraints.txt --no-build-isolation -e ".[recipes]"
+	$(BENCH_INSTALL) --no-deps -r benchmarks/peers/packages.txt
+	$(BENCH_INSTALL) -r benchmarks/peers/imports.txt
+	@touch $@

@@ -208,9 +208,9 @@ def peak_bytes(contender: Contender, B: int, d: int) -> int:
     return 1024 * (kilobytes("VmHWM") - before)
 
 
-def peak_bytes_apart(suite: str, name: str, B: int, d: int) -> int:
+def peak_bytes_apart(suite: str, name: str, B: int, d: int, module: str = "benchmarks.kernel") -> int:
     """`peak_bytes` in a process of its own, whose allocator returns what is freed: live buffers count."""
-    command = [sys.executable, "-m", "benchmarks.kernel", "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
+    command = [sys.executable, "-m", module, "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd=ROOT).stdout)
 

@@ -1,0 +1,23 @@
+"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [speed] [ranks]``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.machine import ROOT
+
+PARTS = ("ranks", "speed")
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or PARTS
+    for part in chosen:
+        if part not in PARTS:
+            raise SystemExit(f"{part} is none of the parts: {', '.join(PARTS)}")
+    for part in chosen:
+        subprocess.run([sys.executable, "-m", f"benchmarks.peers.{part}"], check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main()
