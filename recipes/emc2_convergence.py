@@ -118,14 +118,25 @@ class Problem:
 
     def measure(self) -> tuple[float, float]:
         """Global loss, and the squared norm of its gradient with respect to the weights."""
+        loss, gradient = self.exact()
+        return loss, float(gradient.square().sum())
+
+    def exact(self) -> tuple[float, Tensor]:
+        """Global loss, and its gradient with respect to the weights, ``(p,)`` float64."""
         n, tau = self.setting.n, self.setting.tau
         z1, z2 = self.features(torch.arange(n))
         loss = diagnostics.global_loss(z1.detach(), z2.detach(), tau)
         gradients = diagnostics.global_gradient(z1.detach(), z2.detach(), tau)
         weights = list(self.model.parameters())
         found = torch.autograd.grad((z1, z2), weights, gradients)
-        norm = sum(float(g.double().square().sum()) for g in found) / tau**2
-        return float(loss) / tau + math.log(n - 1), norm
+        gradient = torch.cat([g.double().flatten() for g in found]) / tau
+        return float(loss) / tau + math.log(n - 1), gradient
+
+    def estimate(self, contender: Contender, est: compopt.ContrastiveEstimator | None, index: Tensor) -> Tensor:
+        """A contender's loss of a batch, tau times the paper's."""
+        if est is None:
+            return self.all_negatives(index)
+        return est(*self.features(index), index, encode=self.features if contender.encode else None)
 
     def all_negatives(self, index: Tensor) -> Tensor:
         """The batch's anchors against everything: what no method with small batches can do better than."""
@@ -151,18 +162,13 @@ def run(job: Job) -> dict[str, Any]:
         est.attach(optimizer)
     marks = {round(setting.steps ** (k / (CHECKPOINTS - 1))) for k in range(CHECKPOINTS)}
     trace = [(0, *problem.measure())]
-    encode = problem.features if contender.encode else None
     for step in range(1, setting.steps + 1):
         if schedule == "decaying":
             factor = 0.5 * (1 + math.cos(math.pi * (step - 1) / setting.steps))
             optimizer.param_groups[0]["lr"] = rate * factor
         index = problem.batch()
-        if est is None:
-            loss = problem.all_negatives(index)
-        else:
-            loss = est(*problem.features(index), index, encode=encode)
         optimizer.zero_grad()
-        loss.backward()
+        problem.estimate(contender, est, index).backward()
         optimizer.step()
         if step in marks:
             trace.append((step, *problem.measure()))
