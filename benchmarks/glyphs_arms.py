@@ -123,23 +123,24 @@ def batch_arms() -> list[Arm]:
     """Which samples share a batch, with and without state per sample; chosen batches begin with the second epoch."""
     settings: dict[str, dict[str, int]] = {
         "chosen batches of 32, 8k pairs, 12 epochs": {"batch_size": 32, "limit": 8192, "epochs": 12},
-        "chosen batches of 32, 4 epochs": {"batch_size": 32, "epochs": 4},
+        "chosen batches of 32, 3 epochs": {"batch_size": 32, "epochs": 3},
     }
     arms = []
     for regime, setting in settings.items():
         known = {"group": (1,)}  # else pairs with the same caption are chosen for being hard
-        infonce = {"tau": TAUS, **known}
-        sogclr = {"tau": REGIME_TAUS, "gamma": (0.5,), "reference": ("none",), **known}
+        small = "limit" in setting  # the large one takes its temperatures from what was best without chosen batches
+        infonce: Grid = {"tau": TAUS if small else TAUS[1:], **known}
+        sogclr: Grid = {"tau": REGIME_TAUS if small else (0.08,), "gamma": (0.5,), "reference": ("none",), **known}
         for kind in ("random", "ordered", "spectral"):
             options: dict[str, Any] = {"variant": kind, "batches": {} if kind == "random" else {"kind": kind}}
             arms += [Arm(regime, "infonce", infonce, **setting, **options)]
             arms += [Arm(regime, "sogclr", sogclr, **setting, **options)]
-        control = {"tau": REGIME_TAUS, **known}
+        control: Grid = {"tau": REGIME_TAUS if small else (0.08,), **known}
         arms += [Arm(regime, "infonce-no-positive", control, **setting, variant="random")]
         soft: dict[str, Any] = {"variant": "spectral 0.25", "batches": {"kind": "spectral", "sharpness": 0.25}}
         arms += [Arm(regime, "infonce", infonce, **setting, **soft)]
-        if "limit" in setting:
-            unknown = {"tau": TAUS, "group": (0,)}
+        if small:
+            unknown: Grid = {"tau": TAUS, "group": (0,)}
             spectral = {"kind": "spectral"}
             arms += [Arm(regime, "infonce", unknown, **setting, variant="random, captions unknown")]
             arms += [Arm(regime, "infonce", unknown, **setting, variant="spectral, captions unknown", batches=spectral)]
