@@ -45,12 +45,12 @@ def finished(path: Path) -> dict[str, dict[str, Any]]:
     return {Job(**result["job"]).key: result for result in records.read(path)}
 
 
-def carry_out(jobs: Iterable[Job], args: argparse.Namespace) -> None:
-    """Run the jobs that have no result yet, several at a time, each in a process of its own."""
+def carry_out(jobs: Iterable[Job], args: argparse.Namespace, module: str = "benchmarks.glyphs") -> None:
+    """Run the jobs that have no result yet, several at a time, each in a process of its own: ``module run-one``."""
     done = finished(args.results)
     todo = {job.key: job for job in jobs if job.key not in done}
     with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(todo), unit="run") as bar:
-        futures = [pool.submit(_subprocess, job, args.threads) for job in todo.values()]
+        futures = [pool.submit(_subprocess, job, args.threads, module) for job in todo.values()]
         try:
             for future in as_completed(futures):
                 result = future.result()
@@ -62,8 +62,8 @@ def carry_out(jobs: Iterable[Job], args: argparse.Namespace) -> None:
             raise
 
 
-def _subprocess(job: Job, threads: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.glyphs", "run-one", job.key, "--threads", str(threads)]
+def _subprocess(job: Job, threads: int, module: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", module, "run-one", job.key, "--threads", str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if process.returncode:
@@ -121,11 +121,11 @@ def final_jobs(arm: Arm, results: dict[str, dict[str, Any]], limit: int = 0) -> 
     return [replace(job, seed=seed, split=FINAL_SPLIT) for seed in FINAL_SEEDS]
 
 
-def _limited(arms: Iterable[Arm], limit: int) -> list[Job]:
+def tuning_jobs(arms: Iterable[Arm], limit: int) -> list[Job]:
     return [replace(job, limit=limit or job.limit) for arm in arms for job in arm.jobs()]
 
 
-def _chosen(arms: list[Arm], args: argparse.Namespace) -> list[Arm]:
+def select(arms: list[Arm], args: argparse.Namespace) -> list[Arm]:
     """The arms that the arguments ask for, their grids cut short in a trial."""
     arms = [arm for arm in arms if not args.methods or arm.method in args.methods]
     arms = [arm for arm in arms if not args.regimes or arm.regime in args.regimes]
@@ -154,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "run-one":
         print(json.dumps(run_one(Job(**json.loads(args.job)), args.threads)))
         return
-    main_, regimes = _chosen(main_arms(), args), _chosen([*regime_arms(), *caption_arms(), *batch_arms()], args)
+    main_, regimes = select(main_arms(), args), select([*regime_arms(), *caption_arms(), *batch_arms()], args)
     if args.command in ("tune", "regimes"):
-        carry_out(_limited(main_ if args.command == "tune" else regimes, args.trial), args)
+        carry_out(tuning_jobs(main_ if args.command == "tune" else regimes, args.trial), args)
     if args.command in ("final", "regimes"):
         arms, results = (main_ if args.command == "final" else regimes), finished(args.results)
         carry_out([job for arm in arms for job in final_jobs(arm, results, args.trial)], args)

@@ -26,7 +26,7 @@ Results = dict[str, dict[str, Any]]
 def write(arms: Sequence[Arm], args: argparse.Namespace) -> None:
     """Write ``glyphs.md`` and ``glyphs.png`` beside the file of results."""
     results = finished(args.results)
-    text = [_head(results), *_regime_sections(arms, results, args.trial), _tuning(arms, results, args.trial)]
+    text = [_head(results), *regime_sections(arms, results, args.trial), _tuning(arms, results, args.trial)]
     path = args.results.with_suffix(".md")
     path.write_text("\n\n".join(text) + "\n")
     pictures = _draw(arms, results, args.trial, args.results.with_suffix(".png"))
@@ -56,7 +56,7 @@ def _head(results: Results) -> str:
     )
 
 
-def _regime_sections(arms: Sequence[Arm], results: Results, limit: int) -> list[str]:
+def regime_sections(arms: Sequence[Arm], results: Results, limit: int) -> list[str]:
     sections = []
     for regime in dict.fromkeys(arm.regime for arm in arms):
         members = [arm for arm in arms if arm.regime == regime]

@@ -1,4 +1,4 @@
-"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [speed] [ranks]``."""
+"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [ranks] [speed] [quality]``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.machine import ROOT
 
-PARTS = ("ranks", "speed")
+PARTS = ("ranks", "speed", "quality")
 
 
 def main() -> None:
