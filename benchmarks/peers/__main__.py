@@ -1,4 +1,4 @@
-"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [ranks] [speed] [quality]``."""
+"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [ranks] [speed] [resume] [quality]``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.machine import ROOT
 
-PARTS = ("ranks", "speed", "quality")
+PARTS = ("ranks", "speed", "resume", "quality")
 
 
 def main() -> None:

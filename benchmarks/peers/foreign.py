@@ -32,6 +32,10 @@ class Foreign(compopt.InfoNCEEstimator):
         """The package's."""
         raise NotImplementedError
 
+    def resume(self) -> None:
+        """Stop and continue as the package's documentation shows: what its ``state_dict()`` holds comes back."""
+        raise NotImplementedError
+
     @property
     def metrics(self) -> dict[str, Tensor]:
         return {}
@@ -61,8 +65,17 @@ class LibAUC(Foreign):
 
     def __init__(self, n: int, **options: Any) -> None:
         super().__init__()
-        self._n, self._seen = n, 0
-        self._loss = packages.quiet(packages.libauc().GCLoss_v2, N=n, **options)
+        self._n, self._seen, self._options = n, 0, options
+        self._loss = self._new()
+
+    def _new(self) -> Any:
+        return packages.quiet(packages.libauc().GCLoss_v2, N=self._n, **self._options)
+
+    def resume(self) -> None:
+        state = self._loss.state_dict()
+        self._loss = self._new()
+        self._loss.load_state_dict(state)
+        packages.quiet(self._loss.adjust_gamma, self._seen // self._n)
 
     def loss(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         epoch, before = self._seen // self._n, (self._seen - len(index)) // self._n
