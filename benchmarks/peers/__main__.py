@@ -1,4 +1,4 @@
-"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers [ranks] [speed] [resume] [quality]``."""
+"""All parts of the comparison, or those that are named: ``python -m benchmarks.peers ranks speed``."""
 
 from __future__ import annotations
 
