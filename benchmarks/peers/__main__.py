@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.machine import ROOT
 
-PARTS = ("ranks", "speed", "resume", "quality")
+PARTS = ("ranks", "rows", "speed", "resume", "quality")
 
 
 def main() -> None:
