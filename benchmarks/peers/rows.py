@@ -87,6 +87,8 @@ def measure(name: str, n: int, batch: int, dim: int, rounds: int) -> dict[str, A
     """One contender at one size."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, batch, dim, generator=generator)
+    if name.startswith("LibAUC"):
+        packages.libauc()  # importing it is not construction
     before = resident()["RssAnon"]
     built: list[Step] = []
     construction = timed(lambda: built.append(CONTENDERS[name](n)))
