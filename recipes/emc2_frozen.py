@@ -27,6 +27,7 @@ from recipes.emc2_convergence import BY_NAME, Problem, Setting
 
 # With weights that stand still a stored score is a fresh one, and what burn-in leaves out is as good as what it keeps
 CHOSEN = [name for name in BY_NAME if name not in ("EMC2, no burn-in", "EMC2, burn-in 0.5, rescored")]
+CHUNK, SINGLE = 200, 500
 Job = tuple[str, int, int, int]  # contender, batch size, steps before the weights stand still, calls
 
 
@@ -40,9 +41,11 @@ def trained(problem: Problem, steps: int) -> None:
 
 
 def gradient(problem: Problem) -> Tensor:
-    """What backward has left, ``(p,)`` float64, in the paper's units."""
-    grads = [weight.grad for weight in problem.model.parameters()]
-    return torch.cat([grad.double().flatten() for grad in grads if grad is not None]) / problem.setting.tau
+    """What backward has added up, ``(p,)`` float64, in the paper's units; it begins anew."""
+    weights = list(problem.model.parameters())
+    found = torch.cat([weight.grad.double().flatten() for weight in weights if weight.grad is not None])
+    problem.model.zero_grad()
+    return found / problem.setting.tau
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -54,23 +57,26 @@ def measure(job: Job) -> dict[str, Any]:
     trained(problem, steps)
     loss, exact = problem.exact()
     est = contender.build(setting.n, setting.tau, setting.seed) if contender.build else None
-    halves, square, counts = torch.zeros(2, len(exact), dtype=torch.float64), 0.0, [0, 0]
-    for call in range(calls):
+
+    def error(count: int) -> Tensor:
+        """Of the mean over so many calls."""
         problem.model.zero_grad()
-        problem.estimate(contender, est, problem.batch()).backward()
-        if est is not None:
-            est.step()
-        if call >= calls // 3:
-            half = int(call >= calls * 2 // 3)
-            error = gradient(problem) - exact
-            halves[half] += error
-            counts[half] += 1
-            square += float(error.square().sum())
-    mean = halves / torch.tensor(counts)[:, None]
-    bias = float(mean[0] @ mean[1])  # the halves' noise is independent, up to chains that cross the middle
+        total = torch.zeros_like(exact)
+        for call in range(count):
+            problem.estimate(contender, est, problem.batch()).backward()
+            if est is not None:
+                est.step()
+            if call % CHUNK == CHUNK - 1 or call == count - 1:  # float32 sums of no more than so many
+                total += gradient(problem)
+        return total / count - exact
+
+    error(calls // 3)
+    first, second = error(calls // 3), error(calls // 3)
+    bias = float(first @ second)  # noise of the halves is independent, up to chains that cross the middle
+    square = sum(float(error(1).square().sum()) for _ in range(SINGLE)) / SINGLE
     return {
         **{"name": name, "batch_size": batch_size, "steps": steps, "calls": calls, "loss": loss},
-        **{"exact": float(exact.square().sum()), "bias": bias, "variance": square / sum(counts) - max(0.0, bias)},
+        **{"exact": float(exact.square().sum()), "bias": bias, "variance": square - max(0.0, bias)},
     }
 
 
