@@ -129,7 +129,7 @@ def batch_arms() -> list[Arm]:
     for regime, setting in settings.items():
         known = {"group": (1,)}  # else pairs with the same caption are chosen for being hard
         small = "limit" in setting  # the large one takes its temperatures from what was best without chosen batches
-        infonce: Grid = {"tau": TAUS if small else TAUS[1:], **known}
+        infonce: Grid = {"tau": (*TAUS, 0.18) if small else TAUS[1:], **known}
         sogclr: Grid = {"tau": REGIME_TAUS if small else (0.08,), "gamma": (0.5,), "reference": ("none",), **known}
         for kind in ("random", "ordered", "spectral"):
             options: dict[str, Any] = {"variant": kind, "batches": {} if kind == "random" else {"kind": kind}}
