@@ -140,7 +140,7 @@ def batch_arms() -> list[Arm]:
         soft: dict[str, Any] = {"variant": "spectral 0.25", "batches": {"kind": "spectral", "sharpness": 0.25}}
         arms += [Arm(regime, "infonce", infonce, **setting, **soft)]
         if small:
-            unknown: Grid = {"tau": TAUS, "group": (0,)}
+            unknown: Grid = {"tau": (0.12,), "group": (0,)}
             spectral = {"kind": "spectral"}
             arms += [Arm(regime, "infonce", unknown, **setting, variant="random, captions unknown")]
             arms += [Arm(regime, "infonce", unknown, **setting, variant="spectral, captions unknown", batches=spectral)]
