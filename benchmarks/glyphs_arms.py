@@ -139,6 +139,8 @@ def batch_arms() -> list[Arm]:
         arms += [Arm(regime, "infonce-no-positive", control, **setting, variant="random")]
         soft: dict[str, Any] = {"variant": "spectral 0.25", "batches": {"kind": "spectral", "sharpness": 0.25}}
         arms += [Arm(regime, "infonce", infonce, **setting, **soft)]
+        options = {"variant": "spectral", "batches": {"kind": "spectral"}}
+        arms += [Arm(regime, "infonce-no-positive", {**control, "tau": TAUS[1:]}, **setting, **options)]
         if small:
             unknown: Grid = {"tau": (0.12,), "group": (0,)}
             spectral = {"kind": "spectral"}
