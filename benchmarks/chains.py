@@ -39,7 +39,8 @@ softmax's norm, without the part that is noise: the errors of the two halves of 
 chain by chain. Of the mean over all chains the root is shown, with what two standard errors more and less of the mean
 make of it; a dash: the mean is not two of them above zero.
 At the smallest tau chains that stay where they are through both halves count as bias, which longer runs take away.
-*Batch alone*: the same chains, never proposed their stored sample. *Outside*: visits to a stored sample that is not in the batch; *unused*: anchors all of whose visits are outside
+*Batch alone*: the same chains, never proposed their stored sample. *Outside*: visits to a stored sample that is not in
+the batch; *unused*: anchors all of whose visits are outside
 and which without `encode` only pull their positive."""
 
 
