@@ -1,4 +1,4 @@
-"""Parts of the comparison: ``python -m benchmarks.peers [PART ...]``; all but quality, which takes hours, by default."""
+"""Parts of the comparison: ``python -m benchmarks.peers [PART ...]``; quality, which takes hours, only if named."""
 
 from __future__ import annotations
 
