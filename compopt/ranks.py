@@ -20,6 +20,11 @@ class Part:
     start: int
     stop: int
 
+    @classmethod
+    def share(cls, count: int, rank: int, size: int) -> Part:
+        """What rank ``rank`` of ``size`` has of ``count`` things, in pieces whose sizes differ by one at most."""
+        return cls(rank * count // size, (rank + 1) * count // size)
+
     @property
     def size(self) -> int:
         """How much it is."""
@@ -181,14 +186,13 @@ class Ranks:
 
     def part(self, count: int) -> Part:
         """This rank's share of ``count`` things, in pieces whose sizes differ by one at most."""
-        bounds = [rank * count // self.size for rank in (self.rank, self.rank + 1)]
-        return Part(*bounds)
+        return Part.share(count, self.rank, self.size)
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
         """The whole of what :meth:`part` split along ``dim``; collective."""
         if self.size == 1:
             return own
-        sizes = [(rank + 1) * count // self.size - rank * count // self.size for rank in range(self.size)]
+        sizes = [Part.share(count, rank, self.size).size for rank in range(self.size)]
         return self.gather([own.movedim(dim, 0).contiguous()], sizes)[0].movedim(0, dim).contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,26 +16,28 @@ import compopt
 from benchmarks.peers import packages
 from recipes.methods import METHODS, Method
 
-PARTNERS = {  # which of ours implements the same
-    "open_clip-clip": "clip",
-    "libauc-sogclr": "sogclr",
-    "libauc-isogclr": "isogclr",
-}
 
-
-class Foreign(compopt.InfoNCEEstimator):
+class Foreign(compopt.InfoNCEEstimator, ABC):
     """A loss where the recipe expects an estimator. Whatever it keeps, it keeps as its package does."""
 
-    def __call__(self, z1: Tensor, z2: Tensor, index: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+    def __call__(
+        self,
+        z1: Tensor,
+        z2: Tensor,
+        index: Tensor | None = None,
+        index2: Tensor | None = None,
+        group: Tensor | None = None,
+        encode: Any = None,
+        *,
+        tau: Tensor | float | None = None,
+    ) -> Tensor:
+        if index is None or any(option is not None for option in (index2, group, encode, tau)):
+            raise ValueError(f"{type(self).__name__} takes features and index alone")
         return self.loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)
 
+    @abstractmethod
     def loss(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         """The package's."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        """Stop and continue as the package's documentation shows: what its ``state_dict()`` holds comes back."""
-        raise NotImplementedError
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -66,14 +69,12 @@ class LibAUC(Foreign):
     def __init__(self, n: int, **options: Any) -> None:
         super().__init__()
         self._n, self._seen, self._options = n, 0, options
-        self._loss = self._new()
-
-    def _new(self) -> Any:
-        return packages.quiet(packages.libauc().GCLoss_v2, N=self._n, **self._options)
+        self._loss = packages.gcl_bimodal(n, **options)
 
     def resume(self) -> None:
+        """Stop and continue as the documentation shows: what ``state_dict()`` holds comes back."""
         state = self._loss.state_dict()
-        self._loss = self._new()
+        self._loss = packages.gcl_bimodal(self._n, **self._options)
         self._loss.load_state_dict(state)
         packages.quiet(self._loss.adjust_gamma, self._seen // self._n)
 

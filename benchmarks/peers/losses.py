@@ -31,8 +31,7 @@ def siglip(tau: float, bias: float = -10.0, **distributed: Any) -> Loss:
 def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **distributed: Any) -> Loss:
     """LibAUC's ``GCLoss_v2``: SogCLR, or iSogCLR with ``individual`` temperatures."""
     scheme = "individual_learnable" if individual else "global_constant"
-    options = {"N": n, "tau": tau, "gamma": gamma, "temperature_scheme": scheme, **distributed}
-    loss = packages.quiet(packages.libauc().GCLoss_v2, **options)
+    loss = packages.gcl_bimodal(n, tau=tau, gamma=gamma, temperature_scheme=scheme, **distributed)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0]
 
 

@@ -37,6 +37,11 @@ def libauc() -> Any:
     return contrastive
 
 
+def gcl_bimodal(n: int, **options: Any) -> Any:
+    """LibAUC's ``GCLoss_v2`` over ``n`` samples."""
+    return quiet(libauc().GCLoss_v2, N=n, **options)
+
+
 def open_clip() -> Any:
     """``open_clip.loss``."""
     _declare_operators()

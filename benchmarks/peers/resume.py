@@ -45,7 +45,7 @@ def trained(method: str, task: GlyphNames, stopped: bool, every: int, seed: int)
     half = task.n // config.batch_size
 
     def interrupt(run: Run) -> None:
-        if stopped and run.step == half and isinstance(run.est, foreign.Foreign):
+        if stopped and run.step == half and isinstance(run.est, foreign.LibAUC):
             run.est.resume()
 
     if not stopped or method.startswith("libauc"):

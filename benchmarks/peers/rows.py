@@ -48,7 +48,7 @@ def _theirs(scheme: str, n: int) -> Step:
 
 
 def _gcl(scheme: str, n: int) -> nn.Module:
-    return packages.quiet(packages.libauc().GCLoss_v2, N=n, tau=TAU, gamma=0.9, temperature_scheme=scheme)
+    return packages.gcl_bimodal(n, tau=TAU, gamma=0.9, temperature_scheme=scheme)
 
 
 def sogclr(n: int) -> compopt.ContrastiveEstimator:

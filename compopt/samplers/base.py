@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from compopt import checks, inputs
 from compopt.meeting import Meeting
-from compopt.ranks import ProcessGroup, Ranks
+from compopt.ranks import Part, ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.orders import Orders
 from compopt.samplers.planner import Planner
@@ -106,6 +106,11 @@ class BankSampler(Sampler[list[int]]):
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The samples of all batches, one batch after the other, and metrics."""
 
+    def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Both features of samples, ``(..., d)``, and their labels if there are any, on the bank's device."""
+        z1, z2 = self.bank.read(samples)
+        return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
+
     def config(self) -> dict[str, Any]:
         """The arguments that a state must share with the sampler that loads it."""
         labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:16]
@@ -138,7 +143,7 @@ class BankSampler(Sampler[list[int]]):
         for number in range(start, len(self)):
             if self.epoch == epoch:  # a later iteration may have begun
                 position.handed = number + 1
-            yield self._part(self._batch(plan, number), self.rank).tolist()
+            yield self._own(plan, number).tolist()
 
     def _begin(self) -> tuple[Tensor, int]:
         """Enter an epoch, or go on with a loaded one."""
@@ -155,12 +160,10 @@ class BankSampler(Sampler[list[int]]):
             self._planner.ahead(self.epoch + 1)
         return plan, start
 
-    def _part(self, batch: Tensor, rank: int) -> Tensor:
-        low, high = (r * len(batch) // self.world_size for r in (rank, rank + 1))
-        return batch[low:high]
-
-    def _batch(self, plan: Tensor, number: int) -> Tensor:
-        return plan[number * self.batch_size : (number + 1) * self.batch_size]
+    def _own(self, plan: Tensor, number: int) -> Tensor:
+        """This rank's part of a batch."""
+        batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
+        return Part.share(len(batch), self.rank, self.world_size).of(batch)
 
     # -- features ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class BankSampler(Sampler[list[int]]):
         plan, position = self._planner.plans.get(self.epoch), self._position
         if self._apart and self.world_size > 1 and plan is not None and len(index):
             for number in range(position.seen, position.handed):
-                if torch.equal(index, self._part(self._batch(plan, number), self.rank)):
+                if torch.equal(index, self._own(plan, number)):
                     raise ValueError(
                         f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the "
                         f"whole batch, or build the sampler with process_group="

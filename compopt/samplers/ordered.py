@@ -132,8 +132,7 @@ class OrderedBatchSampler(BankSampler):
 
     def do(self, piece: Tensor) -> Tensor:
         """Losses of the candidates, ``(k,)``."""
-        z1, z2 = self.bank.read(piece)
-        labels = None if self.labels is None else self.labels[piece].to(z1.device)
+        z1, z2, labels = self.read(piece)
         return batch_losses(z1, z2, self.tau, labels).cpu()
 
     def assemble(self, epoch: int, pieces: list[Tensor], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:

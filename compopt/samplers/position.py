@@ -49,7 +49,7 @@ class Position:
             plan: of this epoch, one batch after another.
             size: of a batch.
         """
-        firsts = plan[:: max(1, size)][self.seen : self.handed]
+        firsts = plan[::size][self.seen : self.handed]
         for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
             start = (self.seen + number) * size
             if torch.equal(index, plan[start : start + size]):

@@ -183,9 +183,7 @@ class SpectralBatchSampler(BankSampler):
 
     def do(self, piece: Group) -> Tensor:
         """The group's samples, one batch after the other."""
-        labels = None if self.labels is None else self.labels[piece.samples]
-        z1, z2 = self.bank.read(piece.samples)
-        labels = None if labels is None else labels.to(z1.device)
+        z1, z2, labels = self.read(piece.samples)
         weights = pair_weights(z1, z2, self.tau, self.batch_size, labels)
         clusters = clustering.spectral_clusters(weights.mul_(self.sharpness), piece.sizes, piece.seed)
         return piece.samples[clusters.argsort(stable=True)]
