@@ -105,7 +105,9 @@ def register() -> None:
                 "open_clip ClipLoss", lambda n, mode, o: OpenClip("ClipLoss", o.tau), {"tau": 0.07}
             ),
             "open_clip-siglip": Method(
-                "open_clip SigLipLoss", lambda n, mode, o: OpenClip("SigLipLoss", o.tau, -10.0), {"tau": 0.1}
+                "open_clip SigLipLoss",
+                lambda n, mode, o: OpenClip("SigLipLoss", o.tau, o.bias),
+                {"tau": 0.1, "bias": -10.0},
             ),
             "libauc-sogclr": Method("LibAUC SogCLR (GCLoss_v2)", _sogclr, {"tau": 0.07, "gamma": 0.8}),
             "libauc-isogclr": Method(
