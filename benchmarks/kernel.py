@@ -12,7 +12,6 @@ own for each contender.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -27,9 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import ROOT, environment, heading
+from benchmarks.machine import ROOT, environment, heading, save
 
-RESULTS = ROOT / "benchmarks" / "results"
 TAU = 0.07
 CHUNK = 512
 SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is not the data set
@@ -329,10 +327,7 @@ def main() -> None:
     text = report(env, results)
     print(text)
     if not args.quick:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "kernel.md").write_text(text)
-        raw = {"environment": env, "results": results}
-        (RESULTS / "kernel.json").write_text(json.dumps(raw, indent=1) + "\n")
+        save("kernel", text, env, results)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import statistics
@@ -17,6 +18,7 @@ import torch
 import compopt
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def git(*arguments: str) -> str:
@@ -59,6 +61,12 @@ def table(head: list[str], lines: list[list[str]]) -> list[str]:
     """A table whose first column is text."""
     body = ["| " + " | ".join(cells) + " |" for cells in [head, *lines]]
     return [body[0], "|---" + "|---:" * (len(head) - 1) + "|", *body[1:], ""]
+
+
+def save(name: str, text: str, env: dict, results: object) -> None:
+    """``results/NAME.md`` and what it was made from, ``results/NAME.json``."""
+    (RESULTS / f"{name}.md").write_text(text.rstrip() + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from benchmarks.machine import environment, heading, resident, table
+from benchmarks.machine import environment, heading, resident, save, table
 
 MIB = 2**20
 RANKS = 4
@@ -148,9 +146,7 @@ def main() -> None:
     text = report(env, results)
     print(text)
     if not args.quick:
-        target = Path(__file__).parent / "results"
-        (target / "memory.md").write_text(text)
-        (target / "memory.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+        save("memory", text, env, results)
 
 
 if __name__ == "__main__":

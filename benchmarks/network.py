@@ -9,15 +9,13 @@ Contenders of one size run round-robin in one process on the same features.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import compopt
-from benchmarks.machine import cell, environment, heading, table, timed
+from benchmarks.machine import cell, environment, heading, save, table, timed
 
 SIZES = [  # batch, dim, prototypes
     (64, 128, 1024),
@@ -121,9 +119,7 @@ def main() -> None:
     text = report(env, results)
     print(text)
     if not args.quick:
-        target = Path(__file__).parent / "results"
-        (target / "network.md").write_text(text)
-        (target / "network.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+        save("network", text, env, results)
 
 
 if __name__ == "__main__":

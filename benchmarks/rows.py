@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import ROOT, environment, resident, timed
+from benchmarks.machine import ROOT, environment, resident, save, timed
 from benchmarks.rows_report import COLD_BATCHES, report, step_table
 from compopt.stores import DiskStore, OffloadedRows, RowStore, Ticket, open_rows
 
-RESULTS = ROOT / "benchmarks" / "results"
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
 QUICK = [("cpu", 10**5), ("disk", 10**7)]
 LAYOUTS = [10**5, 10**7, 2 * 10**8]
@@ -354,9 +353,7 @@ def main() -> None:
     text = report(env, args, results)
     print(text)
     if not args.quick:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "rows.md").write_text(text)
-        (RESULTS / "rows.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+        save("rows", text, env, results)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ def siglip(tau: float, bias: float = -10.0, **distributed: Any) -> Loss:
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), scale, offset)
 
 
-def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **distributed: Any) -> Loss:
+def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Loss:
     """LibAUC's ``GCLoss_v2``: SogCLR, or iSogCLR with ``individual`` temperatures."""
     scheme = "individual_learnable" if individual else "global_constant"
-    loss = packages.gcl_bimodal(n, tau=tau, gamma=gamma, temperature_scheme=scheme, **distributed)
+    loss = packages.gcl_bimodal(n, tau=tau, gamma=gamma, temperature_scheme=scheme, **options)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0]
 
 
@@ -54,6 +54,39 @@ def nt_xent(tau: float, distributed: bool = False) -> Loss:
         return loss(torch.cat([z1, z2]), index.repeat(2))
 
     return call
+
+
+def cached_ranking(tau: float, mini_batch_size: int = 512, gather: bool = False) -> Loss:
+    """sentence-transformers' ``CachedMultipleNegativesRankingLoss`` with both directions, CLIP's loss in pieces.
+
+    Its backward pass is part of the call, as in its own training loop; calling ``backward()`` hands the gradients on.
+    """
+    loss = packages.sentence_losses().CachedMultipleNegativesRankingLoss(
+        torch.nn.Sequential(torch.nn.Identity()),
+        scale=1 / tau,
+        mini_batch_size=mini_batch_size,
+        gather_across_devices=gather,
+        directions=("query_to_doc", "doc_to_query"),
+        partition_mode="per_direction",
+    )
+
+    def call(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        a, b = (z.detach().requires_grad_() for z in (z1, z2))
+        value = loss.calculate_loss([[a], [b]], with_backward=True)
+        return _Cached.apply(value, z1, z2, a.grad, b.grad)
+
+    return call
+
+
+class _Cached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, z1: Tensor, z2: Tensor, g1: Tensor, g2: Tensor) -> Tensor:
+        ctx.save_for_backward(g1, g2)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, *(g.mul_(grad) for g in ctx.saved_tensors), None, None
 
 
 def cross_batch_memory(tau: float, dim: int, size: int) -> Loss:

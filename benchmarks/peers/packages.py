@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("libauc", "open_clip_torch", "pytorch-metric-learning")
+NAMES = ("libauc", "open_clip_torch", "pytorch-metric-learning", "sentence-transformers")
 # torchvision's wheel is built for CUDA; beside a CPU torch its operators are missing, and their names are asked for
 OPERATORS = """nms qnms roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align _ps_roi_align_backward
 ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward"""
@@ -53,6 +53,14 @@ def open_clip() -> Any:
 def metric_learning() -> Any:
     """``pytorch_metric_learning.losses``."""
     from pytorch_metric_learning import losses
+
+    return losses
+
+
+def sentence_losses() -> Any:
+    """``sentence_transformers.sentence_transformer.losses``."""
+    _declare_operators()
+    from sentence_transformers.sentence_transformer import losses
 
     return losses
 

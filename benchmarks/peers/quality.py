@@ -19,8 +19,7 @@ from typing import Any
 
 from benchmarks import glyphs
 from benchmarks.glyphs_arms import TAUS, Arm, Grid, Job, main_arms, regime_arms
-from benchmarks.kernel import RESULTS
-from benchmarks.machine import environment, heading
+from benchmarks.machine import RESULTS, environment, heading
 from benchmarks.peers import foreign, packages
 
 MODULE = "benchmarks.peers.quality"

@@ -11,7 +11,6 @@ counted where torch dispatches them, in forward and backward.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -21,16 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from benchmarks.kernel import RESULTS
-from benchmarks.machine import environment, heading, table
+from benchmarks.machine import environment, heading, save, table
 from benchmarks.peers import losses, packages
+from benchmarks.peers.gradients import GAMMA, TAU, N, features, relative, rescaled
 
-N, TAU, GAMMA = 512, 0.1, 0.5
 Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss as its documentation says to build it
 
 
@@ -74,6 +71,7 @@ CONTENDERS: dict[str, Build] = {
     "LibAUC GCLoss_v2": _libauc("gcl_bimodal"),
     "LibAUC GCLoss_v2, individual": _libauc("gcl_bimodal", individual=True),
     "LibAUC GCLoss_v1": _libauc("gcl_unimodal"),
+    "sentence-transformers Cached...Loss": lambda rank, ranks: losses.cached_ranking(TAU, gather=ranks > 1),
     "metric-learning NTXentLoss": lambda rank, ranks: losses.nt_xent(TAU, distributed=ranks > 1),
 }
 
@@ -106,15 +104,6 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(_bytes(entry) for entry in value) if isinstance(value, list | tuple) else 0
-
-
-def features(batch: int, dim: int, visit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the whole batch; visits differ a little, as training makes them differ."""
-    generator = torch.Generator().manual_seed(0)
-    base = torch.randn(2, batch, dim, generator=generator, dtype=torch.float64)
-    drift = torch.randn(2, batch, dim, generator=generator.manual_seed(visit + 1), dtype=torch.float64)
-    z1, z2 = F.normalize(base + 0.3 * drift, dim=2).float()
-    return z1, z2, torch.randperm(N, generator=generator.manual_seed(0))[:batch]
 
 
 def run(name: str, rank: int, ranks: int, batch: int, dim: int, visits: int) -> dict[str, Any]:
@@ -177,17 +166,11 @@ def compare(batch: int, dim: int, visits: int) -> list[dict[str, Any]]:
             else:
                 gradient = np.concatenate([each[name]["gradient"] for each in by_rank])
                 result["error"] = relative(gradient, alone[name])
-                scale = float((gradient * alone[name]).sum() / np.square(gradient).sum())
-                result["scale"], result["rescaled"] = scale, relative(scale * gradient, alone[name])
+                result["scale"], result["rescaled"] = rescaled(gradient, alone[name])
                 result["bytes"] = max(each[name]["bytes"] for each in by_rank)
                 result["calls"] = max(each[name]["calls"] for each in by_rank)
             results.append(result)
     return results
-
-
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Norm of the difference, of the norm."""
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def lines(results: list[dict[str, Any]], batch: int) -> list[str]:
@@ -230,9 +213,7 @@ def main() -> None:
     ]
     text = "\n".join([*heading("The gradient on several ranks", env), *note, *lines(results, args.batch_size)])
     print(text)
-    (RESULTS / "peers_ranks.md").write_text(text)
-    content = {"environment": env, "results": results}
-    (RESULTS / "peers_ranks.json").write_text(json.dumps(content, indent=1) + "\n")
+    save("peers_ranks", text, env, results)
 
 
 if __name__ == "__main__":

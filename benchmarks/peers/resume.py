@@ -1,120 +1,182 @@
-"""What a run loses that is stopped and resumed as each package's documentation shows.
+"""What is lost when a run is stopped and resumed as each package's documentation shows.
 
-    python -m benchmarks.peers.resume    # writes results/peers_resume.md, .json and .png (ten minutes)
+    python -m benchmarks.peers.resume    # writes results/peers_resume.md, .json and .png (a quarter of an hour)
 
-SogCLR and iSogCLR on glyphs, batch 64, two epochs, LibAUC's and ours, each undisturbed and stopped after the first
-epoch: model, optimizer, scheduler and data order come back exactly in all of them, so that only what the loss keeps can
-differ. LibAUC's documentation saves ``model.state_dict()`` and ``optimizer.state_dict()``; its loss's own is restored
-too. Ours is saved and loaded as the recipe does.
+First the next gradient: every loss that keeps something is trained for a few visits, its ``state_dict()`` is loaded
+into a new one, and both see the same batch. Then SogCLR and iSogCLR on glyphs, LibAUC's and ours, undisturbed and
+stopped after the first of two epochs: model, optimizer, schedule and data order come back exactly in all of them, so
+that only what the loss keeps can differ. LibAUC's documentation saves ``model.state_dict()`` and
+``optimizer.state_dict()``; its loss's own is restored too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks.kernel import RESULTS
-from benchmarks.machine import environment, heading, table
-from benchmarks.peers import foreign, packages
-from recipes import glyphs, methods
-from recipes.engine import Config, Control, Run
-from recipes.tasks import GlyphNames
+import compopt
+from benchmarks.machine import RESULTS, environment, heading, save, table
+from benchmarks.peers import curves, packages
+from benchmarks.peers.curves import STOPPED, WHOLE, Case
+from benchmarks.peers.gradients import GAMMA, TAU, N, features, rescaled
+from recipes import methods
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "sogclr": {"tau": 0.08, "gamma": 0.5},
-    "libauc-sogclr": {"tau": 0.08, "gamma": 0.5},
-    "isogclr": {"tau": 0.08, "gamma": 0.5, "rho": 1.0, "tau_lr": 0.002},
-    "libauc-isogclr": {"tau": 0.08, "gamma": 0.5, "rho": 1.0, "tau_lr": 0.002},
+METHODS = ("sogclr", "libauc-sogclr", "isogclr", "libauc-isogclr")
+BATCH, DIM, VISITS = 64, 128, 6
+Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (what keeps the state, z1, z2, index) -> loss
+
+
+def _est(est: compopt.ContrastiveEstimator, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    loss = est(z1, z2, index)
+    est.step()
+    return loss
+
+
+def _gcl_bimodal(loss: Any, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    return loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0]
+
+
+def _gcl_unimodal(loss: Any, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    return loss(z1, z2, index)
+
+
+def _memory(loss: Any, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    enqueue = torch.arange(2 * len(z1)) >= len(z1)
+    return loss(torch.cat([z1, z2]), index.repeat(2), enqueue_mask=enqueue)
+
+
+def _cross_batch() -> Any:
+    losses = packages.metric_learning()
+    return losses.CrossBatchMemory(losses.NTXentLoss(temperature=TAU), DIM, memory_size=4 * BATCH)
+
+
+def _unimodal(individual: bool) -> Any:
+    options = {"N": N, "tau": TAU, "gamma": GAMMA, "enable_isogclr": individual}
+    return packages.quiet(packages.libauc().GCLoss_v1, **options)
+
+
+STATEFUL: dict[str, tuple[Callable[[], Any], Loss]] = {
+    "compopt SogCLR": (lambda: compopt.SogCLREstimator(N, GAMMA, tau=TAU), _est),
+    "compopt iSogCLR": (lambda: compopt.ISogCLREstimator(N, GAMMA, rho=1.0, tau_init=TAU), _est),
+    "compopt NeuCLIP": (lambda: compopt.NeuCLIPEstimator(DIM, tau=TAU, prototypes=256), _est),
+    "compopt EMC2": (lambda: compopt.EMC2Estimator(N, tau=TAU, burn_in=0.5), _est),
+    "LibAUC GCLoss_v2": (lambda: packages.gcl_bimodal(N, tau=TAU, gamma=GAMMA), _gcl_bimodal),
+    "LibAUC GCLoss_v2, individual": (
+        lambda: packages.gcl_bimodal(N, tau=TAU, gamma=GAMMA, temperature_scheme="individual_learnable"),
+        _gcl_bimodal,
+    ),
+    "LibAUC GCLoss_v1": (lambda: _unimodal(False), _gcl_unimodal),
+    "LibAUC GCLoss_v1, individual": (lambda: _unimodal(True), _gcl_unimodal),
+    "metric-learning CrossBatchMemory": (_cross_batch, _memory),
 }
 
 
-def curve(run: Run) -> list[dict[str, float]]:
-    """Loss and R@1 on the way."""
-    return [{"step": r["step"], "loss": r["loss"], "r1": r["r1"]} for r in run.history if "r1" in r]
+def next_gradient(name: str) -> dict[str, Any]:
+    """Of the gradient after a resume: relative error, the factor that was taken out; how many tensors were kept."""
+    build, call = STATEFUL[name]
+    torch.manual_seed(0)
+    loss = build()
+    for visit in range(VISITS):
+        _gradient(loss, call, visit)
+    stored = io.BytesIO()
+    torch.save(loss.state_dict(), stored)
+    torch.manual_seed(1)
+    resumed = build()
+    stored.seek(0)
+    resumed.load_state_dict(torch.load(stored))
+    if hasattr(resumed, "adjust_gamma"):  # as in an epoch after the first, in which both are then
+        for each in (loss, resumed):
+            packages.quiet(each.adjust_gamma, 1)
+    wanted, found = (_gradient(each, call, VISITS) for each in (loss, resumed))
+    factor, error = rescaled(found.numpy(), wanted.numpy())
+    return {"name": name, "tensors": len(_tensors(loss.state_dict())), "factor": factor, "error": error}
 
 
-def trained(method: str, task: GlyphNames, stopped: bool, every: int, seed: int) -> list[dict[str, float]]:
-    """One run of two epochs, undisturbed or stopped after the first."""
-    options = methods.METHODS[method].options(task.mode, SETTINGS[method])
-    config = Config(method, options, 64, 2, seed=seed, data=task.description)
-    half = task.n // config.batch_size
-
-    def interrupt(run: Run) -> None:
-        if stopped and run.step == half and isinstance(run.est, foreign.LibAUC):
-            run.est.resume()
-
-    if not stopped or method.startswith("libauc"):
-        return curve(Run(task, config, Control(eval_every=every, on_step=interrupt)).train())
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder)
-        Run(task, config, Control(eval_every=every, max_steps=half, checkpoint=checkpoint)).train()
-        return curve(Run(task, config, Control(eval_every=every, checkpoint=checkpoint, resume=True)).train())
+def _gradient(loss: Any, call: Loss, visit: int) -> Tensor:
+    z1, z2, index = features(BATCH, DIM, visit)
+    a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+    call(loss, a, b, index).backward()
+    return torch.cat([a.grad, torch.zeros_like(b) if b.grad is None else b.grad])
 
 
-def lines(results: list[dict[str, Any]]) -> list[str]:
+def _tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    entries = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [tensor for entry in entries for tensor in _tensors(entry)]
+
+
+def lines(runs: dict[Case, list[dict[str, float]]], seeds: list[int], limit: int) -> tuple[list[str], list[dict]]:
     """R@1 at the end, and how far the resumed run is from the other on the way."""
-    rows = []
-    for method in SETTINGS:
-        whole, resumed = ([r["curve"] for r in results if (r["method"], r["stopped"]) == (method, s)] for s in (0, 1))
-        r1 = [[100 * c[-1]["r1"] for c in curves] for curves in (whole, resumed)]
-        gap = max(
-            abs(a["loss"] - b["loss"]) for x, y in zip(whole, resumed, strict=True) for a, b in zip(x, y, strict=True)
-        )
+    rows, found = [], []
+    for method in METHODS:
+        whole, stopped = ([runs[Case(method, how, seed, limit)] for seed in seeds] for how in (WHOLE, STOPPED))
+        r1 = [[100 * curve[-1]["r1"] for curve in each] for each in (whole, stopped)]
+        gaps = [max(curves.gap(a, b, field) for a, b in zip(whole, stopped, strict=True)) for field in ("loss", "r1")]
         cells = [" ".join(f"{value:.1f}" for value in values) for values in r1]
-        rows.append([methods.METHODS[method].title, *cells, f"{gap:.3g}"])
-    return table(["", "R@1 undisturbed (%)", "R@1 resumed (%)", "largest difference of the loss"], rows)
+        rows.append([methods.METHODS[method].title, *cells, f"{gaps[0]:.3g}", f"{100 * gaps[1]:.1f}"])
+        found.append({"name": method, "undisturbed": r1[0], "resumed": r1[1], "loss": gaps[0], "r1": gaps[1]})
+    head = ["", "R@1 undisturbed (%)", "R@1 resumed (%)", "largest difference of the loss", "of R@1, points"]
+    return table(head, rows), found
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """The curves of the first seed."""
+def draw(runs: dict[Case, list[dict[str, float]]], seed: int, limit: int, path: Path) -> None:
+    """The curves of one seed, LibAUC's and ours."""
     from recipes import plots
 
     with plots.plt.rc_context(plots.STYLE):
         figure, axes = plots.new_figure(11, 4, 1, 2)
-        for axis, field in zip(axes[0], ("loss", "r1"), strict=True):
-            for number, method in enumerate(SETTINGS):
-                for stopped in (0, 1):
-                    found = next(r for r in results if (r["method"], r["stopped"]) == (method, stopped))["curve"]
-                    style = {"color": plots.COLOURS[number], "linestyle": "--" if stopped else "-"}
-                    label = methods.METHODS[method].title + (", resumed" if stopped else "")
-                    axis.plot([c["step"] for c in found], [c[field] for c in found], label=label, **style)
-            axis.set(xlabel="steps", title={"loss": "training loss", "r1": "R@1 image to name"}[field])
-        axes[0][1].legend(fontsize=8)
+        for axis, pair in zip(axes[0], (METHODS[:2], METHODS[2:]), strict=True):
+            for number, method in enumerate(pair):
+                for how, style in ((WHOLE, "-"), (STOPPED, ":")):
+                    found = runs[Case(method, how, seed, limit)]
+                    label = methods.METHODS[method].title + (", resumed" if how == STOPPED else "")
+                    steps, r1 = [c["step"] for c in found], [100 * c["r1"] for c in found]
+                    axis.plot(steps, r1, style, label=label, color=plots.COLOURS[4 + number])
+            axis.set(xlabel="steps", title="R@1 image to name, %")
+            axis.legend(fontsize=8)
         plots.save_figure(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--every", type=int, default=50, help="steps between measures")
-    parser.add_argument("--limit", type=int, default=0, help="training pairs; 0: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=0, help="training pairs, printed only; 0: all")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    foreign.register()
+    curves.foreign.register()
     env = {**environment(), **packages.versions()}
-    task = GlyphNames(glyphs.load(None), split_seed=0, limit=args.limit)
-    results = [
-        {
-            "method": method,
-            "stopped": stopped,
-            "seed": seed,
-            "curve": trained(method, task, bool(stopped), args.every, seed),
-        }
-        for seed in args.seeds
-        for method in SETTINGS
-        for stopped in (0, 1)
+    gradients = [next_gradient(name) for name in STATEFUL]
+    cases = [
+        Case(method, how, seed, args.limit) for method in METHODS for how in (WHOLE, STOPPED) for seed in args.seeds
     ]
-    text = "\n".join([*heading("Stopped and resumed", env), *lines(results)])
+    runs = curves.collected(cases, args.workers)
+    body, found = lines(runs, args.seeds, args.limit)
+    kept = [[g["name"], str(g["tensors"]), f"{g['factor']:.3g}", f"{g['error']:.1e}"] for g in gradients]
+    text = "\n".join(
+        [
+            *heading("Stopped and resumed", env),
+            f"The next gradient after a resume, B = {BATCH}, d = {DIM}, {VISITS} visits before: relative error",
+            "after the best common factor, which an optimizer as Adam does not notice.",
+            "",
+            *table(["", "tensors in state_dict()", "factor", "error"], kept),
+            f"Glyphs, batch {curves.BATCH}, two epochs, stopped after the first; seeds {args.seeds}, in this order.",
+            "",
+            *body,
+        ]
+    )
     print(text)
     if not args.limit:
-        (RESULTS / "peers_resume.md").write_text(text)
-        (RESULTS / "peers_resume.json").write_text(json.dumps({"environment": env, "results": results}) + "\n")
-        draw(results, RESULTS / "peers_resume.png")
+        save("peers_resume", text, env, {"gradients": gradients, "runs": found})
+        draw(runs, args.seeds[0], args.limit, RESULTS / "peers_resume.png")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.kernel import RESULTS, TAU
-from benchmarks.machine import ROOT, cell, environment, heading, resident, table, timed
+from benchmarks.kernel import TAU
+from benchmarks.machine import RESULTS, ROOT, cell, environment, heading, resident, table, timed
 from benchmarks.peers import packages
 
 SIZES = (10**5, 10**6, 10**7, 10**8)

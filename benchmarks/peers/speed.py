@@ -1,6 +1,6 @@
 """A loss with both feature gradients: time and memory, ours and the other packages'.
 
-    python -m benchmarks.peers.speed            # writes results/peers_speed.md, .json and .png (an hour)
+    python -m benchmarks.peers.speed            # writes results/peers_speed.md, .json and .png (half an hour)
     python -m benchmarks.peers.speed --quick    # small, printed only
 
 Contenders run round-robin in one process on fresh features, as in ``benchmarks/kernel.py``; those that would need more
@@ -10,7 +10,6 @@ memory than ``--memory`` (their B x B matrices counted from the sizes before) ar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -18,15 +17,16 @@ import torch
 
 import compopt
 from benchmarks import kernel
-from benchmarks.kernel import CHUNK, PRODUCTS, RESULTS, SAMPLES_PER_BATCH, TAU, Contender, estimator, loss_and_gradients
-from benchmarks.machine import environment, heading
+from benchmarks.kernel import CHUNK, PRODUCTS, SAMPLES_PER_BATCH, TAU, Contender, estimator, loss_and_gradients
+from benchmarks.machine import RESULTS, environment, heading, save, table
 from benchmarks.peers import losses, packages
 
+CHUNKED, CACHED = f"compopt SogCLR, chunk_size={CHUNK}", "sentence-transformers Cached...Loss"
 BIMODAL = {
     PRODUCTS: kernel.BIMODAL[PRODUCTS],
     "compopt InfoNCE": kernel.BIMODAL["InfoNCE"],
     "compopt SogCLR": kernel.BIMODAL["SogCLR + step"],
-    f"compopt SogCLR, chunk_size={CHUNK}": Contender(
+    CHUNKED: Contender(
         f"`SogCLREstimator(n, tau, chunk_size={CHUNK})` and the commit of its rows",
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, chunk_size=CHUNK), commit=True),
     ),
@@ -37,6 +37,9 @@ BIMODAL = {
     "torch cross_entropy": kernel.BIMODAL["cross_entropy"],
     "open_clip ClipLoss": Contender("cross-entropy both ways", lambda B, d: loss_and_gradients(losses.clip(TAU))),
     "open_clip SigLipLoss": Contender("a logistic loss per pair", lambda B, d: loss_and_gradients(losses.siglip(TAU))),
+    CACHED: Contender(
+        f"cross-entropy both ways, {CHUNK} rows at a time", lambda B, d: loss_and_gradients(losses.cached_ranking(TAU))
+    ),
     "LibAUC GCLoss_v2": Contender(
         "SogCLR", lambda B, d: loss_and_gradients(losses.gcl_bimodal(SAMPLES_PER_BATCH * B, TAU))
     ),
@@ -61,6 +64,13 @@ UNIMODAL = {
 }
 SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
 SIZES = {"bimodal": (256, 1024, 4096, 8192, 16384), "unimodal": (256, 1024, 4096)}
+LARGE = 32768  # for those that never hold a B x B matrix
+AGAINST = {
+    "compopt InfoNCE": ("open_clip ClipLoss", CACHED),
+    "compopt SogCLR": ("open_clip ClipLoss", "LibAUC GCLoss_v2", "LibAUC GCLoss_v1"),
+    CHUNKED: ("open_clip ClipLoss", "LibAUC GCLoss_v2", CACHED),
+    "compopt iSogCLR": ("LibAUC GCLoss_v2, individual",),
+}
 
 
 def fits(peaks: dict[str, int], name: str, B: int, before: int, limit: float) -> bool:
@@ -69,45 +79,58 @@ def fits(peaks: dict[str, int], name: str, B: int, before: int, limit: float) ->
 
 
 def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Every size: quartiles of the seconds, ratios to the products, peak memory."""
-    results, peaks, before = [], {}, 0
+    """Every size, without those who would not fit."""
+    results: list[dict[str, Any]] = []
+    peaks, before = {}, 0
     for B in sizes:
-        print(f"{suite}, B = {B} ...", file=sys.stderr, flush=True)
         names = [name for name in SUITES[suite] if fits(peaks, name, B, before, limit)]
-        contenders = {name: SUITES[suite][name] for name in names}
-        times = kernel.interleaved(contenders, B, d, kernel.rounds_for(B, seconds))
-        peaks = {
-            name: kernel.peak_bytes_apart(suite, name, B, d, "benchmarks.peers.speed")
-            for name in names
-            if name != PRODUCTS
-        }
-        rows = {
-            name: {
-                "seconds": kernel.quartiles(times[name]),
-                "ratio": kernel.ratios(times, name, PRODUCTS),
-                "peak": peaks.get(name),
-            }
-            for name in names
-        }
-        left_out = [name for name in SUITES[suite] if name not in names]
-        results.append({"suite": suite, "batch": B, "dim": d, "rows": rows, "left_out": left_out})
-        before = B
+        results.append(measure_one(suite, names, B, d, kernel.rounds_for(B, seconds)))
+        peaks, before = {name: row["peak"] or 0 for name, row in results[-1]["rows"].items()}, B
     return results
+
+
+def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int) -> dict[str, Any]:
+    """Quartiles of the seconds, ratios within a round, peak memory."""
+    print(f"{suite}, B = {B} ...", file=sys.stderr, flush=True)
+    times = kernel.interleaved({name: SUITES[suite][name] for name in names}, B, d, rounds)
+    rows = {}
+    for name in names:
+        others = [PRODUCTS, *(other for other in AGAINST.get(name, ()) if other in names)]
+        apart = (suite, name, B, d, "benchmarks.peers.speed")
+        rows[name] = {
+            "seconds": kernel.quartiles(times[name]),
+            "ratio": {other: kernel.ratios(times, name, other) for other in others},
+            "peak": None if name == PRODUCTS else kernel.peak_bytes_apart(*apart),
+        }
+    left_out = [name for name in SUITES[suite] if name not in names]
+    return {"suite": suite, "batch": B, "dim": d, "rounds": rounds, "rows": rows, "left_out": left_out}
 
 
 def section(result: dict[str, Any]) -> list[str]:
     """A table."""
     B = result["batch"]
-    lines = [f"## {result['suite']}, B = {B:,}, d = {result['dim']}", "", "| | ms | of the products | peak, MiB |"]
-    lines.append("|---|---:|---:|---:|")
+    title = f"## {result['suite']}, B = {B:,}, d = {result['dim']} ({result['rounds']} rounds)"
+    lines = [title, "", "| | ms | of the products | peak, MiB |", "|---|---:|---:|---:|"]
     for name, row in result["rows"].items():
         peak = "" if row["peak"] is None else f"{row['peak'] / 2**20:.1f}"
-        lines.append(
-            f"| {name} | {kernel.spread(row['seconds'], 1e-3, 1)} | {kernel.spread(row['ratio'], 1, 2)} | {peak} |"
-        )
+        of_products = kernel.spread(row["ratio"][PRODUCTS], 1, 2)
+        lines.append(f"| {name} | {kernel.spread(row['seconds'], 1e-3, 1)} | {of_products} | {peak} |")
     if result["left_out"]:
-        lines += ["", f"Left out, for want of memory: {', '.join(result['left_out'])}."]
+        lines += ["", f"Left out, for want of memory or, at B = {LARGE:,}, of time: {', '.join(result['left_out'])}."]
     return [*lines, ""]
+
+
+def ratios(results: list[dict[str, Any]]) -> list[str]:
+    """Time of ours over time of theirs, and memory of theirs over memory of ours."""
+    body = []
+    for result in results:
+        for name, row in result["rows"].items():
+            for other, times in row["ratio"].items():
+                if other != PRODUCTS:
+                    memory = f"{result['rows'][other]['peak'] / row['peak']:.1f}"
+                    body.append([name, other, f"{result['batch']:,}", kernel.spread(times, 1, 2), memory])
+    head = ["ours", "against", "B", "time, ours over theirs", "memory, theirs over ours"]
+    return ["## Ours over theirs", "", *table(head, body)]
 
 
 def report(env: dict[str, Any], results: list[dict[str, Any]]) -> str:
@@ -117,11 +140,10 @@ def report(env: dict[str, Any], results: list[dict[str, Any]]) -> str:
         "One call is a loss with both feature gradients, and for compopt the commit of the rows, which the others",
         "write inside forward. Median (first to third quartile) over rounds in which all contenders take turns on the",
         "same fresh features; ratios are taken within a round. Peak: what a call adds to a fresh process, gradients",
-        "included.",
+        "included. `chunk_size` and sentence-transformers' mini-batches: rows of the B x B matrix held at a time.",
         "",
     ]
-    for result in results:
-        lines += section(result)
+    lines += [*ratios(results), *(line for result in results for line in section(result))]
     return "\n".join(lines)
 
 
@@ -139,7 +161,7 @@ def draw(results: list[dict[str, Any]]) -> None:
             rows = [result["rows"][name] for result in known]
             style = {"label": name, "color": plots.COLOURS[number % len(plots.COLOURS)], "marker": "o"}
             style["linestyle"] = "-" if name.startswith("compopt") else "--"
-            axes[0][0].plot(sizes, [row["ratio"][1] for row in rows], **style)
+            axes[0][0].plot(sizes, [row["ratio"][PRODUCTS][1] for row in rows], **style)
             axes[0][1].plot(sizes, [row["peak"] / 2**20 for row in rows], **style)
         axes[0][0].set(xscale="log", xlabel="batch size", title="time, of the three bare products")
         axes[0][1].set(xscale="log", yscale="log", xlabel="batch size", title="peak memory of a call, MiB")
@@ -169,12 +191,12 @@ def main() -> None:
     if args.quick:
         sizes, args.seconds = {"bimodal": (256, 1024), "unimodal": (256,)}, 3.0
     results = [r for suite, own in sizes.items() for r in measure(suite, own, args.dim, args.seconds, limit)]
+    if not args.quick:
+        results.append(measure_one("bimodal", [PRODUCTS, CHUNKED, CACHED], LARGE, args.dim, rounds=3))
     text = report(env, results)
     print(text)
     if not args.quick:
-        (RESULTS / "peers_speed.md").write_text(text)
-        content = {"environment": {**env, **packages.versions()}, "results": results}
-        (RESULTS / "peers_speed.json").write_text(json.dumps(content, indent=1) + "\n")
+        save("peers_speed", text, {**env, **packages.versions()}, results)
         draw(results)
 
 

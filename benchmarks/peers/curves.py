@@ -1,0 +1,106 @@
+"""Training runs whose curves are compared: ours and another package's at one setting, whole or stopped on the way.
+
+Batch 64 on glyphs, two epochs; the same encoders, initial weights, batches and optimizer for the same seed, so that two
+curves of one seed differ by the loss alone. Each finished run is a line of ``results/peers_curves.jsonl``, and is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.machine import RESULTS
+from benchmarks.peers import foreign
+from recipes import glyphs, methods, records
+from recipes.engine import Config, Control, Run
+from recipes.tasks import GlyphNames
+
+FILE = RESULTS / "peers_curves.jsonl"
+WHOLE, STOPPED, ROUNDED = "undisturbed", "stopped", "summed in another order"
+CHUNK = 16  # rows of the similarity matrix at a time: the same sums, rounded otherwise
+BATCH, EPOCHS, EVERY = 64, 2, 50
+
+_SOGCLR = {"tau": 0.08, "gamma": 0.5}
+_ISOGCLR = {**_SOGCLR, "rho": 1.0, "tau_lr": 0.002}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clip": {"tau": 0.12},
+    "open_clip-clip": {"tau": 0.12},
+    "sogclr": {**_SOGCLR, "reference": "positive"},
+    "libauc-sogclr": _SOGCLR,
+    "isogclr": {**_ISOGCLR, "reference": "positive"},
+    "libauc-isogclr": _ISOGCLR,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    method: str
+    how: str
+    seed: int
+    limit: int = 0  # training pairs; 0: all
+
+    @property
+    def key(self) -> str:
+        return json.dumps([asdict(self), SETTINGS[self.method]], sort_keys=True)
+
+
+def collected(cases: Sequence[Case], workers: int = 2, file: Path = FILE) -> dict[Case, list[dict[str, float]]]:
+    """The curve of every case: steps, loss, R@1. What is not in the file is run, and added to it."""
+    known = {record["key"]: record["curve"] for record in records.read(file)}
+    missing = [case for case in cases if case.key not in known]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = {pool.submit(trained, case): case for case in missing}
+        for future in tqdm(as_completed(futures), total=len(missing), unit="run", disable=not missing):
+            key = futures[future].key
+            known[key] = future.result()
+            records.append(file, {"key": key, "curve": known[key]})
+    return {case: known[case.key] for case in cases}
+
+
+def trained(case: Case) -> list[dict[str, float]]:
+    """Train, in this process."""
+    foreign.register()
+    task = GlyphNames(glyphs.load(None), split_seed=0, limit=case.limit)
+    options = methods.METHODS[case.method].options(task.mode, SETTINGS[case.method])
+    config = Config(case.method, options, BATCH, EPOCHS, seed=case.seed, data=task.description)
+    half = task.n // BATCH  # one epoch
+    if case.how == STOPPED and not case.method.startswith("libauc"):
+        return _saved_and_loaded(task, config, half)
+
+    def interrupt(run: Run) -> None:
+        if case.how == STOPPED and run.step == half:
+            assert isinstance(run.est, foreign.LibAUC)
+            run.est.resume()
+
+    run = Run(task, config, Control(eval_every=EVERY, on_step=interrupt))
+    run.est.chunk_size = CHUNK if case.how == ROUNDED else None
+    return _curve(run.train())
+
+
+def _saved_and_loaded(task: GlyphNames, config: Config, half: int) -> list[dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder)
+        Run(task, config, Control(eval_every=EVERY, max_steps=half, checkpoint=checkpoint)).train()
+        return _curve(Run(task, config, Control(eval_every=EVERY, checkpoint=checkpoint, resume=True)).train())
+
+
+def _curve(run: Run) -> list[dict[str, float]]:
+    return [{"step": r["step"], "loss": r["loss"], "r1": r["r1"]} for r in run.history if "r1" in r]
+
+
+def gap(a: list[dict[str, float]], b: list[dict[str, float]], field: str) -> float:
+    """The largest difference of two curves on the way."""
+    return max(abs(x[field] - y[field]) for x, y in zip(a, b, strict=True))
