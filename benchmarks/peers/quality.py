@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import glyphs
+from benchmarks import glyphs, glyphs_report
 from benchmarks.glyphs_arms import TAUS, Arm, Grid, Job, main_arms, regime_arms
-from benchmarks.machine import RESULTS, environment, heading
+from benchmarks.glyphs_report import BASELINES
+from benchmarks.machine import RESULTS, environment, heading, save
 from benchmarks.peers import foreign, packages
 
 MODULE = "benchmarks.peers.quality"
@@ -73,19 +75,45 @@ def results(file: Path) -> dict[str, dict[str, Any]]:
     return {**glyphs.finished(glyphs.RESULTS), **glyphs.finished(file)}
 
 
-def report(chosen: list[Arm], file: Path, limit: int) -> str:
+def report(chosen: list[Arm], file: Path, limit: int, env: dict[str, Any]) -> str:
     """A table per batch size."""
-    from benchmarks.glyphs_report import regime_sections
+    note = [
+        "R@1 on held-out pairs in percent, mean ± standard deviation of three seeds; the gain is against the better",
+        "of InfoNCE and InfoNCE without the positive. Two epochs at a peak learning rate of 1e-3, one grid for a method and",
+        "its twin. Seconds are of two runs at a time on a machine that did other work too: they cannot be compared.",
+    ]
+    sections = glyphs_report.regime_sections(chosen, results(file), limit)
+    return "\n\n".join(["\n".join([*heading("Recall at equal budget", env), *note]), *sections])
 
-    env = {**environment(), **packages.versions()}
-    note = "R@1 on held-out pairs in percent, mean ± standard deviation of three seeds; the gain is against the better"
-    more = "of InfoNCE and InfoNCE without the positive. Two epochs at a peak learning rate of 1e-3."
-    return "\n\n".join(
-        [
-            "\n".join([*heading("Recall at equal budget", env), note, more]),
-            *regime_sections(chosen, results(file), limit),
-        ]
-    )
+
+def reached(chosen: list[Arm], file: Path, limit: int) -> list[dict[str, Any]]:
+    """R@1 of every seed, both ways, by batch size and method."""
+    done, found = results(file), []
+    for arm in chosen:
+        finals = [done[job.key] for job in glyphs.final_jobs(arm, done, limit) if job.key in done]
+        both = {metric: [100 * one["final"][metric] for one in finals] for metric in ("r1", "r1_text_to_image")}
+        name = glyphs_report.arm_name(arm)
+        found.append({"batch": arm.batch_size, "method": arm.method, "name": name, **both})
+    return [one for one in found if one["r1"]]
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Mean and range, a panel per batch size: ours, theirs and the baselines."""
+    from recipes import plots
+
+    with plots.plt.rc_context(plots.STYLE):
+        sizes = sorted({one["batch"] for one in found})
+        figure, axes = plots.new_figure(4.5 * len(sizes), 4.5, 1, len(sizes))
+        for axis, size in zip(axes[0], sizes, strict=True):
+            own = sorted((one for one in found if one["batch"] == size), key=lambda one: statistics.mean(one["r1"]))
+            for place, one in enumerate(own):
+                theirs, baseline = one["method"].startswith(("open_clip", "libauc")), one["method"] in BASELINES
+                colour = plots.WRONG if theirs else plots.COLOURS[0] if baseline else plots.COLOURS[4]
+                axis.plot([min(one["r1"]), max(one["r1"])], [place, place], color=colour)
+                axis.plot(statistics.mean(one["r1"]), place, "o", color=colour)
+            axis.set_yticks(range(len(own)), [one["name"] for one in own], fontsize=8)
+            axis.set(title=f"batch {size}: R@1, %")
+        plots.save_figure(figure, path)
 
 
 def main() -> None:
@@ -107,10 +135,13 @@ def main() -> None:
     done = results(args.results)
     final = [job for arm in chosen for job in glyphs.final_jobs(arm, done, args.trial)]
     glyphs.carry_out([job for job in final if job.key not in done], args, MODULE)
-    text = report(chosen, args.results, args.trial)
+    env = {**environment(), **packages.versions()}
+    text = report(chosen, args.results, args.trial, env)
     print(text)
-    if not args.trial:
-        (RESULTS / "peers_quality.md").write_text(text + "\n")
+    if not (args.trial or args.methods or args.regimes):
+        found = reached(chosen, args.results, args.trial)
+        save("peers_quality", text, env, found)
+        draw(found, RESULTS / "peers_quality.png")
 
 
 if __name__ == "__main__":

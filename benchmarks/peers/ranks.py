@@ -1,6 +1,6 @@
 """The gradient on 2 and 4 ranks against that on one, and what a step communicates: ours and the other packages'.
 
-    python -m benchmarks.peers.ranks    # writes results/peers_ranks.md and .json (a minute)
+    python -m benchmarks.peers.ranks    # writes results/peers_ranks.md, .json and .png (a minute)
 
 K ranks with B / K samples each, as data-parallel training has them: their feature gradients are averaged as DDP
 averages weights' (divided by K) and compared with the gradient that one process gets from the whole batch with the
@@ -11,22 +11,19 @@ counted where torch dispatches them, in forward and backward.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
-from benchmarks.machine import environment, heading, save, table
+from benchmarks.machine import RESULTS, environment, heading, save, table
 from benchmarks.peers import losses, packages
 from benchmarks.peers.gradients import GAMMA, TAU, N, features, relative, rescaled
+from benchmarks.traffic import Traffic, on_ranks
 
 Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss as its documentation says to build it
 
@@ -63,6 +60,9 @@ CONTENDERS: dict[str, Build] = {
     "compopt SogCLR, unimodal": lambda rank, ranks: _estimator(
         compopt.SogCLREstimator(N, GAMMA, tau=TAU, mode="unimodal")
     ),
+    "compopt SogCLR, shard=True": lambda rank, ranks: _estimator(
+        compopt.SogCLREstimator(N, GAMMA, tau=TAU, shard=True)
+    ),
     "compopt iSogCLR": lambda rank, ranks: _estimator(compopt.ISogCLREstimator(N, GAMMA, rho=1.0, tau_init=TAU)),
     "open_clip ClipLoss": _open_clip("clip"),
     "open_clip ClipLoss, local_loss": _open_clip("clip", local_loss=True),
@@ -76,36 +76,6 @@ CONTENDERS: dict[str, Build] = {
 }
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that one rank sends in a ring, by collective, and how many there are."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks, self.bytes, self.calls = ranks, 0.0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls += 1
-            self.bytes += self._sent(func.__name__.split(".")[0], args)
-        return func(*args, **(kwargs or {}))
-
-    def _sent(self, name: str, args: Any) -> float:
-        share = (self.ranks - 1) / self.ranks
-        if name.startswith("allreduce"):
-            return 2 * share * _bytes(args[0])
-        if "allgather" in name:
-            return share * _bytes(args[0])  # what is gathered
-        if "reduce_scatter" in name:
-            return share * _bytes(args[1])
-        return 0.0 if name.startswith("recv") or name == "barrier" else _bytes(args[0])
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(entry) for entry in value) if isinstance(value, list | tuple) else 0
-
-
 def run(name: str, rank: int, ranks: int, batch: int, dim: int, visits: int) -> dict[str, Any]:
     """This rank's part of a few visits; gradient and traffic of the last."""
     loss = CONTENDERS[name](rank, ranks)
@@ -116,13 +86,11 @@ def run(name: str, rank: int, ranks: int, batch: int, dim: int, visits: int) -> 
         with Traffic(ranks) as traffic:
             loss(a, b, index[own]).backward()
     gradient = (torch.cat([a.grad, b.grad], 1) / ranks).numpy()  # a tensor would die with the process that sends it
-    return {"gradient": gradient, "bytes": traffic.bytes, "calls": traffic.calls}
+    return {"gradient": gradient, "bytes": traffic.bytes, "calls": len(traffic.sent)}
 
 
-def _rank(rank: int, ranks: int, port: int, args: tuple, queue: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def every(rank: int, ranks: int, *args: int) -> dict[str, Any]:
+    """All contenders on this rank; a package that fails is told so."""
     found = {}
     for name in CONTENDERS:
         try:
@@ -130,25 +98,7 @@ def _rank(rank: int, ranks: int, port: int, args: tuple, queue: Any) -> None:
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         dist.barrier()
-    queue.put((rank, found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_ranks(ranks: int, args: tuple) -> list[dict[str, Any]]:
-    """Every contender on so many ranks; results by rank."""
-    context = mp.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = context.SimpleQueue()
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, args, queue)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    found = dict(queue.get() for _ in processes)
-    for process in processes:
-        process.join()
-    return [found[rank] for rank in range(ranks)]
+    return found
 
 
 def compare(batch: int, dim: int, visits: int) -> list[dict[str, Any]]:
@@ -157,7 +107,7 @@ def compare(batch: int, dim: int, visits: int) -> list[dict[str, Any]]:
     alone = {name: run(name, 0, 1, *args)["gradient"] for name in CONTENDERS}
     results = []
     for ranks in (2, 4):
-        by_rank = on_ranks(ranks, args)
+        by_rank = on_ranks(ranks, every, *args)
         for name in CONTENDERS:
             errors = [each[name]["error"] for each in by_rank if "error" in each[name]]
             result: dict[str, Any] = {"name": name, "ranks": ranks}
@@ -195,6 +145,27 @@ def lines(results: list[dict[str, Any]], batch: int) -> list[str]:
     return table(head, cells)
 
 
+def draw(results: list[dict[str, Any]], batch: int) -> None:
+    """Error of the gradient, after the best factor, and traffic."""
+    from recipes import plots
+
+    with plots.plt.rc_context(plots.STYLE):
+        figure, axes = plots.new_figure(11, 5, 1, 2)
+        for offset, ranks in ((-0.2, 2), (0.2, 4)):
+            own = [r for r in results if r["ranks"] == ranks and "error" in r][::-1]
+            places = [number - offset for number in range(len(own))]
+            for axis, values in zip(
+                axes[0], ([r["rescaled"] for r in own], [r["bytes"] / batch for r in own]), strict=True
+            ):
+                axis.barh(places, values, 0.4, label=f"{ranks} ranks", color=plots.COLOURS[3 if ranks == 2 else 4])
+            axes[0][0].set_yticks(range(len(own)), [r["name"] for r in own], fontsize=8)
+        axes[0][0].set(xscale="log", title="gradient: relative error, rescaled")
+        axes[0][1].set(title="bytes that a rank sends, per sample")
+        axes[0][1].set_yticks([])
+        axes[0][1].legend()
+        plots.save_figure(figure, RESULTS / "peers_ranks.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -214,6 +185,7 @@ def main() -> None:
     text = "\n".join([*heading("The gradient on several ranks", env), *note, *lines(results, args.batch_size)])
     print(text)
     save("peers_ranks", text, env, results)
+    draw(results, args.batch_size)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tables of n rows: what they cost in memory and per step, ours and LibAUC's.
 
-    python -m benchmarks.peers.rows    # writes results/peers_rows.md and .json (a few minutes; 4 GiB of memory)
+    python -m benchmarks.peers.rows    # writes results/peers_rows.md, .json and .png (a few minutes; 4 GiB of memory)
 
 Each contender and size in a process of its own: construct, train on random samples, count what is resident. LibAUC
 keeps one tensor per quantity, ours one row per sample. Pages that were never touched are not resident.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.kernel import TAU
-from benchmarks.machine import RESULTS, ROOT, cell, environment, heading, resident, table, timed
+from benchmarks.machine import RESULTS, ROOT, cell, environment, heading, resident, save, table, timed
 from benchmarks.peers import packages
 
 SIZES = (10**5, 10**6, 10**7, 10**8)
@@ -119,6 +120,24 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
     return table(["", "n", "ms per step", "construction, ms", "resident after the steps, MiB"], body)
 
 
+def draw(results: list[dict[str, Any]]) -> None:
+    """Memory and time of a step against the number of samples."""
+    from recipes import plots
+
+    with plots.plt.rc_context(plots.STYLE):
+        figure, axes = plots.new_figure(11, 4, 1, 2)
+        for number, name in enumerate(CONTENDERS):
+            own = [r for r in results if r["name"] == name]
+            style = {"color": plots.COLOURS[number + 3], "marker": "o", "label": name}
+            style["linestyle"] = "-" if name.startswith("compopt") else "--"
+            axes[0][0].plot([r["n"] for r in own], [r["resident"] / 2**20 for r in own], **style)
+            axes[0][1].plot([r["n"] for r in own], [statistics.median(r["ms"]) for r in own], **style)
+        axes[0][0].set(xscale="log", yscale="log", xlabel="samples", title="resident after the steps, MiB")
+        axes[0][1].set(xscale="log", xlabel="samples", title="loss, gradients and rows, ms")
+        axes[0][0].legend(fontsize=8)
+        plots.save_figure(figure, RESULTS / "peers_rows.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
@@ -139,11 +158,12 @@ def main() -> None:
             done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
             results.append(json.loads(done.stdout.splitlines()[-1]))
     note = f"B = {args.batch_size}, d = {args.dim}, loss, gradients and rows; {args.rounds} steps on random samples."
-    tables = "; ".join(f"{name}: {width} bytes" for name, width in row_bytes().items())
+    widths = row_bytes()
+    tables = "; ".join(f"{name}: {width} bytes" for name, width in widths.items())
     text = "\n".join([*heading("Tables of rows", env), note, f"Per sample: {tables}.", "", *lines(results)])
     print(text)
-    (RESULTS / "peers_rows.md").write_text(text)
-    (RESULTS / "peers_rows.json").write_text(json.dumps({"environment": env, "results": results}) + "\n")
+    save("peers_rows", text, env, {"row_bytes": widths, "steps": results})
+    draw(results)
 
 
 if __name__ == "__main__":
