@@ -28,7 +28,7 @@ MODULE = "benchmarks.peers.quality"
 FILE = RESULTS / "peers_quality.jsonl"
 OURS = ("infonce", "infonce-no-positive", "clip", "sogclr", "isogclr", "residual")
 TWINS = {"open_clip-clip": "clip", "libauc-sogclr": "sogclr", "libauc-isogclr": "isogclr"}  # theirs: the same of ours
-SIGLIP: Grid = {"tau": (*TAUS, 0.18), "bias": (-10.0, -5.0)}  # the paper's bias is one for batches of 32,768
+SIGLIP: Grid = {"tau": (*TAUS, 0.18), "bias": (-10.0, -5.0, -2.5)}  # the paper's -10 is for batches of 32,768
 
 
 def our_arms(batch_size: int) -> list[Arm]:
@@ -79,8 +79,8 @@ def report(chosen: list[Arm], file: Path, limit: int, env: dict[str, Any]) -> st
     """A table per batch size."""
     note = [
         "R@1 on held-out pairs in percent, mean ± standard deviation of three seeds; the gain is against the better",
-        "of InfoNCE and InfoNCE without the positive. Two epochs at a peak learning rate of 1e-3, one grid for a method and",
-        "its twin. Seconds are of two runs at a time on a machine that did other work too: they cannot be compared.",
+        "of InfoNCE and InfoNCE without the positive. Two epochs at a peak learning rate of 1e-3, one grid for twins.",
+        "Seconds are of two runs at a time on a machine that did other work too: they cannot be compared.",
     ]
     sections = glyphs_report.regime_sections(chosen, results(file), limit)
     return "\n\n".join(["\n".join([*heading("Recall at equal budget", env), *note]), *sections])
