@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, table
 
-README = ROOT / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
+COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
 BATCH, LARGE, SAMPLES = 8192, 32768, 10**8
 CHUNKED = "compopt SogCLR, chunk_size=512"
 CACHED = "sentence-transformers Cached...Loss"
@@ -147,24 +148,48 @@ def rows() -> Iterable[list[str]]:
 
 
 def summary() -> str:
-    """The table, in Markdown."""
+    """Ours and the other packages, question by question."""
     body = [row for part in (speed, quality, ranks, resume, rows) for row in part()]
-    return "\n".join(table(HEAD, body)).replace("|---:", "|---").strip()
+    return _markdown(HEAD, body)
+
+
+def provenance() -> str:
+    """Where, when and with what each of the compared results was measured."""
+    body = []
+    for name in COMPARED:
+        env = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+        machine = f"{env['cpu']}, {env['cores']} cores, {env['memory, GiB']} GiB; {env['threads']} threads"
+        versions = f"Python {env['python']}, torch {env['torch']}"
+        link = f"[{name}.md](results/{name}.md)"
+        body.append([link, machine, versions, env["commit"], env["date"], f"`{env['command']}`"])
+    return _markdown(["result", "hardware", "versions", "commit", "date", "command"], body)
+
+
+def _markdown(head: list[str], body: list[list[str]]) -> str:
+    return "\n".join(table(head, body)).replace("|---:", "|---").strip()
+
+
+PAGES: dict[Path, Callable[[], str]] = {ROOT / "README.md": summary, ROOT / "benchmarks" / "README.md": provenance}
+
+
+def shown(page: Path) -> tuple[str, str, str]:
+    """A page's text before its table, the table, and the text after it."""
+    before, rest = page.read_text().split(BEGIN)
+    inside, after = rest.split(END)
+    return before, inside.strip(), after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if README is out of date")
-    args = parser.parse_args()
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    shown, after = rest.split(END)
-    if args.check:
-        raise SystemExit(
-            0 if shown.strip() == summary() else "README's table is out of date: python -m benchmarks.summary"
-        )
-    README.write_text(f"{before}{BEGIN}\n{summary()}\n{END}{after}")
-    print(summary())
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if a page is out of date")
+    check = parser.parse_args().check
+    for page, build in PAGES.items():
+        before, inside, after = shown(page)
+        wanted = build()
+        if check and inside != wanted:
+            raise SystemExit(f"the table in {page.relative_to(ROOT)} is out of date: python -m benchmarks.summary")
+        if not check:
+            page.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ UNIMODAL = {
         '`SogCLREstimator(n, tau, mode="unimodal")` and the commit of its rows',
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal"), commit=True),
     ),
+    "compopt InfoNCE": Contender(
+        '`InfoNCEEstimator(tau, mode="unimodal")`',
+        estimator(lambda n: compopt.InfoNCEEstimator(TAU, mode="unimodal")),
+    ),
     "LibAUC GCLoss_v1": Contender(
         "SogCLR", lambda B, d: loss_and_gradients(losses.gcl_unimodal(SAMPLES_PER_BATCH * B, TAU))
     ),
@@ -66,7 +70,7 @@ SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
 SIZES = {"bimodal": (256, 1024, 4096, 8192, 16384), "unimodal": (256, 1024, 4096)}
 LARGE = 32768  # for those that never hold a B x B matrix
 AGAINST = {
-    "compopt InfoNCE": ("open_clip ClipLoss", CACHED),
+    "compopt InfoNCE": ("open_clip ClipLoss", CACHED, "metric-learning NTXentLoss"),
     "compopt SogCLR": ("open_clip ClipLoss", "LibAUC GCLoss_v2", "LibAUC GCLoss_v1"),
     CHUNKED: ("open_clip ClipLoss", "LibAUC GCLoss_v2", CACHED),
     "compopt iSogCLR": ("LibAUC GCLoss_v2, individual",),
