@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from compopt.meeting import HEADER, KEYS
 
 RANKS, BATCH, DIM, SAMPLES = (1, 2, 4, 8), 256, 64, 10_000  # what is counted
 GIB, MIB = 2**30, 2**20
-ESTIMATORS = {"SogCLR": compopt.SogCLREstimator, "iSogCLR": compopt.ISogCLREstimator}
+ESTIMATORS = {"SogCLR": compopt.SogCLREstimator, "iSogCLR": partial(compopt.ISogCLREstimator, rho=1.0)}
 
 
 # -- formulas ------------------------------------------------------------------------------------------------------
