@@ -68,21 +68,22 @@ class LibAUC(Foreign):
 
     def __init__(self, n: int, **options: Any) -> None:
         super().__init__()
-        self._n, self._seen, self._options = n, 0, options
+        self._n, self._steps, self._options = n, 0, options
+        self._steps_per_epoch = 0  # known with the first batch; the recipe drops what is left of the samples
         self._loss = packages.gcl_bimodal(n, **options)
 
     def resume(self) -> None:
-        """Stop and continue as the documentation shows: what ``state_dict()`` holds comes back."""
+        """Stop and continue with what ``state_dict()`` holds, in the epoch that has come."""
         state = self._loss.state_dict()
         self._loss = packages.gcl_bimodal(self._n, **self._options)
         self._loss.load_state_dict(state)
-        packages.quiet(self._loss.adjust_gamma, self._seen // self._n)
+        packages.quiet(self._loss.adjust_gamma, self._steps // self._steps_per_epoch)
 
     def loss(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        epoch, before = self._seen // self._n, (self._seen - len(index)) // self._n
-        if epoch != before:
-            packages.quiet(self._loss.adjust_gamma, epoch)
-        self._seen += len(index)
+        self._steps_per_epoch = self._steps_per_epoch or self._n // len(index)
+        if self._steps % self._steps_per_epoch == 0:
+            packages.quiet(self._loss.adjust_gamma, self._steps // self._steps_per_epoch)
+        self._steps += 1
         return self._loss(z1, z2, index)[0]
 
 

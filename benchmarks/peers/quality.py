@@ -43,7 +43,7 @@ def our_arms(batch_size: int) -> list[Arm]:
         return wide
     known = [arm for arm in regime_arms() if arm.regime == regime and arm.method in OURS and arm.method != "isogclr"]
     kept = {(arm.method, arm.variant) for arm in known}
-    narrow: Grid = {"gamma": (0.3, 0.8), "tau_lr": (0.002,)}
+    narrow: Grid = {"gamma": (0.8, 0.95), "tau_lr": (0.002,)}
     rest = [
         replace(arm, grid={name: narrow.get(name, values) for name, values in arm.grid.items()})
         for arm in wide
