@@ -26,7 +26,7 @@ Results = dict[str, dict[str, Any]]
 def write(arms: Sequence[Arm], args: argparse.Namespace) -> None:
     """Write ``glyphs.md`` and ``glyphs.png`` beside the file of results."""
     results = finished(args.results)
-    text = [_head(results), *regime_sections(arms, results, args.trial), _tuning(arms, results, args.trial)]
+    text = [_head(results), *regime_sections(arms, results, args.trial), tuning_section(arms, results, args.trial)]
     path = args.results.with_suffix(".md")
     path.write_text("\n\n".join(text) + "\n")
     pictures = _draw(arms, results, args.trial, args.results.with_suffix(".png"))
@@ -109,14 +109,26 @@ def _gain(own: Sequence[float], rival: Sequence[float]) -> str:
     return f"{difference:+.1f} ± {error:.1f}"
 
 
-def _tuning(arms: Sequence[Arm], results: Results, limit: int) -> str:
-    table = [["regime", "method", "grid", "best R@1 in tuning"]]
+def tuning_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
+    """Every grid and its best; * where that lies at an edge."""
+    table = [["regime", "method", "grid", "best R@1 in tuning", "at"]]
     for arm in arms:
         chosen = best(arm, results, limit)
         if chosen:
             grid = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in arm.grid.items())
-            table.append([arm.regime, arm_name(arm), grid, f"{100 * chosen['final'][METRIC]:.1f}"])
-    return "## What was tuned\n\nEvery combination of the values listed, one run each.\n\n" + markdown_table(table)
+            at = _chosen(arm, chosen["job"]["options"])
+            table.append([arm.regime, arm_name(arm), grid, f"{100 * chosen['final'][METRIC]:.1f}", at])
+    head = "Every combination of the values listed, one run each. *: the best lies at an edge of its grid."
+    return f"## What was tuned\n\n{head}\n\n{markdown_table(table)}"
+
+
+def _chosen(arm: Arm, options: dict[str, Any]) -> str:
+    """What was chosen of the numbers that were tuned, edges marked."""
+    numbers = {name: values for name, values in arm.grid.items() if len(values) > 1 and not isinstance(values[0], str)}
+    return " ".join(
+        f"{name} {options[name]}{'*' * (options[name] in (min(values), max(values)))}"
+        for name, values in numbers.items()
+    )
 
 
 @matplotlib.rc_context(STYLE)

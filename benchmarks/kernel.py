@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -169,7 +170,7 @@ def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(-2, rounds):
         z1, z2, index = batch(B, d, seed=i + 2)
-        for name, run in runners.items():
+        for name, run in random.Random(i).sample(list(runners.items()), len(runners)):  # no fixed neighbours
             a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
             start = time.perf_counter()
             run(a, b, index)

@@ -19,6 +19,7 @@ import compopt
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results")  # what a result depends on
 
 
 def git(*arguments: str) -> str:
@@ -36,7 +37,7 @@ def command() -> str:
 def environment() -> dict:
     """Hardware, versions, commit, load."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "compopt")
+    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", *CODE)
     return {
         "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
         "cores": os.cpu_count(),
@@ -45,7 +46,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "compopt": compopt.__version__,
-        "commit": (commit or "none") + (" and uncommitted changes of compopt/" if changed else ""),
+        "commit": (commit or "none") + (" and uncommitted changes" if changed else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "load average before": round(os.getloadavg()[0], 2),
         "command": command(),

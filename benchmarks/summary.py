@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, table
+from recipes.report import mean_spread
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
@@ -25,12 +26,20 @@ HEAD = ["", "compopt", "open_clip", "LibAUC", "others"]
 
 def results(name: str) -> Any:
     """Of one script."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return content(name)["results"]
+
+
+def content(name: str) -> Any:
+    """Of a result file."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which command writes it")
+    return json.loads(path.read_text())
 
 
 def speed() -> Iterable[list[str]]:
     """Time of a loss with its gradients, and memory."""
-    by_size = {r["batch"]: r["rows"] for r in results("peers_speed") if r["suite"] == "bimodal"}
+    by_size = {r["batch"]: r["rows"] for r in results("peers_speed") if r["suite"] == "bimodal" and not r.get("kept")}
     for B in (1024, BATCH):
         rows = by_size[B]
         times = {name: f"{row['ratio']['products'][1]:.1f} x" for name, row in rows.items()}
@@ -60,16 +69,18 @@ def speed() -> Iterable[list[str]]:
 
 
 def quality() -> Iterable[list[str]]:
-    """R@1 at equal budget."""
+    """R@1 at equal budget, mean ± standard deviation."""
     found = results("peers_quality")
     for size in (32, 64, 256):
-        own = {one["name"]: statistics.mean(one["r1"]) for one in found if one["batch"] == size}
+        r1 = {one["name"]: mean_spread(one["r1"]) for one in found if one["batch"] == size}
         yield [
             f"glyphs, batch {size}: R@1, %",
-            f"control **{own['InfoNCE without the positive']:.1f}**, SogCLR {own['SogCLR']:.1f}, "
-            f"iSogCLR {own['iSogCLR, reference none']:.1f}, Residual **{own['Residual']:.1f}**",
-            f"ClipLoss {own['open_clip ClipLoss']:.1f}, SigLipLoss {own['open_clip SigLipLoss']:.1f}",
-            f"SogCLR {own['LibAUC SogCLR (GCLoss_v2)']:.1f}, iSogCLR {own['LibAUC iSogCLR (GCLoss_v2)']:.1f}",
+            f"control {r1['InfoNCE without the positive']}, CLIP {r1['CLIP (learned temperature)']}, "
+            f'SogCLR {r1["SogCLR"]}, with `reference="positive"` {r1["SogCLR, reference positive"]}, '
+            f"Residual {r1['Residual']}",
+            f"ClipLoss {r1['open_clip ClipLoss']}, SigLipLoss {r1['open_clip SigLipLoss']}",
+            f"SogCLR (relative to the positive) {r1['LibAUC SogCLR (GCLoss_v2)']}, "
+            f"iSogCLR {r1['LibAUC iSogCLR (GCLoss_v2)']}",
             "",
         ]
 
@@ -77,31 +88,38 @@ def quality() -> Iterable[list[str]]:
 def ranks() -> Iterable[list[str]]:
     """The gradient on four ranks, and traffic."""
     found = {r["name"]: r for r in results("peers_ranks") if r["ranks"] == 4}
-    error = {name: f"{r['error']:.0e}" for name, r in found.items()}
-    size = {name: f"{r['bytes'] / 64:,.0f}" for name, r in found.items()}
+
+    def direction(name: str) -> str:
+        return f"{found[name]['rescaled']:.0e}" + f" (times {1 / found[name]['scale']:.2g})" * (
+            found[name]["error"] > 1e-4
+        )
+
+    def size(name: str) -> str:
+        return f"{found[name]['bytes_per_sample']:,.0f}"
+
     full = "open_clip ClipLoss, local_loss, gather_with_grad"
-    own, xbm = "compopt SogCLR", "metric-learning NTXentLoss"
     texts = [
-        ("gradient on 4 ranks against one: relative error", error),
+        ("gradient on 4 ranks against one: relative error (after a common factor)", direction),
         ("bytes that a rank sends then, per sample (d = 128)", size),
     ]
-    for text, values in texts:
+    for text, value in texts:
+        local = value("open_clip ClipLoss, local_loss")
         yield [
             text,
-            values[own],
-            f"default {values['open_clip ClipLoss']}, local_loss and gather_with_grad {values[full]}",
-            f"GCLoss_v2 {values['LibAUC GCLoss_v2']}, v1 {values['LibAUC GCLoss_v1']}",
-            f"metric-learning {values[xbm]}, sentence-transformers {values[CACHED]}",
+            value("compopt SogCLR"),
+            f"default {value('open_clip ClipLoss')}, local_loss {local}, and gather_with_grad {value(full)}",
+            f"GCLoss_v2 {value('LibAUC GCLoss_v2')}, v1 {value('LibAUC GCLoss_v1')}",
+            f"metric-learning {value('metric-learning NTXentLoss')}, sentence-transformers {value(CACHED)}",
         ]
 
 
 def resume() -> Iterable[list[str]]:
     """What a resumed run differs in."""
-    content = results("peers_resume")
-    error = {one["name"]: f"{one['error']:.2g}" for one in content["gradients"]}
-    runs = {one["name"]: one for one in content["runs"]}
+    found = results("peers_resume")
+    error = {one["name"]: f"{one['error']:.2g}" for one in found["gradients"]}
+    runs = {one["name"]: one for one in found["runs"]}
     yield [
-        "next gradient after a resume: relative error",
+        "next gradient after a resume by `state_dict()`: relative error (after a common factor)",
         error["compopt SogCLR"],
         "keeps nothing",
         f"SogCLR {error['LibAUC GCLoss_v2']}, iSogCLR {error['LibAUC GCLoss_v2, individual']}",
@@ -110,7 +128,7 @@ def resume() -> Iterable[list[str]]:
 
     def change(name: str) -> str:
         one = runs[name]
-        return f"{statistics.mean(one['resumed']) - statistics.mean(one['undisturbed']):+.1f}"
+        return mean_spread([a - b for a, b in zip(one["resumed"], one["undisturbed"], strict=True)])
 
     yield [
         "R@1 of the resumed run, points: SogCLR, iSogCLR",
@@ -137,9 +155,9 @@ def rows() -> Iterable[list[str]]:
         "",
     ]
     paper = results("scaling")
-    held = paper["memory"]["rows, shard=True"] / 2**20
+    held = paper["memory"]["rows"] / 2**20
     yield [
-        "1e9 samples, 64 ranks: rows of a rank (computed)",
+        "1e9 samples on 64 ranks: rows that a rank holds (computed)",
         f"{held:,.0f} MiB",
         "keeps nothing",
         f"{paper['theirs'] / 2**30:.1f} GiB",
@@ -157,7 +175,7 @@ def provenance() -> str:
     """Where, when and with what each of the compared results was measured."""
     body = []
     for name in COMPARED:
-        env = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+        env = content(name)["environment"]
         machine = f"{env['cpu']}, {env['cores']} cores, {env['memory, GiB']} GiB; {env['threads']} threads"
         versions = f"Python {env['python']}, torch {env['torch']}"
         link = f"[{name}.md](results/{name}.md)"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that one rank sends in a ring, in all and by collective."""
+    """Bytes that one rank sends in a ring, in all and by collective that it takes part in as a sender."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -27,10 +27,12 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.sent.append(self._sent(func.__name__.split(".")[0], args))
+            sent = self._sent(func.__name__.split(".")[0], args)
+            self.sent += [sent] if sent is not None else []
         return func(*args, **(kwargs or {}))
 
-    def _sent(self, name: str, args: Any) -> float:
+    def _sent(self, name: str, args: Any) -> float | None:
+        """Bytes; None where this rank sends nothing of its own accord."""
         share = (self.ranks - 1) / self.ranks
         if name.startswith("allreduce"):
             return 2 * share * _bytes(args[0])
@@ -38,7 +40,13 @@ class Traffic(TorchDispatchMode):
             return share * _bytes(args[0])  # what is gathered
         if "reduce_scatter" in name:
             return share * _bytes(args[1])
-        return 0.0 if name.startswith("recv") or name == "barrier" else _bytes(args[0])
+        if name.startswith("scatter"):  # gloo makes a reduce-scatter of one scatter by every rank
+            return share * _bytes(args[1]) or None
+        if name == "send":
+            return _bytes(args[0])
+        if name.startswith(("recv", "barrier", "monitored_barrier")):
+            return None
+        raise NotImplementedError(f"what does {name} send?")
 
 
 def _bytes(value: Any) -> int:

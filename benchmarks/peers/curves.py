@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import RESULTS
+from benchmarks.machine import RESULTS, environment
 from benchmarks.peers import foreign
 from recipes import glyphs, methods, records
 from recipes.engine import Config, Control, Run
@@ -53,20 +53,29 @@ class Case:
 
     @property
     def key(self) -> str:
-        return json.dumps([asdict(self), SETTINGS[self.method]], sort_keys=True)
+        return json.dumps([asdict(self), SETTINGS[self.method], BATCH, EPOCHS, EVERY], sort_keys=True)
+
+
+def commits(cases: Sequence[Case], file: Path = FILE) -> str:
+    """Of the runs."""
+    keys = {case.key for case in cases}
+    found = dict.fromkeys(record["commit"] for record in records.read(file) if record["key"] in keys)
+    return f"Training runs: {len(keys)}, a thread each, of commit {', '.join(found)}."
 
 
 def collected(cases: Sequence[Case], workers: int = 2, file: Path = FILE) -> dict[Case, list[dict[str, float]]]:
     """The curve of every case: steps, loss, R@1. What is not in the file is run, and added to it."""
     known = {record["key"]: record["curve"] for record in records.read(file)}
     missing = [case for case in cases if case.key not in known]
+    facts = environment()
+    facts = {name: facts[name] for name in ("commit", "date", "torch")}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = {pool.submit(trained, case): case for case in missing}
         for future in tqdm(as_completed(futures), total=len(missing), unit="run", disable=not missing):
             key = futures[future].key
             known[key] = future.result()
-            records.append(file, {"key": key, "curve": known[key]})
+            records.append(file, {"key": key, "curve": known[key], **facts})
     return {case: known[case.key] for case in cases}
 
 

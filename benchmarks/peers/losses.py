@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers import packages
 
+INDIVIDUAL = {"rho": 1.0, "eta": 0.01, "tau_min": 0.01, "tau_max": 0.5}  # LibAUC's own end at 0.05, below our tau
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> 0-d
 
 
@@ -30,16 +31,20 @@ def siglip(tau: float, bias: float = -10.0, **distributed: Any) -> Loss:
 
 def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Loss:
     """LibAUC's ``GCLoss_v2``: SogCLR, or iSogCLR with ``individual`` temperatures."""
-    scheme = "individual_learnable" if individual else "global_constant"
-    loss = packages.gcl_bimodal(n, tau=tau, gamma=gamma, temperature_scheme=scheme, **options)
+    loss = gcl_bimodal_object(n, tau, gamma, individual, **options)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0]
 
 
-def gcl_unimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **distributed: Any) -> Loss:
+def gcl_bimodal_object(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Any:
+    """The loss itself."""
+    learned = {"temperature_scheme": "individual_learnable", **INDIVIDUAL} if individual else {}
+    return packages.gcl_bimodal(n, tau=tau, gamma=gamma, **{**learned, **options})
+
+
+def gcl_unimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Loss:
     """LibAUC's ``GCLoss_v1``: the same for two views of one modality."""
-    options = {"N": n, "tau": tau, "gamma": gamma, "enable_isogclr": individual, **distributed}
-    loss = packages.quiet(packages.libauc().GCLoss_v1, **options)
-    return lambda z1, z2, index: loss(z1, z2, index)
+    learned = {"enable_isogclr": True, **INDIVIDUAL} if individual else {}
+    return packages.quiet(packages.libauc().GCLoss_v1, N=n, tau=tau, gamma=gamma, **{**learned, **options})
 
 
 def nt_xent(tau: float, distributed: bool = False) -> Loss:
@@ -89,10 +94,20 @@ class _Cached(torch.autograd.Function):
         return None, *(g.mul_(grad) for g in ctx.saved_tensors), None, None
 
 
+def sup_con(tau: float) -> Loss:
+    """pytorch-metric-learning's ``SupConLoss``: with one positive each it is NT-Xent, as a matrix."""
+    loss = packages.metric_learning().SupConLoss(temperature=tau)
+    return lambda z1, z2, index: loss(torch.cat([z1, z2]), index.repeat(2))
+
+
 def cross_batch_memory(tau: float, dim: int, size: int) -> Loss:
-    """pytorch-metric-learning's ``CrossBatchMemory``: the newest ``size`` features are candidates too."""
+    """pytorch-metric-learning's ``CrossBatchMemory``: the newest ``size`` features are the candidates of z1.
+
+    The memory is full from the start, and only z1 gets a gradient.
+    """
     losses = packages.metric_learning()
     loss = losses.CrossBatchMemory(losses.NTXentLoss(temperature=tau), dim, memory_size=size)
+    loss.add_to_memory(F.normalize(torch.randn(size, dim), dim=1), torch.arange(-size, 0), size)
 
     def call(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         enqueue = torch.zeros(2 * len(z1), dtype=torch.bool)

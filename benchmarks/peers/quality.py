@@ -82,8 +82,13 @@ def report(chosen: list[Arm], file: Path, limit: int, env: dict[str, Any]) -> st
         "of InfoNCE and InfoNCE without the positive. Two epochs at a peak learning rate of 1e-3, one grid for twins.",
         "Seconds are of two runs at a time on a machine that did other work too: they cannot be compared.",
     ]
-    sections = glyphs_report.regime_sections(chosen, results(file), limit)
-    return "\n\n".join(["\n".join([*heading("Recall at equal budget", env), *note]), *sections])
+    done = results(file)
+    finals = [done[job.key] for arm in chosen for job in glyphs.final_jobs(arm, done, limit) if job.key in done]
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in finals))
+    note += [f"Runs of commits {commits}; a thread each."]
+    sections = glyphs_report.regime_sections(chosen, done, limit)
+    tuning = glyphs_report.tuning_section(chosen, done, limit)
+    return "\n\n".join(["\n".join([*heading("Recall at equal budget", env), *note]), *sections, tuning])
 
 
 def reached(chosen: list[Arm], file: Path, limit: int) -> list[dict[str, Any]]:

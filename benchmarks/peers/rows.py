@@ -1,15 +1,18 @@
 """Tables of n rows: what they cost in memory and per step, ours and LibAUC's.
 
-    python -m benchmarks.peers.rows    # writes results/peers_rows.md, .json and .png (a few minutes; 4 GiB of memory)
+    python -m benchmarks.peers.rows    # writes results/peers_rows.md, .json and .png (a few minutes; 12 GiB of memory)
 
-Each contender and size in a process of its own: construct, train on random samples, count what is resident. LibAUC
-keeps one tensor per quantity, ours one row per sample. Pages that were never touched are not resident.
+Memory: each contender and size in a process of its own; construct, train on random samples, count what is resident.
+Time: all contenders of a size in one process, in turns on the same features. LibAUC keeps one tensor per quantity and
+writes all of it at construction, ours one row per sample, whose pages come when they are touched: so the first steps,
+which touch them, are timed apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -17,15 +20,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import compopt
 from benchmarks.kernel import TAU
 from benchmarks.machine import RESULTS, ROOT, cell, environment, heading, resident, save, table, timed
-from benchmarks.peers import packages
+from benchmarks.peers import losses, packages
 
 SIZES = (10**5, 10**6, 10**7, 10**8)
+FIRST, ALL = 5, "all"
 Step = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -39,17 +42,9 @@ def _ours(make: Callable[[int], compopt.ContrastiveEstimator], n: int) -> Step:
     return step
 
 
-def _theirs(scheme: str, n: int) -> Step:
-    loss = _gcl(scheme, n)
-
-    def step(z1: Tensor, z2: Tensor, index: Tensor) -> None:
-        loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0].backward()
-
-    return step
-
-
-def _gcl(scheme: str, n: int) -> nn.Module:
-    return packages.gcl_bimodal(n, tau=TAU, gamma=0.9, temperature_scheme=scheme)
+def _theirs(individual: bool, n: int) -> Step:
+    loss = losses.gcl_bimodal(n, TAU, individual=individual)
+    return lambda z1, z2, index: loss(z1, z2, index).backward()
 
 
 def sogclr(n: int) -> compopt.ContrastiveEstimator:
@@ -63,8 +58,8 @@ def isogclr(n: int) -> compopt.ContrastiveEstimator:
 CONTENDERS: dict[str, Callable[[int], Step]] = {
     "compopt SogCLR": lambda n: _ours(sogclr, n),
     "compopt iSogCLR": lambda n: _ours(isogclr, n),
-    "LibAUC GCLoss_v2": lambda n: _theirs("global_constant", n),
-    "LibAUC GCLoss_v2, individual": lambda n: _theirs("individual_learnable", n),
+    "LibAUC GCLoss_v2": lambda n: _theirs(False, n),
+    "LibAUC GCLoss_v2, individual": lambda n: _theirs(True, n),
 }
 
 
@@ -75,34 +70,56 @@ def row_bytes() -> dict[str, int]:
         widths[name] = sum(
             column[0].numel() * column.element_size() for column in make(2).state_dict()["rows"].values()
         )
-    for name, scheme in (
-        ("LibAUC GCLoss_v2", "global_constant"),
-        ("LibAUC GCLoss_v2, individual", "individual_learnable"),
-    ):
-        tables = [value for value in vars(_gcl(scheme, 2)).values() if isinstance(value, Tensor) and value.dim() == 2]
+    for name, individual in (("LibAUC GCLoss_v2", False), ("LibAUC GCLoss_v2, individual", True)):
+        loss = losses.gcl_bimodal_object(2, TAU, individual=individual)
+        tables = [value for value in vars(loss).values() if isinstance(value, Tensor) and value.dim() == 2]
         widths[name] = sum(value[0].numel() * value.element_size() for value in tables)
     return widths
 
 
-def measure(name: str, n: int, batch: int, dim: int, rounds: int) -> dict[str, Any]:
-    """One contender at one size."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(2, batch, dim, generator=generator)
-    if name.startswith("LibAUC"):
-        packages.libauc()  # importing it is not construction
+class Batches:
+    """Random features and samples, the same for all contenders of a round."""
+
+    def __init__(self, n: int, batch: int, dim: int) -> None:
+        self.n, self.batch, self._generator = n, batch, torch.Generator().manual_seed(0)
+        self._features = torch.randn(2, batch, dim, generator=self._generator)
+
+    def index(self) -> Tensor:
+        return torch.randint(0, self.n, (self.batch,), generator=self._generator)
+
+    def seconds(self, step: Step, index: Tensor) -> float:
+        """Of one step of one contender."""
+        z1, z2 = (z.clone().requires_grad_() for z in self._features)
+        return timed(lambda: step(z1, z2, index))
+
+
+def memory(name: str, batches: Batches, rounds: int) -> int:
+    """What is resident after the steps, beyond what was before construction."""
+    losses.gcl_bimodal(2, TAU)  # importing packages is not construction
     before = resident()["RssAnon"]
-    built: list[Step] = []
-    construction = timed(lambda: built.append(CONTENDERS[name](n)))
-    step = built[0]
-    seconds = []
-    for number in range(rounds + 5):
-        index = torch.randint(0, n, (batch,), generator=generator)
-        a, b = (z.clone().requires_grad_() for z in features)
-        taken = timed(lambda a=a, b=b, index=index: step(a, b, index))
-        if number >= 5:
-            seconds.append(1e3 * taken)
-    grown = resident()["RssAnon"] - before
-    return {"name": name, "n": n, "ms": seconds, "construction": construction, "resident": grown}
+    step = CONTENDERS[name](batches.n)
+    for _ in range(rounds):
+        batches.seconds(step, batches.index())
+    return resident()["RssAnon"] - before
+
+
+def times(batches: Batches, rounds: int) -> dict[str, dict[str, Any]]:
+    """Every contender's construction, first steps and later ones, in turns."""
+    steps: dict[str, Step] = {}
+    found: dict[str, dict[str, Any]] = {}
+    losses.gcl_bimodal(2, TAU)
+    for name, build in CONTENDERS.items():
+        construction = timed(lambda name=name, build=build: steps.update({name: build(batches.n)}))
+        found[name] = {"construction": construction, "first": 0.0, "ms": []}
+    for number in range(FIRST + rounds):
+        index = batches.index()
+        for name, step in random.Random(number).sample(list(steps.items()), len(steps)):
+            taken = batches.seconds(step, index)
+            if number < FIRST:
+                found[name]["first"] += taken
+            else:
+                found[name]["ms"].append(1e3 * taken)
+    return found
 
 
 def lines(results: list[dict[str, Any]]) -> list[str]:
@@ -112,12 +129,22 @@ def lines(results: list[dict[str, Any]]) -> list[str]:
             r["name"],
             f"{r['n']:,}",
             cell(r["ms"]),
+            f"{1e3 * r['first']:.0f}",
             f"{1e3 * r['construction']:.0f}",
             f"{r['resident'] / 2**20:.0f}",
         ]
         for r in results
     ]
-    return table(["", "n", "ms per step", "construction, ms", "resident after the steps, MiB"], body)
+    head = ["", "n", "ms per step", f"first {FIRST} steps, ms", "construction, ms", "resident after the steps, MiB"]
+    return table(head, body)
+
+
+def apart(args: argparse.Namespace, name: str, n: int) -> Any:
+    """A measure in a process of its own: a contender's memory, or the times of all."""
+    command = [sys.executable, "-m", "benchmarks.peers.rows", "--one", name, str(n)]
+    command += ["--batch-size", str(args.batch_size), "--dim", str(args.dim), "--rounds", str(args.rounds)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def draw(results: list[dict[str, Any]]) -> None:
@@ -147,16 +174,14 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one[0], int(args.one[1]), args.batch_size, args.dim, args.rounds)))
+        name, batches = args.one[0], Batches(int(args.one[1]), args.batch_size, args.dim)
+        print(json.dumps(times(batches, args.rounds) if name == ALL else memory(name, batches, args.rounds)))
         return
     env = {**environment(), **packages.versions()}
     results = []
     for n in args.sizes:
-        for name in CONTENDERS:
-            command = [sys.executable, "-m", "benchmarks.peers.rows", "--one", name, str(n)]
-            command += ["--batch-size", str(args.batch_size), "--dim", str(args.dim), "--rounds", str(args.rounds)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-            results.append(json.loads(done.stdout.splitlines()[-1]))
+        taken = apart(args, ALL, n)
+        results += [{"name": name, "n": n, "resident": apart(args, name, n), **taken[name]} for name in CONTENDERS]
     note = f"B = {args.batch_size}, d = {args.dim}, loss, gradients and rows; {args.rounds} steps on random samples."
     widths = row_bytes()
     tables = "; ".join(f"{name}: {width} bytes" for name, width in widths.items())

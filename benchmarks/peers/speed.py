@@ -10,7 +10,11 @@ memory than ``--memory`` (their B x B matrices counted from the sizes before) ar
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ import torch
 import compopt
 from benchmarks import kernel
 from benchmarks.kernel import CHUNK, PRODUCTS, SAMPLES_PER_BATCH, TAU, Contender, estimator, loss_and_gradients
-from benchmarks.machine import RESULTS, environment, heading, save, table
+from benchmarks.machine import RESULTS, ROOT, environment, heading, save, table
 from benchmarks.peers import losses, packages
 
 CHUNKED, CACHED = f"compopt SogCLR, chunk_size={CHUNK}", "sentence-transformers Cached...Loss"
@@ -60,40 +64,50 @@ UNIMODAL = {
     "LibAUC GCLoss_v1": Contender(
         "SogCLR", lambda B, d: loss_and_gradients(losses.gcl_unimodal(SAMPLES_PER_BATCH * B, TAU))
     ),
-    "metric-learning NTXentLoss": Contender("NT-Xent", lambda B, d: loss_and_gradients(losses.nt_xent(TAU))),
+    "metric-learning SupConLoss": Contender(
+        "NT-Xent as a matrix", lambda B, d: loss_and_gradients(losses.sup_con(TAU))
+    ),
+    "metric-learning NTXentLoss": Contender(
+        "NT-Xent, every positive with every negative", lambda B, d: loss_and_gradients(losses.nt_xent(TAU))
+    ),
     "metric-learning CrossBatchMemory": Contender(
-        "NT-Xent against the 4 B newest features too",
+        "NT-Xent of z1 against the 4 B newest features; no gradient for z2",
         lambda B, d: loss_and_gradients(losses.cross_batch_memory(TAU, d, 4 * B)),
     ),
 }
 SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
 SIZES = {"bimodal": (256, 1024, 4096, 8192, 16384), "unimodal": (256, 1024, 4096)}
+KEPT, KEEP_PAGES = (1024, 4096), {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 LARGE = 32768  # for those that never hold a B x B matrix
+CUBIC = ("metric-learning NTXentLoss", "metric-learning CrossBatchMemory")  # in B: pairs of positives and negatives
 AGAINST = {
-    "compopt InfoNCE": ("open_clip ClipLoss", CACHED, "metric-learning NTXentLoss"),
+    "compopt InfoNCE": ("open_clip ClipLoss", CACHED, "metric-learning SupConLoss"),
     "compopt SogCLR": ("open_clip ClipLoss", "LibAUC GCLoss_v2", "LibAUC GCLoss_v1"),
     CHUNKED: ("open_clip ClipLoss", "LibAUC GCLoss_v2", CACHED),
     "compopt iSogCLR": ("LibAUC GCLoss_v2, individual",),
 }
 
 
-def fits(peaks: dict[str, int], name: str, B: int, before: int, limit: float) -> bool:
-    """Whether a contender that took so much at batch ``before`` can be expected to fit now."""
-    return before == 0 or peaks.get(name, 0) * (B / before) ** 2 < limit
+def fits(peak: tuple[int, int] | None, name: str, B: int, limit: float) -> bool:
+    """Whether a contender that took so many bytes at another batch size can be expected to fit now."""
+    if peak is None:
+        return True
+    before, taken = peak
+    return taken * (B / before) ** (3 if name in CUBIC else 2) < limit
 
 
 def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
     """Every size, without those who would not fit."""
     results: list[dict[str, Any]] = []
-    peaks, before = {}, 0
+    peaks: dict[str, tuple[int, int]] = {}  # the largest batch that each has had, and its bytes
     for B in sizes:
-        names = [name for name in SUITES[suite] if fits(peaks, name, B, before, limit)]
+        names = [name for name in SUITES[suite] if fits(peaks.get(name), name, B, limit)]
         results.append(measure_one(suite, names, B, d, kernel.rounds_for(B, seconds)))
-        peaks, before = {name: row["peak"] or 0 for name, row in results[-1]["rows"].items()}, B
+        peaks |= {name: (B, row["peak"]) for name, row in results[-1]["rows"].items() if row["peak"]}
     return results
 
 
-def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int) -> dict[str, Any]:
+def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int, peaks: bool = True) -> dict[str, Any]:
     """Quartiles of the seconds, ratios within a round, peak memory."""
     print(f"{suite}, B = {B} ...", file=sys.stderr, flush=True)
     times = kernel.interleaved({name: SUITES[suite][name] for name in names}, B, d, rounds)
@@ -104,16 +118,25 @@ def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int) -> di
         rows[name] = {
             "seconds": kernel.quartiles(times[name]),
             "ratio": {other: kernel.ratios(times, name, other) for other in others},
-            "peak": None if name == PRODUCTS else kernel.peak_bytes_apart(*apart),
+            "peak": None if name == PRODUCTS or not peaks else kernel.peak_bytes_apart(*apart),
         }
     left_out = [name for name in SUITES[suite] if name not in names]
     return {"suite": suite, "batch": B, "dim": d, "rounds": rounds, "rows": rows, "left_out": left_out}
+
+
+def with_kept_pages(sizes: Sequence[int], d: int, seconds: float) -> list[dict[str, Any]]:
+    """Times in a process whose allocator keeps its pages, as a caching allocator of a GPU does."""
+    command = [sys.executable, "-m", "benchmarks.peers.speed", "--times-only", "--sizes", *map(str, sizes)]
+    command += ["--dim", str(d), "--seconds", str(seconds)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | KEEP_PAGES, cwd=ROOT)
+    return [result | {"kept": True} for result in json.loads(done.stdout.splitlines()[-1])]
 
 
 def section(result: dict[str, Any]) -> list[str]:
     """A table."""
     B = result["batch"]
     title = f"## {result['suite']}, B = {B:,}, d = {result['dim']} ({result['rounds']} rounds)"
+    title += ", pages kept" * result.get("kept", False)
     lines = [title, "", "| | ms | of the products | peak, MiB |", "|---|---:|---:|---:|"]
     for name, row in result["rows"].items():
         peak = "" if row["peak"] is None else f"{row['peak'] / 2**20:.1f}"
@@ -131,8 +154,9 @@ def ratios(results: list[dict[str, Any]]) -> list[str]:
         for name, row in result["rows"].items():
             for other, times in row["ratio"].items():
                 if other != PRODUCTS:
-                    memory = f"{result['rows'][other]['peak'] / row['peak']:.1f}"
-                    body.append([name, other, f"{result['batch']:,}", kernel.spread(times, 1, 2), memory])
+                    memory = f"{result['rows'][other]['peak'] / row['peak']:.1f}" if row["peak"] else ""
+                    size = f"{result['batch']:,}" + ", pages kept" * result.get("kept", False)
+                    body.append([name, other, size, kernel.spread(times, 1, 2), memory])
     head = ["ours", "against", "B", "time, ours over theirs", "memory, theirs over ours"]
     return ["## Ours over theirs", "", *table(head, body)]
 
@@ -143,9 +167,16 @@ def report(env: dict[str, Any], results: list[dict[str, Any]]) -> str:
     lines += [
         "One call is a loss with both feature gradients, and for compopt the commit of the rows, which the others",
         "write inside forward. Median (first to third quartile) over rounds in which all contenders take turns on the",
-        "same fresh features; ratios are taken within a round. Peak: what a call adds to a fresh process, gradients",
-        "included. `chunk_size` and sentence-transformers' mini-batches: rows of the B x B matrix held at a time.",
+        "same fresh features, in another order each time; ratios are taken within a round. Peak: what a call adds to a",
+        "fresh process, gradients included. `chunk_size` and sentence-transformers' mini-batches: rows of the B x B",
+        "matrix held at a time.",
         "",
+        "On a CPU, fresh pages of large temporaries cost time that a GPU's caching allocator does not take; sections",
+        "*pages kept* repeat two sizes with an allocator that never returns memory. Nothing here was run on a GPU.",
+        "",
+        *table(
+            ["", "what one call does"], [[f"{s}: {n}", c.what] for s, all_ in SUITES.items() for n, c in all_.items()]
+        ),
     ]
     lines += [*ratios(results), *(line for result in results for line in section(result))]
     return "\n".join(lines)
@@ -155,7 +186,7 @@ def draw(results: list[dict[str, Any]]) -> None:
     """Time and memory against the batch size."""
     from recipes import plots
 
-    bimodal = [result for result in results if result["suite"] == "bimodal"]
+    bimodal = [r for r in results if r["suite"] == "bimodal" and not r.get("kept")]
     names = [name for name in BIMODAL if name != PRODUCTS]
     with plots.plt.rc_context(plots.STYLE):
         figure, axes = plots.new_figure(11, 4.2, 1, 2)
@@ -163,7 +194,8 @@ def draw(results: list[dict[str, Any]]) -> None:
             known = [result for result in bimodal if name in result["rows"]]
             sizes = [result["batch"] for result in known]
             rows = [result["rows"][name] for result in known]
-            style = {"label": name, "color": plots.COLOURS[number % len(plots.COLOURS)], "marker": "o"}
+            lap, colour = divmod(number, len(plots.COLOURS))
+            style = {"label": name, "color": plots.COLOURS[colour], "marker": "os"[lap]}
             style["linestyle"] = "-" if name.startswith("compopt") else "--"
             axes[0][0].plot(sizes, [row["ratio"][PRODUCTS][1] for row in rows], **style)
             axes[0][1].plot(sizes, [row["peak"] / 2**20 for row in rows], **style)
@@ -181,6 +213,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=12.0, help="GiB that a contender may need")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, printed only")
+    parser.add_argument("--times-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.threads:
@@ -189,6 +222,11 @@ def main() -> None:
         suite, name = args.peak_of
         print(kernel.peak_bytes(SUITES[suite][name], args.sizes[0], args.dim))
         return
+    if args.times_only:
+        names = list(BIMODAL)
+        rounds = {B: kernel.rounds_for(B, args.seconds) for B in args.sizes}
+        print(json.dumps([measure_one("bimodal", names, B, args.dim, rounds[B], peaks=False) for B in args.sizes]))
+        return
     env = environment()
     limit = args.memory * 2**30
     sizes = {"bimodal": tuple(args.sizes or SIZES["bimodal"]), "unimodal": SIZES["unimodal"]}
@@ -196,6 +234,7 @@ def main() -> None:
         sizes, args.seconds = {"bimodal": (256, 1024), "unimodal": (256,)}, 3.0
     results = [r for suite, own in sizes.items() for r in measure(suite, own, args.dim, args.seconds, limit)]
     if not args.quick:
+        results += with_kept_pages(KEPT, args.dim, args.seconds)
         results.append(measure_one("bimodal", [PRODUCTS, CHUNKED, CACHED], LARGE, args.dim, rounds=3))
     text = report(env, results)
     print(text)

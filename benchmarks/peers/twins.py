@@ -75,6 +75,10 @@ TWINS: dict[str, tuple[Callable[[], Call], Callable[[], Call]]] = {
         _ours(compopt.InfoNCEEstimator, tau=TAU, mode="unimodal"),
         _theirs(losses.nt_xent, TAU),
     ),
+    "the same; metric-learning SupConLoss": (
+        _ours(compopt.InfoNCEEstimator, tau=TAU, mode="unimodal"),
+        _theirs(losses.sup_con, TAU),
+    ),
     'SogCLR, `reference="positive"`; LibAUC GCLoss_v2': (
         _sogclr(reference="positive"),
         _theirs(losses.gcl_bimodal, N, TAU, GAMMA),
@@ -121,8 +125,8 @@ def compare(name: str) -> dict[str, Any]:
     return {"name": name, "factor": pairs[0][0], "first": pairs[0][1], "last": pairs[-1][1], "exact": worst}
 
 
-def training(seeds: list[int], workers: int, limit: int) -> tuple[list[dict[str, Any]], dict[Case, list]]:
-    """R@1 of both, the gap of their curves, and that of ours to ours rounded otherwise."""
+def training(seeds: list[int], workers: int, limit: int) -> tuple[list[dict[str, Any]], dict[Case, list], str]:
+    """R@1 of both, the gap of their curves and that of ours to ours rounded otherwise; the curves; their commits."""
     cases = [Case(m, WHOLE, seed, limit) for pair in PAIRS.items() for m in pair for seed in seeds]
     cases += [Case(m, ROUNDED, seed, limit) for m in PAIRS for seed in seeds]
     runs = curves.collected(cases, workers)
@@ -132,7 +136,7 @@ def training(seeds: list[int], workers: int, limit: int) -> tuple[list[dict[str,
         r1 = [[100 * curve[-1]["r1"] for curve in each] for each in three]
         gaps = [[100 * curves.gap(a, b, "r1") for a, b in zip(three[0], each, strict=True)] for each in three[1:]]
         found.append({"name": ours, "r1": r1, "gap": gaps})
-    return found, runs
+    return found, runs, curves.commits(cases)
 
 
 def _three(ours: str, theirs: str) -> list[tuple[str, str]]:
@@ -191,8 +195,10 @@ def main() -> None:
     curves.foreign.register()
     env = {**environment(), **packages.versions()}
     twins = [compare(name) for name in TWINS]
-    found, runs = training(args.seeds, args.workers, args.limit)
-    text = "\n".join([*heading("The same method twice: ours and the other packages'", env), *lines(twins, found)])
+    found, runs, commits = training(args.seeds, args.workers, args.limit)
+    text = "\n".join(
+        [*heading("The same method twice: ours and the other packages'", env), *lines(twins, found), commits]
+    )
     print(text)
     if not args.limit:
         save("peers_twins", text, env, {"gradients": twins, "runs": found})
