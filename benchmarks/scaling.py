@@ -210,7 +210,7 @@ def _traffic(messages: dict[str, float]) -> list[list[str]]:
 
 def _time(spent: dict[str, float], args: argparse.Namespace, encoder: float) -> list[list[str]]:
     sources = {
-        "pair weights": "operations counted; their rate assumed; what exponentials add to them measured on a CPU in one "
+        "pair weights": "operations counted; their rate assumed; what exponentials add measured on a CPU, one "
         "process (`kernel.md`, B = 4,096), times 1.5 for two sweeps beside four products",
         "features, statistics, rows over the network": "bytes and messages counted; bandwidth and latency assumed",
         "control message between hosts": "bytes and hops counted; latency of a hop assumed",
