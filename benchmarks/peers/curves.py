@@ -7,6 +7,7 @@ repeated.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import tempfile
@@ -20,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.machine import RESULTS, environment
-from benchmarks.peers import foreign
+from benchmarks.peers import foreign, packages
 from recipes import glyphs, methods, records
 from recipes.engine import Config, Control, Run
 from recipes.tasks import GlyphNames
@@ -64,7 +65,7 @@ def commits(cases: Sequence[Case], file: Path = FILE) -> str:
 
 
 def collected(cases: Sequence[Case], workers: int = 2, file: Path = FILE) -> dict[Case, list[dict[str, float]]]:
-    """The curve of every case: steps, loss, R@1. What is not in the file is run, and added to it."""
+    """The curve of every case: steps, loss, R@1. What is not in the file is run, and added to it unless limited."""
     known = {record["key"]: record["curve"] for record in records.read(file)}
     missing = [case for case in cases if case.key not in known]
     facts = environment()
@@ -73,9 +74,10 @@ def collected(cases: Sequence[Case], workers: int = 2, file: Path = FILE) -> dic
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = {pool.submit(trained, case): case for case in missing}
         for future in tqdm(as_completed(futures), total=len(missing), unit="run", disable=not missing):
-            key = futures[future].key
-            known[key] = future.result()
-            records.append(file, {"key": key, "curve": known[key], **facts})
+            case, curve = futures[future], future.result()
+            known[case.key] = curve
+            if not case.limit:
+                records.append(file, {"key": case.key, "curve": curve, **facts})
     return {case: known[case.key] for case in cases}
 
 
@@ -113,3 +115,30 @@ def _curve(run: Run) -> list[dict[str, float]]:
 def gap(a: list[dict[str, float]], b: list[dict[str, float]], field: str) -> float:
     """The largest difference of two curves on the way."""
     return max(abs(x[field] - y[field]) for x, y in zip(a, b, strict=True))
+
+
+def begin(description: str | None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Options and surroundings of a script that compares curves."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=0, help="training pairs, printed only; 0: all")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    foreign.register()
+    return args, {**environment(), **packages.versions()}
+
+
+def draw(panels: Sequence[Sequence[tuple[str, str, int, list[dict[str, float]]]]], path: Path) -> None:
+    """R@1 against steps: a panel for each list of (label, line style, number of a colour, curve)."""
+    from recipes import plots
+
+    with plots.plt.rc_context(plots.STYLE):
+        figure, axes = plots.new_figure(4.5 * len(panels), 4, 1, len(panels))
+        for axis, panel in zip(axes[0], panels, strict=True):
+            for label, style, colour, curve in panel:
+                steps, r1 = [c["step"] for c in curve], [100 * c["r1"] for c in curve]
+                axis.plot(steps, r1, style, label=label, color=plots.COLOURS[colour])
+            axis.set(xlabel="steps", title="R@1 image to name, %")
+            axis.legend(fontsize=8)
+        plots.save_figure(figure, path)

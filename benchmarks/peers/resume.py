@@ -11,10 +11,8 @@ that only what the loss keeps can differ. LibAUC's documentation does not show a
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import RESULTS, environment, heading, save, table
+from benchmarks.machine import RESULTS, heading, save, table
 from benchmarks.peers import curves, losses, packages
 from benchmarks.peers.curves import STOPPED, WHOLE, Case
 from benchmarks.peers.gradients import GAMMA, TAU, N, features, rescaled
@@ -138,33 +136,19 @@ def lines(runs: dict[Case, list[dict[str, float]]], seeds: list[int], limit: int
     return table(head, rows), found
 
 
-def draw(runs: dict[Case, list[dict[str, float]]], seed: int, limit: int, path: Path) -> None:
-    """The curves of one seed, LibAUC's and ours."""
-    from recipes import plots
+def panels(runs: dict[Case, list], seed: int) -> list[list[tuple]]:
+    """The curves of one seed: LibAUC's and ours, undisturbed and resumed."""
 
-    with plots.plt.rc_context(plots.STYLE):
-        figure, axes = plots.new_figure(11, 4, 1, 2)
-        for axis, pair in zip(axes[0], (METHODS[:2], METHODS[2:]), strict=True):
-            for number, method in enumerate(pair):
-                for how, style in ((WHOLE, "-"), (STOPPED, ":")):
-                    found = runs[Case(method, how, seed, limit)]
-                    label = methods.METHODS[method].title + (", resumed" if how == STOPPED else "")
-                    steps, r1 = [c["step"] for c in found], [100 * c["r1"] for c in found]
-                    axis.plot(steps, r1, style, label=label, color=plots.COLOURS[4 + number])
-            axis.set(xlabel="steps", title="R@1 image to name, %")
-            axis.legend(fontsize=8)
-        plots.save_figure(figure, path)
+    def entry(number: int, method: str, how: str) -> tuple:
+        label = methods.METHODS[method].title + ", resumed" * (how == STOPPED)
+        return label, "-" if how == WHOLE else ":", 4 + number, runs[Case(method, how, seed)]
+
+    pairs = (METHODS[:2], METHODS[2:])
+    return [[entry(*one, how) for one in enumerate(pair) for how in (WHOLE, STOPPED)] for pair in pairs]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=0, help="training pairs, printed only; 0: all")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    curves.foreign.register()
-    env = {**environment(), **packages.versions()}
+    args, env = curves.begin(__doc__)
     gradients = [next_gradient(name) for name in STATEFUL]
     cases = [
         Case(method, how, seed, args.limit) for method in METHODS for how in (WHOLE, STOPPED) for seed in args.seeds
@@ -188,7 +172,7 @@ def main() -> None:
     print(text)
     if not args.limit:
         save("peers_resume", text, env, {"gradients": gradients, "runs": found})
-        draw(runs, args.seeds[0], args.limit, RESULTS / "peers_resume.png")
+        curves.draw(panels(runs, args.seeds[0]), RESULTS / "peers_resume.png")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ similarity matrix summed in another order.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ import torch
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import RESULTS, environment, heading, save, table
-from benchmarks.peers import curves, losses, packages
+from benchmarks.machine import RESULTS, heading, save, table
+from benchmarks.peers import curves, losses
 from benchmarks.peers.curves import ROUNDED, WHOLE, Case
 from benchmarks.peers.gradients import GAMMA, TAU, N, features, rescaled
 from recipes import methods
@@ -149,7 +147,14 @@ def lines(twins: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]
         [t["name"], f"{t['factor']:.4g}"] + [f"{e:.1e}" for e in (t["first"], t["last"], *t["exact"].values())]
         for t in twins
     ]
-    head = ["ours; theirs", "factor", "first visit", f"visit {VISITS}", "ours to float64", "theirs to float64"]
+    head = [
+        "ours; theirs",
+        "factor",
+        "first visit",
+        f"visit {VISITS}",
+        "ours to ours in float64",
+        "theirs to ours in float64",
+    ]
     body = []
     for f in found:
         r1 = [" ".join(f"{value:.1f}" for value in values) for values in f["r1"]]
@@ -168,32 +173,18 @@ def lines(twins: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]
     ]
 
 
-def draw(runs: dict[Case, list], seed: int, limit: int, path: Path) -> None:
-    """The curves of one seed."""
-    from recipes import plots
-
-    with plots.plt.rc_context(plots.STYLE):
-        figure, axes = plots.new_figure(12, 3.8, 1, 3)
-        for axis, (ours, theirs) in zip(axes[0], PAIRS.items(), strict=True):
-            labels = (methods.METHODS[ours].title, methods.METHODS[theirs].title, "ours, other order")
-            for number, (what, label) in enumerate(zip(_three(ours, theirs), labels, strict=True)):
-                found = runs[Case(*what, seed, limit)]
-                steps, r1 = [c["step"] for c in found], [100 * c["r1"] for c in found]
-                axis.plot(steps, r1, ("-", "--", ":")[number], label=label, color=plots.COLOURS[(4, 5, 0)[number]])
-            axis.set(xlabel="steps", title="R@1 image to name, %")
-            axis.legend(fontsize=8)
-        plots.save_figure(figure, path)
+def panels(runs: dict[Case, list], seed: int) -> list[list[tuple]]:
+    """The curves of one seed, a panel for each method."""
+    found = []
+    for ours, theirs in PAIRS.items():
+        labels = (methods.METHODS[ours].title, methods.METHODS[theirs].title, "ours, other order")
+        three = zip(labels, ("-", "--", ":"), (4, 5, 0), _three(ours, theirs), strict=True)
+        found.append([(label, style, colour, runs[Case(*what, seed)]) for label, style, colour, what in three])
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=0, help="training pairs, printed only; 0: all")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    curves.foreign.register()
-    env = {**environment(), **packages.versions()}
+    args, env = curves.begin(__doc__)
     twins = [compare(name) for name in TWINS]
     found, runs, commits = training(args.seeds, args.workers, args.limit)
     text = "\n".join(
@@ -202,7 +193,7 @@ def main() -> None:
     print(text)
     if not args.limit:
         save("peers_twins", text, env, {"gradients": twins, "runs": found})
-        draw(runs, args.seeds[0], args.limit, RESULTS / "peers_twins.png")
+        curves.draw(panels(runs, args.seeds[0]), RESULTS / "peers_twins.png")
 
 
 if __name__ == "__main__":
