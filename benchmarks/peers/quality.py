@@ -28,7 +28,7 @@ MODULE = "benchmarks.peers.quality"
 FILE = RESULTS / "peers_quality.jsonl"
 OURS = ("infonce", "infonce-no-positive", "clip", "sogclr", "isogclr", "residual")
 TWINS = {"open_clip-clip": "clip", "libauc-sogclr": "sogclr", "libauc-isogclr": "isogclr"}  # theirs: the same of ours
-SIGLIP: Grid = {"tau": (*TAUS, 0.18), "bias": (-10.0, -5.0, -2.5)}  # the paper's -10 is for batches of 32,768
+SIGLIP: Grid = {"tau": (*TAUS, 0.18), "bias": (-10.0, -5.0)}  # the paper's -10 is for batches of 32,768
 
 
 def our_arms(batch_size: int) -> list[Arm]:
@@ -43,7 +43,7 @@ def our_arms(batch_size: int) -> list[Arm]:
         return wide
     known = [arm for arm in regime_arms() if arm.regime == regime and arm.method in OURS and arm.method != "isogclr"]
     kept = {(arm.method, arm.variant) for arm in known}
-    narrow: Grid = {"gamma": (0.8, 0.95), "tau_lr": (0.002,)}
+    narrow: Grid = {"gamma": (0.3, 0.8) if batch_size == 32 else (0.8, 0.95), "tau_lr": (0.002,)}
     rest = [
         replace(arm, grid={name: narrow.get(name, values) for name, values in arm.grid.items()})
         for arm in wide

@@ -96,13 +96,18 @@ def fits(peak: tuple[int, int] | None, name: str, B: int, limit: float) -> bool:
     return taken * (B / before) ** (3 if name in CUBIC else 2) < limit
 
 
+def rounds(B: int, seconds: float) -> int:
+    """As many as the kernel's own benchmark takes, fewer where one is a minute."""
+    return 3 if B > 8192 else kernel.rounds_for(B, seconds)
+
+
 def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
     """Every size, without those who would not fit."""
     results: list[dict[str, Any]] = []
     peaks: dict[str, tuple[int, int]] = {}  # the largest batch that each has had, and its bytes
     for B in sizes:
         names = [name for name in SUITES[suite] if fits(peaks.get(name), name, B, limit)]
-        results.append(measure_one(suite, names, B, d, kernel.rounds_for(B, seconds)))
+        results.append(measure_one(suite, names, B, d, rounds(B, seconds)))
         peaks |= {name: (B, row["peak"]) for name, row in results[-1]["rows"].items() if row["peak"]}
     return results
 
@@ -224,8 +229,8 @@ def main() -> None:
         return
     if args.times_only:
         names = list(BIMODAL)
-        rounds = {B: kernel.rounds_for(B, args.seconds) for B in args.sizes}
-        print(json.dumps([measure_one("bimodal", names, B, args.dim, rounds[B], peaks=False) for B in args.sizes]))
+        counts = {B: rounds(B, args.seconds) for B in args.sizes}
+        print(json.dumps([measure_one("bimodal", names, B, args.dim, counts[B], peaks=False) for B in args.sizes]))
         return
     env = environment()
     limit = args.memory * 2**30
@@ -235,7 +240,9 @@ def main() -> None:
     results = [r for suite, own in sizes.items() for r in measure(suite, own, args.dim, args.seconds, limit)]
     if not args.quick:
         results += with_kept_pages(KEPT, args.dim, args.seconds)
-        results.append(measure_one("bimodal", [PRODUCTS, CHUNKED, CACHED], LARGE, args.dim, rounds=3))
+        results.append(
+            measure_one("bimodal", [PRODUCTS, CHUNKED, CACHED], LARGE, args.dim, rounds(LARGE, args.seconds))
+        )
     text = report(env, results)
     print(text)
     if not args.quick:
