@@ -40,32 +40,30 @@ def content(name: str) -> Any:
 def speed() -> Iterable[list[str]]:
     """Time of a loss with its gradients, and memory."""
     by_size = {r["batch"]: r["rows"] for r in results("peers_speed") if r["suite"] == "bimodal" and not r.get("kept")}
-    for B in (1024, BATCH):
+
+    def time(rows: dict[str, Any], name: str) -> str:
+        return f"{rows[name]['ratio']['products'][1]:.1f} x" if name in rows else "-"
+
+    def memory(rows: dict[str, Any], name: str) -> str:
+        return f"{rows[name]['peak'] / 2**20:,.0f}" if name in rows else "-"
+
+    for B, text, value in (
+        (1024, "time, of three bare products", time),
+        (BATCH, "time, of three bare products", time),
+        (BATCH, "peak memory, MiB", memory),
+    ):
         rows = by_size[B]
-        times = {name: f"{row['ratio']['products'][1]:.1f} x" for name, row in rows.items()}
         yield [
-            f"loss and gradients, B = {B:,}: time, of three bare products",
-            f"{times['compopt SogCLR']}; chunked {times[CHUNKED]}",
-            f"ClipLoss {times['open_clip ClipLoss']}, SigLipLoss {times['open_clip SigLipLoss']}",
-            f"GCLoss_v2 {times['LibAUC GCLoss_v2']}",
-            f"sentence-transformers {times[CACHED]}",
+            f"loss and gradients, B = {B:,}: {text}",
+            f"SogCLR {value(rows, 'compopt SogCLR')}, chunked {value(rows, CHUNKED)}",
+            f"ClipLoss {value(rows, 'open_clip ClipLoss')}, SigLipLoss {value(rows, 'open_clip SigLipLoss')}",
+            f"GCLoss_v2 {value(rows, 'LibAUC GCLoss_v2')}",
+            f"sentence-transformers {value(rows, CACHED)}",
         ]
-    peak = {name: f"{row['peak'] / 2**20:,.0f}" for name, row in by_size[BATCH].items() if row["peak"]}
-    yield [
-        f"the same, B = {BATCH:,}: peak memory, MiB",
-        f"{peak['compopt SogCLR']}; chunked {peak[CHUNKED]}",
-        f"{peak['open_clip ClipLoss']}, {peak['open_clip SigLipLoss']}",
-        peak["LibAUC GCLoss_v2"],
-        f"sentence-transformers {peak[CACHED]}",
-    ]
-    large = by_size[LARGE]
-    yield [
-        f"the same, B = {LARGE:,}, chunked: seconds, MiB",
-        f"{large[CHUNKED]['seconds'][1]:.0f}, {large[CHUNKED]['peak'] / 2**20:,.0f}",
-        "",
-        "",
-        f"sentence-transformers {large[CACHED]['seconds'][1]:.0f}, {large[CACHED]['peak'] / 2**20:,.0f}",
-    ]
+    rows = by_size[LARGE]
+    both = [f"{rows[name]['seconds'][1]:.0f}, {memory(rows, name)}" for name in (CHUNKED, CACHED)]
+    text = f"loss and gradients, B = {LARGE:,}, chunked: seconds, MiB"
+    yield [text, both[0], "", "", f"sentence-transformers {both[1]}"]
 
 
 def quality() -> Iterable[list[str]]:
