@@ -70,6 +70,14 @@ def save(name: str, text: str, env: dict, results: object) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
 
 
+def stored(name: str) -> dict:
+    """What ``results/NAME.json`` holds: ``environment`` and ``results``."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which script writes it")
+    return json.loads(path.read_text())
+
+
 def timed(action: Callable[[], object]) -> float:
     """Seconds of one call."""
     start = time.perf_counter()

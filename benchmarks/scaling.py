@@ -11,7 +11,6 @@ said to be: change it with the options. Rows are sharded and in host memory, the
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import compopt
-from benchmarks.machine import RESULTS, environment, heading, save, table
+from benchmarks.machine import RESULTS, environment, heading, save, stored, table
 from benchmarks.traffic import Traffic, on_ranks
 from compopt.meeting import HEADER, KEYS
 
@@ -116,25 +115,17 @@ def times(K: int, B: int, args: argparse.Namespace, row: int, overhead: float, g
     }
 
 
-def result(name: str) -> Any:
-    """Another script's figures."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise SystemExit(f"{path.name} is missing: run its script first (benchmarks/README.md)")
-    return json.loads(path.read_text())["results"]
-
-
 def measured() -> dict[str, float]:
     """From other results: the kernel's time over the bare products, a read and a commit in ms, LibAUC's rows."""
-    speed = next(r for r in result("kernel") if r["suite"] == "bimodal" and r["batch"] == 4096)["rows"]
+    speed = next(r for r in stored("kernel")["results"] if r["suite"] == "bimodal" and r["batch"] == 4096)["rows"]
     alone = speed["SogCLR + step"]["ratio to products"][1]
-    tables = {(t["offload"], t["n"]): t["seconds"] for t in result("rows")["tables"]}
+    tables = {(t["offload"], t["n"]): t["seconds"] for t in stored("rows")["results"]["tables"]}
     rows = tables["cpu", 2 * 10**8]
     return {
         # one process does 3 products and one sweep of exponentials, a rank of several 4 and two
         "overhead": 1 + 1.5 * (alone - 1),
         "gather": (rows["gather, warm"][1] + rows["scatter, warm"][1]) * 1e3,
-        "theirs": result("peers_rows")["row_bytes"]["LibAUC GCLoss_v2"],
+        "theirs": stored("peers_rows")["results"]["row_bytes"]["LibAUC GCLoss_v2"],
     }
 
 

@@ -7,13 +7,12 @@ python -m benchmarks.summary --check    # fails if README says something else
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, ROOT, table
+from benchmarks.machine import ROOT, stored, table
 from recipes.report import mean_spread
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -26,15 +25,7 @@ HEAD = ["", "compopt", "open_clip", "LibAUC", "others"]
 
 def results(name: str) -> Any:
     """Of one script."""
-    return content(name)["results"]
-
-
-def content(name: str) -> Any:
-    """Of a result file."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which command writes it")
-    return json.loads(path.read_text())
+    return stored(name)["results"]
 
 
 def speed() -> Iterable[list[str]]:
@@ -173,7 +164,7 @@ def provenance() -> str:
     """Where, when and with what each of the compared results was measured."""
     body = []
     for name in COMPARED:
-        env = content(name)["environment"]
+        env = stored(name)["environment"]
         machine = f"{env['cpu']}, {env['cores']} cores, {env['memory, GiB']} GiB; {env['threads']} threads"
         versions = f"Python {env['python']}, torch {env['torch']}"
         link = f"[{name}.md](results/{name}.md)"
