@@ -121,6 +121,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
                 axis.plot(statistics.mean(one["r1"]), place, "o", color=colour)
             axis.set_yticks(range(len(own)), [one["name"] for one in own], fontsize=8)
             axis.set(title=f"batch {size}: R@1, %")
+        figure.suptitle("blue: compopt; red: other packages; grey: stateless baselines", fontsize=9)
         plots.save_figure(figure, path)
 
 
