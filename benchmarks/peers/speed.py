@@ -97,8 +97,8 @@ def fits(peak: tuple[int, int] | None, name: str, B: int, limit: float) -> bool:
 
 
 def rounds(B: int, seconds: float) -> int:
-    """As many as the kernel's own benchmark takes, fewer where one is a minute."""
-    return 3 if B > 8192 else kernel.rounds_for(B, seconds)
+    """As many as the kernel's own benchmark takes, but at most 60, and 3 where one is a minute."""
+    return 3 if B > 8192 else min(60, kernel.rounds_for(B, seconds))
 
 
 def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
