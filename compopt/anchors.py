@@ -44,14 +44,17 @@ class AnchorStatistics(ABC):
     sides: list[RunningSums]
 
     @abstractmethod
-    def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        r"""``sum over directions, anchors i, negatives j of coefficient_i w_ij grad h_ij``, weights constant.
+    def gradients(
+        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        r"""``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``, weights held.
 
         Consumes what the sweep kept: call it once.
 
         Args:
             alpha: log-normalizers, ``(B, 2)``.
             coefficient: factor of each anchor, broadcastable to ``(B, 2)``.
+            positive_weight: ``p_i``, the weight of each anchor's positive, ``(B, 2)``; ``None``: ``sum_j w_ij``.
 
         Returns:
             Gradients with respect to this process's ``z1`` and ``z2``.
@@ -69,6 +72,11 @@ class AnchorStatistics(ABC):
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """``sum_j w_ij``, ``(B, 2)``."""
         return self.real((self.log_ghat - alpha).exp())
+
+    def pull(self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None) -> Tensor:
+        """What pulls the two sides of each positive together, over the anchors of both directions, ``(B, 1)``."""
+        weight = self.sum_weights(alpha) if positive_weight is None else positive_weight
+        return (coefficient * weight).sum(1, keepdim=True)
 
     def real(self, per_anchor: Tensor) -> Tensor:
         """Zero for anchors without negatives, which group and index2 can leave."""

@@ -68,6 +68,7 @@ class Estimate:
         proposals: new values of its columns.
         slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
+        positive_weight: of each anchor's positive, ``(B, 2)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, 2)``, to gradients of the whole
             batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
         metrics: 0-d tensors to show.
@@ -77,6 +78,7 @@ class Estimate:
     proposals: dict[str, Tensor] = field(default_factory=dict)
     slack: Tensor | None = None
     weights: PairWeights | None = None
+    positive_weight: Tensor | None = None
     through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
 

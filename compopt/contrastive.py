@@ -32,6 +32,9 @@ class ContrastiveEstimator(Estimator):
         \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
         \qquad w_{ij} = \frac{1}{|N_i|}\, e^{h_{ij}/\tau_i - \alpha_i}, \qquad h_{ij} = s_{ij} - s_{ii}
 
+    Where the normalizer keeps the positive out of the inner function (``reference="none"``: SogCLR), an anchor's
+    positive is pulled with weight 1 instead of ``sum_j w_ij``: ``-grad s_ii + sum_j w_ij grad s_ij``.
+
     The normalizer decides ``alpha``, the temperature ``tau``; the returned value is the estimated objective
     ``mean of tau_i (alpha_i + rho_i)`` and its gradient is the one above. Gradients come in closed form: the
     ``B x B`` matrix is never part of an autograd graph.

@@ -73,7 +73,7 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
     Args:
         alpha: log-normalizers, ``(B, D)``.
         rho: radius of the KL constraint.
-        sum_wh: ``sum_j w_ij h_ij``, ``(B, D)``.
+        sum_wh: ``sum_j w_ij h_ij``, ``(B, D)``; ``sum_j w_ij s_ij - s_ii`` where the positive's weight is 1.
         tau: temperatures, broadcastable to ``(B, D)``.
     """
     if multiply_tau:

@@ -181,7 +181,9 @@ class GatheredPairs(AnchorStatistics):
         for panel in self._panels:
             panel.release()
 
-    def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         coefficient = self.real(coefficient.expand(self._batch, 2))
         values = {
             "scale": self._scale,
@@ -189,7 +191,7 @@ class GatheredPairs(AnchorStatistics):
             "log_weight": -alpha - self.log_count,
             "coefficient": coefficient,
         }
-        pull = (coefficient * self.sum_weights(alpha)).sum(1, keepdim=True)[self._own]
+        pull = self.pull(alpha, coefficient, positive_weight)[self._own]
         gradients = []
         for direction, panel in enumerate(self._panels):
             own = {name: value[self._own, direction] for name, value in values.items()}

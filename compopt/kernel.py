@@ -187,7 +187,9 @@ class Pairs(AnchorStatistics):
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(self, alpha: Tensor, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         coefficient = self.real(coefficient.expand(self.batch, 2))
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
         log_factor = -(self.positive * self._scale) - alpha - self.log_count
@@ -199,7 +201,7 @@ class Pairs(AnchorStatistics):
                 grad_y.addmm_(a.T, self.x[strip.start : strip.stop])
         if not self.recompute and not self.symmetric:  # the strips are the rows of one matrix: one large product
             torch.mm(self._buffers[self._row_buffer].T, self.x, out=grad_y)
-        return self._with_positives(grad_x, grad_y, alpha, coefficient)
+        return self._with_positives(grad_x, grad_y, self.pull(alpha, coefficient, positive_weight))
 
     def release(self) -> None:
         self._strips.clear()
@@ -236,12 +238,9 @@ class Pairs(AnchorStatistics):
             return strip.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
         return strip.rows.exp.mul_(by_row).add_(strip.columns.exp.mul_(by_column))
 
-    def _with_positives(
-        self, grad_x: Tensor, grad_y: Tensor, alpha: Tensor, coefficient: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
         """Add the ``-grad s_ii`` terms; in unimodal mode add the two roles of each row first."""
         if self.unimodal:
             grad_x.add_(grad_y)
             grad_x, grad_y = grad_x[: self.batch], grad_x[self.batch :]
-        pull = (coefficient * self.sum_weights(alpha)).sum(1, keepdim=True)
         return grad_x.addcmul_(pull, self.z2, value=-1), grad_y.addcmul_(pull, self.z1, value=-1)

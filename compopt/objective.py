@@ -31,10 +31,14 @@ def tau_gradient(pairs: AnchorStatistics, estimate: Estimate, rho: Scalar, tau: 
 
     ``estimate.slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's
     ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no exact minimiser of it.
+    With ``estimate.positive_weight`` ``p_i``, what stands in the place of ``sum_j w_ij h_ij`` is
+    ``sum_j w_ij s_ij - p_i s_ii``.
     """
     assert pairs.mean_h is not None
     alpha = estimate.alpha.expand(-1, 2)
     sum_wh = pairs.sum_weights(alpha) * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+    if estimate.positive_weight is not None:
+        sum_wh = sum_wh - (estimate.positive_weight - pairs.sum_weights(alpha)) * pairs.positive
     if estimate.slack is not None and multiply_tau:
         alpha = alpha + estimate.slack
     return pairs.real(temperature_gradient(alpha, rho, sum_wh, tau, multiply_tau))
@@ -48,8 +52,10 @@ def feature_gradients(pairs: AnchorStatistics, estimate: Estimate, tau: Scalar, 
     if not isinstance(coefficient, Tensor):
         coefficient = alpha.new_full((), coefficient)
     coefficient = coefficient.to(alpha.dtype)
-    weights = estimate.weights
-    return list(pairs.gradients(alpha, coefficient) if weights is None else weights.gradients(coefficient))
+    if estimate.weights is not None:
+        return list(estimate.weights.gradients(coefficient))
+    weight = estimate.positive_weight
+    return list(pairs.gradients(alpha, coefficient, None if weight is None else weight.to(alpha.dtype)))
 
 
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:

@@ -59,8 +59,10 @@ class Dense:
         for d in range(2):
             h = scores[d] - positive[:, None]
             w = (torch.exp(h / tau[:, d, None] - alpha[:, d, None]) * negative / size[:, None]).detach()
-            surrogate = surrogate + (w * h).sum()
-            gradients.append(alpha[:, d] + rho - (w * h.detach()).sum(1) / tau[:, d])
+            # the positive belongs to the outer function ("none"), or to every pair
+            linear = (w * scores[d]).sum(1) - positive if self.reference == "none" else (w * h).sum(1)
+            surrogate = surrogate + linear.sum()
+            gradients.append(alpha[:, d] + rho - linear.detach() / tau[:, d])
         loss = (tau * (alpha + rho)).mean()
         g1, g2 = torch.autograd.grad(surrogate / (2 * B), (z1, z2))
         self.commit(index, u, torch.stack(gradients, 1), g)

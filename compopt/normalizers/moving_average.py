@@ -31,9 +31,17 @@ class MovingAverageEstimator(Normalizer, Estimator):
         u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, (\epsilon + g_i), \qquad
         \alpha_i = \log u_i - \tfrac{s_{ii}}{\tau_i}\,[\text{reference is "none"}]
 
-    ``reference="none"``: ``g_i = mean_j exp(s_ij / tau)``, and the positive of *now* is taken off afterwards.
-    ``reference="positive"``: ``g_i = mean_j exp((s_ij - s_ii) / tau)``; every stored value then remembers an old
-    positive, is too large while positives align, and shrinks the weights.
+    ``reference="none"``: ``g_i = mean_j exp(s_ij / tau)``; the positive is in the outer function,
+    ``-s_ii + tau log u_i``, and its weight in the gradient is 1.
+    ``reference="positive"``: ``g_i = mean_j exp((s_ij - s_ii) / tau)``; the positive's weight is ``sum_j w_ij``. Every
+    stored value then remembers an old positive, is too large while positives align, and shrinks all weights.
+
+    ===========================================  ==============  =========================================
+    paper                                        ``reference``   gradient of an anchor, with ``multiply_tau``
+    ===========================================  ==============  =========================================
+    SogCLR, eq. 9, 10 (both modes)               ``"none"``      ``-grad s_ii + sum_j w_ij grad s_ij``
+    iSogCLR, eq. 11-14; FastCLIP; NeuCLIP eq. 3  ``"positive"``  ``sum_j w_ij (grad s_ij - grad s_ii)``
+    ===========================================  ==============  =========================================
 
     As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
     compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`.
@@ -53,6 +61,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one.
         The updated one is used here; it also bounds every weight by ``1 / gamma`` of the batch softmax.
+        The two-way estimator of SogCLR's section 4 prints one positive term where its objective has two, one per
+        direction; the objective is followed.
 
     Raises:
         ValueError: gamma outside (0, 1], eps < 0, an unknown reference.
@@ -118,7 +128,15 @@ class MovingAverageEstimator(Normalizer, Estimator):
             log_g = F.mean_of_views(log_g)
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
-        return Estimate(alpha=log_u - shift, proposals={"log_u": log_u})
+        alpha = log_u - shift
+        return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
+
+    def _positive_weight(self, call: Call, alpha: Tensor) -> Tensor | None:
+        """1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
+        outside = call.hyper.choose("reference", REFERENCES)
+        if isinstance(outside, float):
+            return torch.ones_like(call.pairs.positive) if outside else None
+        return torch.where(outside > 0, 1.0, call.pairs.sum_weights(alpha.expand(-1, 2)))
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

@@ -20,6 +20,9 @@ class SogCLREstimator(ContrastiveEstimator):
         u_i \leftarrow (1-\gamma) u_i + \gamma\, \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{s_{ij}/\tau}, \qquad
         w_{ij} = \frac{e^{s_{ij}/\tau}}{|N_i|\, u_i}
 
+    The gradient of an anchor is ``-grad s_ii + sum_j w_ij grad s_ij`` (eq. 10): the positive has weight 1. With
+    ``reference="positive"`` it has ``sum_j w_ij``, as in iSogCLR.
+
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
         gamma: in (0, 1]; weight of the newest value. 1 is the stateless control.

@@ -31,6 +31,9 @@ class TemperatureDual(Temperature):
         m_i &\leftarrow (1 - \beta)\, m_i + \beta\, G(\tau_i), \qquad
         \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
+    With a normalizer of ``reference="none"`` (SogCLR) the positive has weight 1, and ``G`` gains
+    ``(1 - sum_j w_ij) s_ii / tau_i``.
+
     A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller.
 
     Args:

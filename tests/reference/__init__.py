@@ -9,6 +9,7 @@ from tests.reference.dense import (
 from tests.reference.mcmc import MCMCReference
 from tests.reference.neural import NeuralReference, ResidualReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
+from tests.reference.sogclr import LiteralSogCLR
 from tests.reference.temperatures import (
     DualReference,
     FixedReference,
@@ -20,6 +21,7 @@ __all__ = [
     "DualReference",
     "FixedReference",
     "GlobalDualReference",
+    "LiteralSogCLR",
     "MCMCReference",
     "MovingAverageReference",
     "NeuralReference",

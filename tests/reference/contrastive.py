@@ -67,6 +67,8 @@ class Reference:
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
                 if extra:
                     surrogate = surrogate + scale * extra * self.encoded_similarity(a, sample)
+            elif self.outer_positive:
+                surrogate = surrogate - scale * a.positive * (1 - sum(w))
             for w_ij, s_ij in zip(w, a.negatives, strict=True):
                 surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
             value += tau * (alpha + rho) if self.multiply_tau else alpha
@@ -91,6 +93,11 @@ class Reference:
             self.pending += [(r, c, "visit", 1) for r, c in set(zip(row, column, strict=True))]
         return torch.tensor(value / total, dtype=torch.float64), g1, g2
 
+    @property
+    def outer_positive(self):
+        """Whether the positive is part of the outer function, and not of the inner one: SogCLR."""
+        return getattr(self.normalizer, "outer_positive", False)
+
     def encoded_similarity(self, a, sample):
         """Similarity of an anchor to a sample outside the batch."""
         z = self.features[a.direction][a.position]
@@ -104,6 +111,14 @@ class Reference:
     def temperature_gradient(self, a, w, sum_wh, tau, alpha, rho):
         """G by autograd: the objective of one anchor with alpha and w held as estimated."""
         t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+        if self.outer_positive:  # -s_ii + t log u(s): the inner function has s_ij where it otherwise has h_ij
+            s_ii = a.positive.item()
+            linear = (sum_wh + sum(w) * s_ii) / t
+            if self.multiply_tau:
+                objective = t * (alpha + s_ii / tau + rho) + tau * linear
+            else:
+                objective = linear - s_ii / t
+            return float(torch.autograd.grad(objective, t)[0])
         linear = sum_wh / t
         objective = t * (alpha + rho) + tau * linear if self.multiply_tau else linear
         if self.multiply_tau and hasattr(self.normalizer, "slack"):

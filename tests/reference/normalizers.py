@@ -32,6 +32,7 @@ class MovingAverageReference:
 
     def __init__(self, reference="none", eps=0.0, stale_alpha=False, first_gamma=False):
         self.reference = reference
+        self.outer_positive = reference == "none"
         self.eps = eps
         self.stale_alpha = stale_alpha  # mutant: alpha from the previous u
         self.first_gamma = first_gamma  # mutant: gamma also multiplies the first visit

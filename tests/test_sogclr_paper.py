@@ -1,0 +1,105 @@
+"""SogCLR is the paper's: equations 9 and 10 written out, while features drift and every u is out of date."""
+
+import pytest
+import torch
+
+import compopt
+from tests.database import MODES
+from tests.helpers import features, near, run
+from tests.reference import LiteralSogCLR
+
+N, BATCH, DIM, TAU = 13, 6, 5, 0.2
+
+
+def drifting(steps, seed=0):
+    """Batches of one data set whose features move by a fifth between two calls."""
+    generator = torch.Generator().manual_seed(seed)
+    z1, z2 = features(N, DIM, seed)
+    for _ in range(steps):
+        index = torch.randperm(N, generator=generator)[:BATCH]
+        yield z1[index], z2[index], index
+        z1, z2 = (z + 0.2 * torch.randn(z.shape, generator=generator, dtype=z.dtype) for z in (z1, z2))
+
+
+@pytest.mark.parametrize("gamma", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_equations_9_and_10(mode, gamma):
+    paper = LiteralSogCLR(N, gamma, TAU, two_way=mode == "bimodal")
+    est = compopt.SogCLREstimator(N, gamma=gamma, tau=TAU, mode=mode, dtype=torch.float64)
+    for z1, z2, index in drifting(15):
+        _, g1, g2 = run(est, z1, z2, index)
+        est.step()
+        for got, want in zip((g1, g2), paper.gradients(z1, z2, index), strict=True):
+            near(got, want, 1e-12)
+    seen = est.read(torch.arange(N))
+    near(seen["log_u"].exp().T[:, seen["count"] > 0], paper.u[:, seen["count"] > 0], 1e-12)
+
+
+def surrogate(z1, z2, log_u, references, tau):
+    """What is differentiated, u held as estimated: by anchor ``tau g_i / u_i``, and the positive where it is outside.
+
+    g_i compares with the positive where the reference is "positive"; where it is "none" the outer function does.
+    """
+    a, b = (z / z.norm(dim=1, keepdim=True) for z in (z1, z2))
+    outside = torch.tensor([reference == "none" for reference in references])
+    off = 1 - torch.eye(len(a), dtype=a.dtype)
+    positive, total = (a * b).sum(1), 0.0
+    for direction, s in enumerate((a @ b.T, b @ a.T)):
+        inner = torch.where(outside[:, None], s, s - positive[:, None])
+        g = (torch.exp(inner / tau) * off).sum(1) / off.sum(1)
+        held = tau.detach() * g / log_u[:, direction].exp()
+        total = total + (held - torch.where(outside, positive, 0) + tau * log_u[:, direction]).mean() / 2
+    return total
+
+
+def test_sample_groups_of_different_reference():
+    """Every anchor's positive has the weight of its own group; so has the temperature's gradient."""
+    tau = torch.tensor(TAU, dtype=torch.float64, requires_grad=True)
+    groups = [{"n": 6, "reference": "none"}, {"n": N - 6, "reference": "positive"}]
+    est = compopt.SogCLREstimator(groups, gamma=0.5, tau=tau, dtype=torch.float64)
+    apart = 0.0
+    for z1, z2, index in drifting(10, seed=1):
+        tau.grad = None
+        _, g1, g2 = run(est, z1, z2, index)
+        est.step()
+        z1, z2, leaf = z1.clone().requires_grad_(), z2.clone().requires_grad_(), tau.detach().clone().requires_grad_()
+        references = ["none" if i < 6 else "positive" for i in index.tolist()]
+        objective = surrogate(z1, z2, est.read(index)["log_u"], references, leaf)
+        want1, want2, want_tau = torch.autograd.grad(objective, (z1, z2, leaf))
+        near(g1, want1, 1e-12)
+        near(g2, want2, 1e-12)
+        near(tau.grad, want_tau, 1e-11)
+        other = surrogate(z1, z2, est.read(index)["log_u"], ["positive"] * BATCH, leaf)
+        apart = max(apart, float((torch.autograd.grad(other, z1)[0] - want1).norm() / want1.norm()))
+    assert apart > 0.1  # the references can be told apart
+
+
+def test_the_value_is_what_the_gradient_belongs_to():
+    """With gamma = 1 nothing is held: the gradient is the value's own."""
+    est = compopt.SogCLREstimator(N, gamma=1.0, tau=TAU, dtype=torch.float64)
+    for z1, z2, index in drifting(3, seed=2):
+        value, g1, _ = run(est, z1, z2, index)
+        est.step()
+        step = 1e-6 * torch.randn(z1.shape, generator=torch.Generator().manual_seed(3), dtype=z1.dtype)
+        with torch.no_grad():
+            ahead, behind = (float(est(z1 + sign * step, z2, index)) for sign in (1, -1))
+        assert abs((ahead - behind) / 2 - float((g1 * step).sum())) < 1e-6 * float(step.norm() * g1.norm())
+        assert behind < float(value) < ahead or ahead < float(value) < behind
+
+
+def test_positives_are_pulled_with_weight_one():
+    """Where negatives no longer weigh anything, the positive still does; relative to the positive it does not."""
+    z1, z2 = features(BATCH, DIM, seed=4, spread=0.05)
+    pulls = {}
+    for reference in ("none", "positive"):
+        est = compopt.SogCLREstimator(BATCH, gamma=0.1, tau=TAU, reference=reference, dtype=torch.float64)
+        with torch.no_grad():
+            est.load_state_dict({**est.state_dict(), "rows": _large_u(est)})
+        pulls[reference] = run(est, z1, z2, torch.arange(BATCH))[1].norm()
+    assert pulls["none"] > 1e-3 and pulls["positive"] < 1e-6
+
+
+def _large_u(est):
+    """Rows whose stored average is far above what any batch gives."""
+    rows = est.state_dict()["rows"]
+    return {**rows, "log_u": torch.full_like(rows["log_u"], 60.0), "count": torch.ones_like(rows["count"])}
