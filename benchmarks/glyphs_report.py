@@ -13,20 +13,28 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.glyphs import METRIC, best, final_jobs, finished
+from benchmarks.glyphs import METRIC, RESULTS, best, final_jobs, finished
 from benchmarks.glyphs_arms import Arm
 from recipes.methods import METHODS
 from recipes.plots import COLOURS, STYLE
 from recipes.report import environment, markdown_table, mean_spread
 
 BASELINES = ("infonce", "infonce-no-positive")
+# Runs of SogCLR and iSogCLR, reference "none", when their positives were pulled with the sum of the weights: commits
+# before 02a11b1. Nothing writes to this file any more.
+SUMMED = RESULTS.with_name("glyphs_summed_positive.jsonl")
 Results = dict[str, dict[str, Any]]
 
 
 def write(arms: Sequence[Arm], args: argparse.Namespace) -> None:
     """Write ``glyphs.md`` and ``glyphs.png`` beside the file of results."""
     results = finished(args.results)
-    text = [_head(results), *regime_sections(arms, results, args.trial), tuning_section(arms, results, args.trial)]
+    text = [
+        _head(results),
+        *regime_sections(arms, results, args.trial),
+        forms_section(arms, results, args.trial),
+        tuning_section(arms, results, args.trial),
+    ]
     path = args.results.with_suffix(".md")
     path.write_text("\n\n".join(text) + "\n")
     pictures = _draw(arms, results, args.trial, args.results.with_suffix(".png"))
@@ -107,6 +115,29 @@ def _gain(own: Sequence[float], rival: Sequence[float]) -> str:
         return f"{difference:+.1f}"
     error = sum(statistics.variance(values) / len(values) for values in (own, rival)) ** 0.5
     return f"{difference:+.1f} ± {error:.1f}"
+
+
+def forms_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
+    """SogCLR's two forms of the positive beside each other, each tuned over the same grid."""
+    summed = finished(SUMMED)
+    table = [["regime", "method", "weight 1 (eq. 10)", "sum of the weights (h)", "difference"]]
+    for arm in arms:
+        own, other = _finals(arm, results, limit), _finals(arm, summed, limit)
+        if own and other:
+            gaps = [a - b for a, b in zip(_values(own), _values(other), strict=True)]
+            cells = [mean_spread(_values(own)), mean_spread(_values(other)), _paired(gaps)]
+            table.append([arm.regime, arm_name(arm), *cells])
+    head = (
+        'SogCLR\'s eq. 10 pulls every positive with weight 1 (`reference="none"`). Before commit 02a11b1 it was pulled\n'
+        "pulled with the sum of the pair weights, as iSogCLR's h has it. R@1 from image to name, the same grid, seeds and\n"
+        "split; the difference is paired by seed, ± its standard error."
+    )
+    return f"## The weight of the positive\n\n{head}\n\n{markdown_table(table)}"
+
+
+def _paired(gaps: Sequence[float]) -> str:
+    """Mean of differences and its standard error."""
+    return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
 
 
 def tuning_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
