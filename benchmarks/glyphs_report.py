@@ -127,10 +127,12 @@ def forms_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
             gaps = [a - b for a, b in zip(_values(own), _values(other), strict=True)]
             cells = [mean_spread(_values(own)), mean_spread(_values(other)), _paired(gaps)]
             table.append([arm.regime, arm_name(arm), *cells])
-    head = (
-        'SogCLR\'s eq. 10 pulls every positive with weight 1 (`reference="none"`). Before commit 02a11b1 it was pulled\n'
-        "pulled with the sum of the pair weights, as iSogCLR's h has it. R@1 from image to name, the same grid, seeds and\n"
-        "split; the difference is paired by seed, ± its standard error."
+    head = "\n".join(
+        [
+            'SogCLR\'s eq. 10 pulls every positive with weight 1 (`reference="none"`). Before commit 02a11b1 it was',
+            "pulled with the sum of the pair weights, as in iSogCLR. R@1 from image to name, the same grid, seeds and",
+            "split; the difference is paired by seed, ± its standard error.",
+        ]
     )
     return f"## The weight of the positive\n\n{head}\n\n{markdown_table(table)}"
 
