@@ -1,0 +1,71 @@
+"""The minimal recipe under accelerate: any number of processes, mixed precision, accumulation.
+
+python -m recipes.by_feature.with_accelerate
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_accelerate --resume
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+import compopt
+from compopt.integrations import accelerate as integration
+from recipes import glyphs
+from recipes.evaluate import retrieval
+from recipes.models import TwoTowers
+from recipes.tokens import Tokenizer
+
+
+def data_and_model(limit=None):
+    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    data = glyphs.load()
+    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
+    tokens = tokenizer(data.names)[data.caption]
+    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
+    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
+
+
+@torch.no_grad()
+def recall(model, held_out):
+    """Share of held-out images whose nearest caption is their own."""
+    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
+    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    train, held_out, model = data_and_model(args.limit)
+    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    integration.attach(est, optimizer, accelerator)  # after prepare
+    integration.register_for_checkpointing(est, accelerator)
+    first = max((int(path.name) for path in args.folder.glob("[0-9]*")), default=0) if args.resume else 0
+    if first:
+        accelerator.load_state(args.folder / str(first))
+    for epoch in range(first, args.epochs):
+        torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
+        for images, tokens, index in loader:
+            loss = est(*model.train()(images, tokens), index)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(args.folder / str(epoch + 1))  # the rows of all ranks too
+        found = recall(accelerator.unwrap_model(model), held_out)
+        accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * found:.1f} %")
+
+
+if __name__ == "__main__":
+    main()

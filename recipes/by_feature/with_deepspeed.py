@@ -1,0 +1,72 @@
+"""The minimal recipe under DeepSpeed; the ZeRO stage is in the configuration.
+
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_deepspeed           # on a CPU: DS_ACCELERATOR=cpu
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_deepspeed --epochs 3 --resume
+"""
+
+import argparse
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import compopt
+from compopt.integrations import deepspeed as integration
+from recipes import glyphs
+from recipes.evaluate import retrieval
+from recipes.models import TwoTowers
+from recipes.tokens import Tokenizer
+
+
+def data_and_model(limit=None):
+    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    data = glyphs.load()
+    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
+    tokens = tokenizer(data.names)[data.caption]
+    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
+    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
+
+
+@torch.no_grad()
+def recall(model, held_out):
+    """Share of held-out images whose nearest caption is their own."""
+    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
+    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_deepspeed"))
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    train, held_out, model = data_and_model(args.limit)
+    sampler = DistributedSampler(train, drop_last=True)
+    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
+    model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts weights as flat bytes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
+    config = {"train_micro_batch_size_per_gpu": args.batch_size, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    est.attach(engine)  # after initialize
+    client = integration.load_checkpoint(engine, est, args.folder)[1] if args.resume else None
+    first = client["epoch"] if client else 0
+    for epoch in range(first, args.epochs):
+        sampler.set_epoch(epoch)  # the order of an epoch is the same after a resume
+        for images, tokens, index in loader:
+            engine.train()
+            z1, z2 = engine(images.to(engine.device), tokens.to(engine.device))
+            engine.backward(est(z1, z2, index))
+            engine.step()
+        integration.save_checkpoint(engine, est, args.folder, client_state={"epoch": epoch + 1})
+        found = 100 * recall(engine.module, held_out)
+        print(f"rank {engine.global_rank}, epoch {epoch + 1}: recall {found:.1f} %")
+
+
+if __name__ == "__main__":
+    main()

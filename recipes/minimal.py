@@ -1,0 +1,80 @@
+"""CLIP in plain torch with a compopt estimator: one file to copy. Put in your data and your model.
+
+python -m recipes.minimal                      # glyphs, two epochs, about a minute on two cores
+python -m recipes.minimal --epochs 3 --resume  # one more, from where the last one ended
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import compopt
+from recipes import glyphs
+from recipes.evaluate import retrieval
+from recipes.models import TwoTowers
+from recipes.tokens import Tokenizer
+
+
+def data_and_model(limit=None):
+    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    data = glyphs.load()
+    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
+    tokens = tokenizer(data.names)[data.caption]
+    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
+    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
+
+
+@torch.no_grad()
+def recall(model, held_out):
+    """Share of held-out images whose nearest caption is their own."""
+    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
+    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+
+
+def save(folder, epoch, est, parts):
+    """The estimator's rows in a directory of their own, everything else in one file that names it."""
+    rows = compopt.save(est, folder / "rows").name
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({"epoch": epoch, "rows": rows, **states}, folder / "last.pt")
+
+
+def load(folder, est, parts):
+    """Continue after the epoch that was saved last."""
+    saved = torch.load(folder / "last.pt")
+    compopt.load(est, folder / "rows" / saved["rows"])
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["epoch"]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--folder", type=Path, default=Path("runs/minimal"))
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    train, held_out, model = data_and_model(args.limit)
+    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
+    est.attach(optimizer)  # rows are committed after each real optimizer.step()
+    parts = {"model": model, "optimizer": optimizer}
+    first = load(args.folder, est, parts) if args.resume else 0
+    for epoch in range(first, args.epochs):
+        torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
+        for images, tokens, index in loader:
+            loss = est(*model.train()(images, tokens), index)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(args.folder, epoch + 1, est, parts)
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
+
+
+if __name__ == "__main__":
+    main()

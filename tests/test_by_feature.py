@@ -1,0 +1,91 @@
+"""The recipes that people copy: each trains, resumes bit for bit, and differs from the minimal one by its idea alone."""
+
+import difflib
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import minimal
+
+ROOT = Path(__file__).parent.parent
+BASE = Path(minimal.__file__)
+# lines that may differ, in both files together; those with a framework lose the functions that save and load
+ALLOWED = {
+    "chosen_batches": 18,
+    "gradient_cache": 20,
+    "several_captions": 16,
+    "two_data_sets": 24,
+    "with_accelerate": 44,
+    "with_deepspeed": 56,
+}
+SMALL = ("--limit", "192", "--batch-size", "32")
+
+
+def features() -> list[str]:
+    return sorted(path.stem for path in (BASE.parent / "by_feature").glob("*.py") if path.stem != "__init__")
+
+
+def test_every_feature_is_listed():
+    assert features() == sorted(ALLOWED)
+
+
+@pytest.mark.parametrize("name", features())
+def test_a_feature_is_a_small_change_of_the_minimal_recipe(name):
+    other = BASE.parent / "by_feature" / f"{name}.py"
+    lines = [path.read_text().split('"""', 2)[2].splitlines() for path in (BASE, other)]  # without the docstring
+    changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-"]
+    assert len(changed) <= ALLOWED[name], "\n".join(changed)
+
+
+def test_the_minimal_recipe_is_short():
+    assert len(BASE.read_text().splitlines()) <= 80
+
+
+def train(name: str, folder: Path, *options: str) -> None:
+    module = minimal if name == "minimal" else importlib.import_module(f"recipes.by_feature.{name}")
+    module.main([*SMALL, "--folder", str(folder), *options])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint."""
+    if (folder / "last.pt").exists():
+        return torch.load(folder / "last.pt")["model"]
+    from safetensors.torch import load_file
+
+    return load_file(max(folder.glob("[0-9]*"), key=lambda path: int(path.name)) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["minimal", *(name for name in features() if name != "with_deepspeed")])
+def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
+    train(name, tmp_path / "whole", "--epochs", "2")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    train(name, tmp_path / "parts", "--epochs", "1")
+    train(name, tmp_path / "parts", "--epochs", "2", "--resume")
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")] == said
+    assert len(said) == 2
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def launched(name: str, folder: Path, *options: str) -> list[str]:
+    """Two processes; -> what they printed about epochs, sorted."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    command += [f"recipes.by_feature.{name}", *SMALL, "--folder", str(folder), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return sorted(line for line in done.stdout.splitlines() if "recall" in line)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("name", ["with_accelerate", "with_deepspeed"])
+def test_two_processes_train_and_resume(name, tmp_path):
+    whole = launched(name, tmp_path / "whole", "--epochs", "2")
+    first = launched(name, tmp_path / "parts", "--epochs", "1")
+    assert sorted([*first, *launched(name, tmp_path / "parts", "--epochs", "2", "--resume")]) == whole
