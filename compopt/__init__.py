@@ -8,6 +8,7 @@ from compopt.estimator import Estimator
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
 from compopt.presets import (
+    DCLEstimator,
     EMC2Estimator,
     FastCLIPEstimator,
     InfoNCEEstimator,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchNormalizer",
     "ContrastiveEstimator",
+    "DCLEstimator",
     "EMC2Estimator",
     "Estimator",
     "FastCLIPEstimator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from compopt.autograd import with_gradients
 from compopt.component import Component, Normalizer, Temperature
 from compopt.estimator import Estimator
 from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
+from compopt.groups import parse
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.monitor import warn_rho
 from compopt.negatives.encoder import Encode, Encoder
@@ -55,6 +57,8 @@ class ContrastiveEstimator(Estimator):
         offload_dir: folder of that file, on a local disk.
         shard: each rank keeps ``n / K`` rows, whatever the placement, instead of all.
         dtype: of the rows, float32 or float64.
+        sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``, whose values go before those of the
+            parts; sizes must be theirs.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
@@ -92,6 +96,7 @@ class ContrastiveEstimator(Estimator):
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
+        sample_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.flag("normalize", normalize)
@@ -104,7 +109,8 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
         placement = Placement(process_group, offload, offload_dir, shard)
-        super().__init__(parts, mode=mode, dtype=dtype, placement=placement)
+        groups = None if sample_groups is None else parse(sample_groups)
+        super().__init__(parts, mode=mode, dtype=dtype, placement=placement, sample_groups=groups)
         self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(self._groups, owner=self)
@@ -176,7 +182,15 @@ class ContrastiveEstimator(Estimator):
         return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
 
     def feature_gradients(
-        self, z1: Tensor, z2: Tensor, index: Tensor | None = None, **options: Any
+        self,
+        z1: Tensor,
+        z2: Tensor,
+        index: Tensor | None = None,
+        index2: Tensor | None = None,
+        group: Tensor | None = None,
+        encode: Encode | None = None,
+        *,
+        tau: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and its gradients with respect to ``z1`` and ``z2``, for cached-feature accumulation.
 
@@ -184,17 +198,21 @@ class ContrastiveEstimator(Estimator):
         negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
         call.
 
+        Args:
+            z1, z2, index, index2, group, tau: as in a call.
+            encode: refused: its features would get no gradient.
+
         Returns:
             ``(loss, g1, g2)``, detached, the gradients in the features' dtype.
 
         Raises:
-            ValueError: with ``encode``, whose features would get no gradient.
+            ValueError: with ``encode``; whatever a call raises.
         """
-        if options.get("encode") is not None:
+        if encode is not None:
             raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
-            loss = self(z1, z2, index, **options)
+            loss = self(z1, z2, index, index2, group, tau=tau)
             g1, g2 = torch.autograd.grad(loss, (z1, z2))
         return loss.detach(), g1, g2
 

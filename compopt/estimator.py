@@ -49,15 +49,14 @@ class Estimator(Hooks):
         components: parts by role.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
         dtype: of the floating-point columns.
+        placement: where rows live; ``None``: in this process's memory.
+        sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
 
     State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
 
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
     """
-
-    # Presets: the groups as the user gave them, which override the arguments that all groups share.
-    _given_groups: Groups | None = None
 
     def __init__(
         self,
@@ -66,6 +65,7 @@ class Estimator(Hooks):
         mode: str,
         dtype: torch.dtype,
         placement: Placement | None = None,
+        sample_groups: Groups | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(dtype, torch.dtype):
@@ -76,7 +76,7 @@ class Estimator(Hooks):
         self.training = True
         self.t = 0
         self._components = dict(components)
-        self._groups = SampleGroups(self._components, mode, self._given_groups)
+        self._groups = SampleGroups(self._components, mode, sample_groups)
         placement = placement or Placement()
         self._ranks = Ranks(placement.process_group)
         self._table = self._make_table(placement)

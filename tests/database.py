@@ -92,6 +92,19 @@ def infonce(name, include_positive, multiply_tau):
     )
 
 
+def dcl(learn_tau):
+    """DCLEstimator."""
+    return EstimatorInfo(
+        "dcl" + ("-learned" if learn_tau else ""),
+        lambda mode, n, dtype, tau, gamma, **o: compopt.DCLEstimator(tau, learn_tau, mode=mode, dtype=dtype, **o),
+        lambda mode, n, tau, gamma: Reference(group(n, tau, gamma), BatchReference(False), FixedReference(), mode),
+        tau_leaf=(lambda est: list(est.parameters())[0]) if learn_tau else None,
+        tau_chain=lambda tau: -tau,
+        min_tau=0.011 if learn_tau else 0.0,
+        views="separate",
+    )
+
+
 def clip_learned(multiply_tau):
     """CLIP: log(1/tau) is a parameter of the user's optimizer."""
     return EstimatorInfo(
@@ -411,6 +424,8 @@ DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
     infonce("infonce-not-multiplied", include_positive=True, multiply_tau=False),
+    dcl(learn_tau=False),
+    dcl(learn_tau=True),
     clip_learned(multiply_tau=False),
     clip_learned(multiply_tau=True),
     batch_tensor_tau(include_positive=True),

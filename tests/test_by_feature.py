@@ -1,4 +1,4 @@
-"""The recipes that people copy: each trains, resumes bit for bit, and differs from the minimal one by its idea alone."""
+"""The recipes that people copy: each trains, resumes bit for bit, and differs by its idea alone."""
 
 import difflib
 import importlib

@@ -1,5 +1,6 @@
 """The published methods as compositions; nothing here but which parts and which defaults."""
 
+from compopt.presets.dcl import DCLEstimator
 from compopt.presets.emc2 import EMC2Estimator
 from compopt.presets.fastclip import FastCLIPEstimator
 from compopt.presets.infonce import InfoNCEEstimator
@@ -9,6 +10,7 @@ from compopt.presets.residual import ResidualEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
 __all__ = [
+    "DCLEstimator",
     "EMC2Estimator",
     "FastCLIPEstimator",
     "ISogCLREstimator",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.negatives import MCMCNegativeSampler
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class EMC2Estimator(ContrastiveEstimator):
@@ -24,8 +25,7 @@ class EMC2Estimator(ContrastiveEstimator):
         burn_in: ``P``, a count, or a fraction of the ``R`` proposals.
         tau: temperature.
         proposals, rescore, seed: see :class:`~compopt.MCMCNegativeSampler`.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
     16 in unimodal mode.
@@ -46,6 +46,7 @@ class EMC2Estimator(ContrastiveEstimator):
         1
     """
 
+    @takes_options()
     def __init__(
         self,
         n: GroupSpec,
@@ -54,27 +55,11 @@ class EMC2Estimator(ContrastiveEstimator):
         proposals: str = "pool",
         rescore: bool = False,
         seed: int = 0,
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
-        self._given_groups = parse(n)
         super().__init__(
             MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed),
             FixedTemperature(tau),
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=parse(n),
+            **options,
         )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import MovingAverageEstimator
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import CommonOptions, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FASTCLIP_EPS = 1e-14
 FASTCLIP_VERSIONS = ("v0", "v1", "v2", "v3")
@@ -42,8 +43,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         lr: step size of the learned temperature (Adam).
         tau_min, tau_max, max_grad: bounds; ``None`` is filled by mode.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
-        mode, normalize, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
     three numbers.
@@ -61,6 +61,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         0.6
     """
 
+    @takes_options(CommonOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -75,14 +76,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         betas: tuple[float, float] = (0.9, 0.999),
         reference: str = "positive",
         eps: float = FASTCLIP_EPS,
-        mode: str = "bimodal",
-        normalize: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[CommonOptions],
     ) -> None:
         checks.one_of("version", version, FASTCLIP_VERSIONS)
         self.version = version
@@ -100,17 +94,10 @@ class FastCLIPEstimator(ContrastiveEstimator):
                 optimizer="adam",
                 betas=betas,
             )
-        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference, eps),
             temperature,
-            mode=mode,
-            normalize=normalize,
             multiply_tau=version != "v0",
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=parse(n),
+            **options,
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.normalizers import BatchNormalizer
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class InfoNCEEstimator(ContrastiveEstimator):
@@ -20,11 +23,10 @@ class InfoNCEEstimator(ContrastiveEstimator):
 
     Args:
         tau: temperature, a number or a 0-d tensor.
-        include_positive: keep the positive in the denominator (the usual loss). ``False`` is the control that a
-            stateful method must beat.
+        include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
+            learning, :class:`~compopt.DCLEstimator`, the control that a stateful method must beat.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
@@ -43,31 +45,16 @@ class InfoNCEEstimator(ContrastiveEstimator):
         True
     """
 
+    @takes_options()
     def __init__(
         self,
         tau: float | Tensor = 0.07,
         include_positive: bool = True,
         learn_tau: bool = False,
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             BatchNormalizer(include_positive),
-            FixedTemperature(tau, learn=learn_tau, dtype=dtype),
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32)),
+            **options,
         )

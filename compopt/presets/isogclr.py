@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import MovingAverageEstimator
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import TemperatureDual
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ISogCLREstimator(ContrastiveEstimator):
@@ -24,8 +25,7 @@ class ISogCLREstimator(ContrastiveEstimator):
         n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
         rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer, beta: see :class:`~compopt.TemperatureDual`;
             ``None`` is filled by mode.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
     bimodal mode, 16 in unimodal.
@@ -43,6 +43,7 @@ class ISogCLREstimator(ContrastiveEstimator):
         (3, 2)
     """
 
+    @takes_options()
     def __init__(
         self,
         n: GroupSpec,
@@ -56,30 +57,14 @@ class ISogCLREstimator(ContrastiveEstimator):
         optimizer: str = "momentum",
         beta: float = 0.9,
         reference: str = "positive",
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
         temperature = TemperatureDual(
             sizes(n), rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer=optimizer, beta=beta
         )
-        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference),
             temperature,
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=parse(n),
+            **options,
         )

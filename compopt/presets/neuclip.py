@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,8 +11,11 @@ from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import NeuralNormalizer
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LEARNED = ("global", "individual")
 
@@ -35,8 +38,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
             sample and direction.
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each; a learned temperature adds
     its own. Communication and cost: see :class:`~compopt.NeuralNormalizer`.
@@ -54,6 +56,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         torch.Size([2, 32, 8])
     """
 
+    @takes_options()
     def __init__(
         self,
         dim: int,
@@ -77,15 +80,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         tau_max: float | None = None,
         max_grad: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
         if not isinstance(learn_tau, bool):
             checks.one_of("learn_tau", learn_tau, LEARNED)
@@ -104,8 +99,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
                 optimizer="adam",
                 betas=betas,
             )
-        if n is not None:
-            self._given_groups = parse(n)
         super().__init__(
             NeuralNormalizer(
                 dim,
@@ -123,13 +116,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
                 groups,
             ),
             temperature,
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=None if n is None else parse(n),
+            **options,
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ResidualEstimator(ContrastiveEstimator):
@@ -31,8 +32,7 @@ class ResidualEstimator(ContrastiveEstimator):
         tau: temperature.
         prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
         eps: added to the inner function.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: the queue, ``(2, m, d)``, twice; with ``n`` a logarithm and a count per sample and direction.
 
@@ -44,6 +44,7 @@ class ResidualEstimator(ContrastiveEstimator):
         >>> est.step()
     """
 
+    @takes_options()
     def __init__(
         self,
         dim: int,
@@ -52,29 +53,12 @@ class ResidualEstimator(ContrastiveEstimator):
         tau: float = 0.07,
         prototypes: int = 1024,
         eps: float = 0.0,
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
-        if n is not None:
-            self._given_groups = parse(n)
         queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
         super().__init__(
             ResidualNormalizer(queue, None if n is None else sizes(n), gamma),
             FixedTemperature(tau),
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=None if n is None else parse(n),
+            **options,
         )

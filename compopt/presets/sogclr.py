@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.groups import GroupSpec, parse, sizes
 from compopt.normalizers import MovingAverageEstimator
-from compopt.ranks import ProcessGroup
+from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SogCLREstimator(ContrastiveEstimator):
@@ -29,8 +30,7 @@ class SogCLREstimator(ContrastiveEstimator):
         tau: temperature.
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
         eps: added to the inner function.
-        mode, normalize, multiply_tau, chunk_size, process_group, offload, offload_dir, shard, dtype: see
-            :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample, one each per direction in bimodal mode: 16 bytes a sample.
 
@@ -50,6 +50,7 @@ class SogCLREstimator(ContrastiveEstimator):
         [1, 0]
     """
 
+    @takes_options()
     def __init__(
         self,
         n: GroupSpec,
@@ -57,27 +58,11 @@ class SogCLREstimator(ContrastiveEstimator):
         tau: float = 0.07,
         reference: str = "none",
         eps: float = 0.0,
-        mode: str = "bimodal",
-        normalize: bool = True,
-        multiply_tau: bool = True,
-        chunk_size: int | None = None,
-        process_group: ProcessGroup | None = None,
-        offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **options: Unpack[Options],
     ) -> None:
-        self._given_groups = parse(n)
         super().__init__(
             MovingAverageEstimator(sizes(n), gamma, reference, eps),
             FixedTemperature(tau),
-            mode=mode,
-            normalize=normalize,
-            multiply_tau=multiply_tau,
-            chunk_size=chunk_size,
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
+            sample_groups=parse(n),
+            **options,
         )

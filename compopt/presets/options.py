@@ -1,0 +1,68 @@
+"""The options that every preset passes on to :class:`~compopt.ContrastiveEstimator`, spelled once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, cast
+
+import torch
+
+from compopt.contrastive import ContrastiveEstimator
+from compopt.ranks import ProcessGroup
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
+
+    mode: str
+    normalize: bool
+    chunk_size: int | None
+    process_group: ProcessGroup | None
+    offload: str | None
+    offload_dir: str | os.PathLike[str] | None
+    shard: bool
+    dtype: torch.dtype
+
+
+class Options(CommonOptions, total=False):
+    """Those of presets that leave the form of the objective to the user."""
+
+    multiply_tau: bool
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def takes_options(kind: Any = Options) -> Callable[[Init], Init]:
+    """Show the options in the signature of a preset's ``__init__``, with their defaults, and refuse any other name.
+
+    ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
+
+    Args:
+        kind: the preset's ``**options``: :class:`Options` or :class:`CommonOptions`.
+    """
+
+    def decorate(init: Init) -> Init:
+        options = [p for name, p in _of(ContrastiveEstimator.__init__).items() if name in kind.__annotations__]
+        shown = [p.replace(kind=p.KEYWORD_ONLY) for p in options]
+        own = [p for p in _of(init).values() if p.kind is not p.VAR_KEYWORD]
+        names = [p.name for p in own[1:]] + [p.name for p in shown]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in names:
+                    raise TypeError(f"{type(self).__name__} has no argument {name!r}; it takes {', '.join(names)}")
+            init(self, *args, **kwargs)
+
+        checked.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
+        return cast(Init, checked)
+
+    return decorate
+
+
+def _of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)

@@ -1,0 +1,49 @@
+"""The options of ContrastiveEstimator: spelled once, shown and refused by every preset."""
+
+import inspect
+
+import pytest
+
+import compopt
+from compopt.presets.options import CommonOptions, Options
+
+PRESETS = [
+    (compopt.DCLEstimator, {}),
+    (compopt.EMC2Estimator, {"n": 9}),
+    (compopt.FastCLIPEstimator, {"n": 9, "rho": 0.1}),
+    (compopt.InfoNCEEstimator, {}),
+    (compopt.ISogCLREstimator, {"n": 9}),
+    (compopt.NeuCLIPEstimator, {"dim": 4, "prototypes": 8}),
+    (compopt.ResidualEstimator, {"dim": 4, "prototypes": 8}),
+    (compopt.SogCLREstimator, {"n": 9}),
+]
+PARTS = {"self", "normalizer", "temperature", "sample_groups"}
+
+
+def test_type_checkers_see_what_the_base_class_takes():
+    """The one list of names that Python cannot derive from the signature."""
+    taken = inspect.signature(compopt.ContrastiveEstimator.__init__).parameters
+    assert set(Options.__annotations__) == set(taken) - PARTS
+    assert set(CommonOptions.__annotations__) == set(Options.__annotations__) - {"multiply_tau"}
+
+
+@pytest.mark.parametrize("preset, given", PRESETS, ids=lambda x: getattr(x, "__name__", ""))
+def test_signatures_show_every_option_and_its_default(preset, given):
+    base = inspect.signature(compopt.ContrastiveEstimator).parameters
+    shown = inspect.signature(preset).parameters
+    expected = CommonOptions if preset is compopt.FastCLIPEstimator else Options
+    assert all(shown[name].default == base[name].default for name in expected.__annotations__)
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+
+
+@pytest.mark.parametrize("preset, given", PRESETS, ids=lambda x: getattr(x, "__name__", ""))
+def test_unknown_options_are_refused_by_name(preset, given):
+    with pytest.raises(TypeError, match=rf"{preset.__name__} has no argument 'chunksize'; it takes .*chunk_size"):
+        preset(**given, chunksize=4)
+    est = preset(**given, chunk_size=4, normalize=False)
+    assert est.chunk_size == 4 and est.normalize is False
+
+
+def test_every_preset_is_here():
+    subclasses = set(compopt.ContrastiveEstimator.__subclasses__())
+    assert {cls for cls in subclasses if cls.__module__.startswith("compopt.")} == {preset for preset, _ in PRESETS}
