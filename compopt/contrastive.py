@@ -41,7 +41,7 @@ class ContrastiveEstimator(Estimator):
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
         mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
             ``"unimodal"``: two views, negatives are both views of the other samples (``2B - 2``).
-        normalize: L2-normalise the features. Otherwise they are used as they come.
+        normalize: L2-normalise the features. Otherwise they are used as they come, with norms below 1e15.
         multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
         chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
             memory for one more matrix product.
@@ -144,8 +144,8 @@ class ContrastiveEstimator(Estimator):
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
 
         Returns:
-            0-d loss; not finite if a feature is not (then the batch's rows keep their values and a warning says
-            how many feature rows are to blame).
+            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
+            keep their values and a warning says how many feature rows are to blame).
         """
         with self._reader.meeting.guard():
             keys, tau = self._check_call(z1, z2, index, index2, group, tau)
@@ -165,7 +165,7 @@ class ContrastiveEstimator(Estimator):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
         encoded = [] if encoder is None else encoder.features
-        self._reader.monitor.watch_features(value, (a, b), *encoded)
+        self._reader.monitor.watch_features(value, a, b, *encoded)
         value = visit.guard(value)
         if encoder is not None and torch.is_grad_enabled():
             learned = learned + encoder.outputs

@@ -70,9 +70,9 @@ class Encoder:
         return given
 
     @property
-    def features(self) -> list[tuple[Tensor, Tensor]]:
-        """What was encoded, if anything: of modality 1 and 2."""
-        return [(self._prepared[0][1], self._prepared[-1][1])] if self._prepared else []
+    def features(self) -> list[Tensor]:
+        """What was encoded, if anything, prepared: of every modality."""
+        return [unit for _, unit, _ in self._prepared]
 
     @property
     def wants_gradients(self) -> bool:
