@@ -11,6 +11,7 @@ from torch import Tensor
 from compopt import checks, objective
 from compopt.autograd import with_gradients
 from compopt.component import Component, Normalizer, Temperature
+from compopt.context import refuse_tangent, refuse_transforms
 from compopt.estimator import Estimator
 from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
 from compopt.inputs import check_features, check_tau, check_vector, tau_facts
@@ -146,8 +147,14 @@ class ContrastiveEstimator(Estimator):
         Returns:
             0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
             keep their values and a warning says how many feature rows are to blame).
+
+        Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
+        ``torch.func`` are refused.
         """
+        refuse_transforms()
         with self._reader.meeting.guard():
+            for name, value in (("z1", z1), ("z2", z2), ("tau", tau)):
+                refuse_tangent(name, value)
             keys, tau = self._check_call(z1, z2, index, index2, group, tau)
             self.normalizer.check_encode(encode, keys)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
@@ -189,6 +196,9 @@ class ContrastiveEstimator(Estimator):
         """
         if options.get("encode") is not None:
             raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
+        refuse_transforms()
+        for name, z in (("z1", z1), ("z2", z2)):  # before detach drops it
+            refuse_tangent(name, z)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
             loss = self(z1, z2, index, **options)
@@ -247,6 +257,7 @@ class ContrastiveEstimator(Estimator):
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
+            refuse_tangent("the temperature", tau)
         return tau.to(z.device) if isinstance(tau, Tensor) else tau
 
     def _evaluate(

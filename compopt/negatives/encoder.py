@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compopt import objective
+from compopt.context import refuse_tangent
 from compopt.inputs import check_features
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
@@ -67,6 +68,8 @@ class Encoder:
             if z.device != self._like.device:
                 raise ValueError(f"encode returned features on {z.device}, the batch is on {self._like.device}")
         check_features(given[0], given[-1], least=0)
+        for z in given:
+            refuse_tangent("what encode returned", z)
         return given
 
     @property
