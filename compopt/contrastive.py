@@ -149,7 +149,8 @@ class ContrastiveEstimator(Estimator):
             keep their values and a warning says how many feature rows are to blame).
 
         Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
-        ``torch.func`` are refused.
+        ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
+        that the encoders are does no harm.
         """
         refuse_transforms()
         with self._reader.meeting.guard():
