@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -20,8 +19,13 @@ class _ClosedForm(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # in backward: with create_graph=True, and only then
+            raise RuntimeError(
+                "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, "
+                "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
+                "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
+            )
         gradients = ctx.saved_tensors
         scaled = (
             (gradient * grad_output.to(gradient.dtype)).to(dtype)
@@ -33,13 +37,17 @@ class _ClosedForm(torch.autograd.Function):
 def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
     """``value`` as a node of the graph of ``inputs`` with the given gradients, cast to their dtypes only when scaled.
 
-    A second derivative raises: the weights are estimates, and their derivative is not that of the objective.
+    A backward pass with ``create_graph=True`` raises: the weights are estimates, and their derivative is not that of
+    the objective.
     """
     return _ClosedForm.apply(value, len(gradients), *gradients, *inputs)
 
 
 class _LowerBound(torch.autograd.Function):
-    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``."""
+    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``.
+
+    Autograd differentiates that rule once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
@@ -47,7 +55,6 @@ class _LowerBound(torch.autograd.Function):
         return x.clamp(min=low)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (inside,) = ctx.saved_tensors
         return torch.where(inside | (grad_output < 0), grad_output, 0), None

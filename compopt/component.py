@@ -141,6 +141,11 @@ class Component(ABC):
     # -- state that is not rows --------------------------------------------------------------------------------
 
     @property
+    def has_state(self) -> bool:
+        """Whether anything is kept that is not rows."""
+        return bool(self.state)
+
+    @property
     def has_pending_state(self) -> bool:
         """A pending copy waits for :meth:`promote`."""
         return self._pending_state is not None

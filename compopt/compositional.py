@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compopt.autograd import with_gradients
+from compopt.context import refuse_tangent, refuse_transforms
 from compopt.normalizers import MovingAverageEstimator
 
 
@@ -57,6 +58,8 @@ def compositional_loss(
         raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
     if not isinstance(g, Tensor) or g.dim() != 1:
         raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
+    refuse_transforms()
+    refuse_tangent("g", g)
     inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))
     if inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")

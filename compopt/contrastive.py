@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt import checks, objective
 from compopt.autograd import with_gradients
 from compopt.component import Component, Normalizer, Temperature
+from compopt.context import refuse_tangent, refuse_transforms
 from compopt.estimator import Estimator
 from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
 from compopt.groups import parse
@@ -46,7 +47,7 @@ class ContrastiveEstimator(Estimator):
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
         mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
             ``"unimodal"``: two views, negatives are both views of the other samples (``2B - 2``).
-        normalize: L2-normalise the features. Otherwise they are used as they come.
+        normalize: L2-normalise the features. Otherwise they are used as they come, with norms below 1e15.
         multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
         chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
             memory for one more matrix product.
@@ -153,10 +154,17 @@ class ContrastiveEstimator(Estimator):
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
 
         Returns:
-            0-d loss; not finite if a feature is not (then the batch's rows keep their values and a warning says
-            how many feature rows are to blame).
+            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
+            keep their values and a warning says how many feature rows are to blame).
+
+        Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
+        ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
+        that the encoders are does no harm.
         """
+        refuse_transforms()
         with self._reader.meeting.guard():
+            for name, value in (("z1", z1), ("z2", z2), ("tau", tau)):
+                refuse_tangent(name, value)
             keys, tau = self._check_call(z1, z2, index, index2, group, tau)
             self.normalizer.check_encode(encode, keys)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
@@ -174,7 +182,7 @@ class ContrastiveEstimator(Estimator):
                     if norm is not None and inputs:
                         gradients[at] = objective.through_normalization(gradients[at], unit, norm)
         encoded = [] if encoder is None else encoder.features
-        self._reader.monitor.watch_features(value, (a, b), *encoded)
+        self._reader.monitor.watch_features(value, a, b, *encoded)
         value = visit.guard(value)
         if encoder is not None and torch.is_grad_enabled():
             learned = learned + encoder.outputs
@@ -210,6 +218,9 @@ class ContrastiveEstimator(Estimator):
         """
         if encode is not None:
             raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
+        refuse_transforms()
+        for name, z in (("z1", z1), ("z2", z2)):  # before detach drops it
+            refuse_tangent(name, z)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
             loss = self(z1, z2, index, index2, group, tau=tau)
@@ -268,6 +279,7 @@ class ContrastiveEstimator(Estimator):
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
+            refuse_tangent("the temperature", tau)
         return tau.to(z.device) if isinstance(tau, Tensor) else tau
 
     def _evaluate(

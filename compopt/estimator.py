@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from compopt import checkpoint
 from compopt.attach import Attachments
 from compopt.component import Component
+from compopt.context import in_backward, in_checkpoint
 from compopt.deposits import COUNT, Deposit
 from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
@@ -148,11 +149,34 @@ class Estimator(Hooks):
     ) -> Visit:
         """The committed rows of a call, and what it sends along, over all ranks; ``facts`` must be alike there."""
         self._refuse_part()
+        self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
             self._drop_skipped()
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
         return self._reader.visit(keys, like, payload, depositing, progress)
+
+    def _refuse_checkpoint(self) -> None:
+        """Inside a checkpointed function: it runs again in backward, where a call would repeat what it did.
+
+        Allowed where that is nothing: one rank, and a stateless estimator, ``eval()`` or ``torch.no_grad()``.
+        """
+        grad = torch.is_grad_enabled()
+        keeps = self._table is not None or any(part.has_state for part in self._components.values())
+        deposits = keeps and self.training and grad
+        meets = self._ranks.size > 1 and (grad or in_backward())
+        if not (deposits or meets) or not in_checkpoint():
+            return
+        error = RuntimeError(
+            f"{type(self).__name__} was called inside a checkpointed function (torch.utils.checkpoint, or "
+            f"DeepSpeed's), which runs again in backward and would {'deposit' if deposits else 'gather'} the batch "
+            f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
+            f"matrix for backward"
+        )
+        if in_backward():
+            raise error  # the other ranks may not be here
+        with self._reader.meeting.guard():
+            raise error
 
     def _refuse_part(self) -> None:
         """A component of another estimator has no rows of its own."""

@@ -52,12 +52,12 @@ class Monitor:
             )
         return None
 
-    def watch_features(self, value: Tensor, *features: tuple[Tensor, Tensor]) -> None:
-        """Warn of rows of ``z1, z2`` that are not finite, if the value says that there may be some."""
+    def watch_features(self, value: Tensor, *features: Tensor) -> None:
+        """Warn of bad rows of prepared features ``(b, d)``, if the value says that there may be some."""
         if value.device.type == "cpu" and math.isfinite(value.item()):
             return  # a bad feature reaches every anchor's sum
         with torch.no_grad():
-            bad = torch.cat([~(a.sum(dim=1) + b.sum(dim=1)).isfinite() for a, b in features])
+            bad = torch.cat([z[:, 0].isnan() for z in features])  # they are NaN throughout
             self.watch(bad.sum(), _warn_features)
 
 
@@ -72,8 +72,8 @@ def _refuse_batch(one_sample: int) -> None:
 def _warn_features(bad: int) -> None:
     if bad:
         warnings.warn(
-            f"{bad} feature rows of a batch are NaN or infinite: its loss is not finite and the rows of its "
-            f"samples keep their previous values",
+            f"{bad} feature rows of a batch are NaN, infinite or too large to compute similarities of: its loss is "
+            f"not finite and the rows of its samples keep their previous values",
             stacklevel=6,
         )
 

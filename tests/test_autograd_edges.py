@@ -1,4 +1,4 @@
-"""Corners of autograd: shared inputs, layouts, frozen sides, second derivatives, inputs changed after the forward."""
+"""Corners of autograd: shared inputs, layouts, frozen sides, inputs changed after the forward."""
 
 import pytest
 import torch
@@ -68,16 +68,6 @@ def test_features_are_not_changed_or_kept():
     twin(z1, z2, index)
     twin.step()
     assert torch.equal(est.read(index)["log_u"], twin.read(index)["log_u"])
-
-
-def test_second_derivatives_are_refused_not_wrong():
-    """alpha and w are constants of the closed form: a double backward would be silently wrong."""
-    z1, z2, index = batches(N, 1, seed=5)[0]
-    z1.requires_grad_()
-    loss = make(BY_NAME["infonce-no-positive"], "bimodal", N)[0](z1, z2, index)
-    (gradient,) = torch.autograd.grad(loss, z1, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(gradient.sum(), z1)
 
 
 def test_two_losses_of_one_estimator_before_one_backward():

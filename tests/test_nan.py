@@ -1,14 +1,17 @@
-"""A feature row that is not finite never enters the state; the loss shows it; a warning counts it."""
+"""A feature row that is not finite, or too large, never enters the state; the loss shows it; a warning counts it."""
 
+import math
 import re
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compopt
 from tests.database import BY_NAME, GLOBAL, MODES, STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.pool import the_pool
 
 N = 20
 
@@ -37,7 +40,22 @@ def quietly(function, *args):
     return result, [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def count_in(messages):
+    """How many feature rows the warnings blame, 0 if there are none; no other warning is expected."""
+    counts = [re.fullmatch(r"(\d+) feature rows of a batch are NaN, infinite or too large .*", m) for m in messages]
+    assert all(counts) and len(counts) <= 1, messages
+    return int(counts[0][1]) if counts else 0
+
+
+def bad_rows(est, z1, z2, index, **options):
+    """Call and commit; how many rows the warning blames, which is 0 just when the loss is finite."""
+    loss, messages = quietly(lambda: est(z1, z2, index, **options))
+    est.step()
+    assert bool(torch.isfinite(loss)) == (count_in(messages) == 0)
+    return count_in(messages)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e200])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
@@ -84,17 +102,122 @@ def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
 
 
 def test_the_warning_names_the_count():
-    """Two bad feature rows among seven samples."""
+    """Two bad feature rows among seven samples, then three of which two belong to one sample."""
     est = compopt.SogCLREstimator(N, tau=0.1)
     z1, z2, index = batches(N, 1, batch=7, seed=95, repeats=False, dtype=torch.float32)[0]
-    messages = []
-    for bad in (True, False):
-        a = poisoned(z1, [1, 4], float("nan")) if bad else z1
-        messages += quietly(est, a, z2, index)[1]
-        messages += quietly(est.step)[1]
-    spoken = [m for m in messages if "finite" in m.lower() or "nan" in m.lower()]
-    assert spoken
-    assert any(re.search(r"\b2\b", m) for m in spoken), spoken
+    for value in (float("nan"), 1e20):
+        bad = poisoned(z1, [1, 4], value)
+        assert bad_rows(est, bad, z2, index) == 2
+        assert bad_rows(est, bad, poisoned(z2, [4], -value), index) == 3
+        assert bad_rows(est, z1, z2, index) == 0
+
+
+# rows too large to be normalised -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [[2], [0, 3], list(range(6))])
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e20), (torch.bfloat16, 1e30), (torch.float64, 1e200)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_that_overflows_is_no_zero_row(mode, dtype, size, rows):
+    """Finite features: divided by an infinite norm they were a row of zeros, committed with a finite loss."""
+    est = compopt.SogCLREstimator(N, tau=0.1, mode=mode)
+    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
+    z1[rows] *= size
+    assert z1.isfinite().all()
+    assert bad_rows(est, z1, z2, index) == len(rows)
+    assert est.read(index)["count"].sum() == 0
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.float16, 1e4), (torch.bfloat16, 1e17), (torch.float32, 1e17)])
+def test_large_rows_that_can_be_normalised_are_good(dtype, size):
+    est, twin = (compopt.SogCLREstimator(N, tau=0.1) for _ in range(2))
+    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
+    size = 2.0 ** round(math.log2(size))  # exact
+    assert bad_rows(est, z1 * size, z2 * size, index) == 0
+    twin(z1, z2, index)
+    twin.step()
+    torch.testing.assert_close(est.read(index)["log_u"], twin.read(index)["log_u"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_too_short_to_be_normalised_are_zero_rows(dtype):
+    """As F.normalize has it: their norm counts as 1e-12."""
+    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
+    short, zero = z1.clone(), z1.clone()
+    short[2] *= 1e-30
+    zero[2] = 0
+    est, twin = (compopt.SogCLREstimator(N, tau=0.1) for _ in range(2))
+    got, messages = quietly(run, est, short, z2, index)
+    assert not messages
+    for a, b in zip(got, run(twin, zero, z2, index), strict=True):
+        torch.testing.assert_close(a, b)
+    est.step()
+    twin.step()
+    torch.testing.assert_close(snapshot(est, N), snapshot(twin, N))
+
+
+@pytest.mark.parametrize("size", [1e15, 1e16, 1e18, 1e20, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+def test_features_as_they_come_have_a_limit_too(mode, dtype, size):
+    """Similarities of 1e30 reach the number that stands for no pair: rows took that for a value."""
+    est = compopt.SogCLREstimator(N, tau=0.1, mode=mode, normalize=False)
+    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
+    z1, z2 = (torch.nn.functional.normalize(z) for z in (z1, z2))
+    assert bad_rows(est, 1.01 * size * z1, 1.01 * size * z2, index) == 12
+    assert est.read(index)["count"].sum() == 0
+    assert bad_rows(est, 0.9e15 * z1, 0.9e15 * z2, index) == 0
+    assert est.read(index)["log_u"].isfinite().all() and (est.read(index)["count"] == 1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_encoded_rows_count(mode):
+    """encode's features are as bad as the batch's; one tensor for both directions is counted once."""
+    states = []
+    for value in (float("nan"), 1e20):
+        z1, z2, _ = batches(N, 1, seed=99, dtype=torch.float32)[0]
+        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, rescore=True, mode=mode), []
+
+        def encode(missing, value=value, asked=asked):
+            asked.append(len(missing))
+            z = torch.full((len(missing), 4), value)
+            return z if mode == "unimodal" else (z, torch.ones_like(z))
+
+        assert bad_rows(est, z1, z2, torch.arange(6), encode=encode) == 0 and not asked
+        assert bad_rows(est, z1, z2, torch.tensor([0, 1, 2, 10, 11, 12]), encode=encode) == asked[0] > 0
+        states.append(snapshot(est, N))
+    assert_same_bits(*states)
+
+
+def on_two_ranks(group, size):
+    """A bad row on rank 1 only."""
+    est = compopt.SogCLREstimator(N, tau=0.1, process_group=group)
+    rank = dist.get_rank(group)
+    z1, z2, _ = batches(N, 1, batch=8, seed=99, dtype=torch.float32)[0]
+    own = slice(4 * rank, 4 * rank + 4)
+    if rank:
+        z1[5] *= size
+    loss, messages = quietly(est, z1[own], z2[own], torch.arange(8)[own])
+    est.step()
+    return loss.item(), count_in(messages), est.read(torch.arange(8))["count"].tolist()
+
+
+@pytest.mark.distributed
+def test_a_large_row_of_one_rank_withholds_the_batch_of_all():
+    (loss0, bad0, count0), (loss1, bad1, count1) = the_pool().run(on_two_ranks, 2, 1e20)
+    assert math.isnan(loss0) and math.isnan(loss1)
+    assert (bad0, bad1) == (0, 1)  # each rank counts its own
+    assert count0 == count1 == [0] * 8
+
+
+def test_a_sampler_s_bank_leaves_large_rows_out():
+    bank = compopt.samplers.bank.FeatureBank(N)
+    z1, z2, index = batches(N, 1, seed=99, dtype=torch.float32)[0]
+    z1[2] *= 1e20
+    bank.write(index, bank.rounded(z1, z2))
+    with pytest.warns(UserWarning, match="1 features that were .* too large"):
+        unseen = bank.unseen()
+    assert unseen.sum() == N - 5 and unseen[index[2]]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compopt import objective
+from compopt.context import refuse_tangent
 from compopt.inputs import check_features
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
@@ -67,12 +68,14 @@ class Encoder:
             if z.device != self._like.device:
                 raise ValueError(f"encode returned features on {z.device}, the batch is on {self._like.device}")
         check_features(given[0], given[-1], least=0)
+        for z in given:
+            refuse_tangent("what encode returned", z)
         return given
 
     @property
-    def features(self) -> list[tuple[Tensor, Tensor]]:
-        """What was encoded, if anything: of modality 1 and 2."""
-        return [(self._prepared[0][1], self._prepared[-1][1])] if self._prepared else []
+    def features(self) -> list[Tensor]:
+        """What was encoded, if anything, prepared: of every modality."""
+        return [unit for _, unit, _ in self._prepared]
 
     @property
     def wants_gradients(self) -> bool:

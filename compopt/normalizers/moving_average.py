@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.component import Call, Estimate, Normalizer
+from compopt.context import refuse_transforms
 from compopt.estimator import Estimator
 from compopt.groups import GroupSpec, Hyper, SampleGroups, parse
 from compopt.inputs import check_vector
@@ -169,6 +170,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
 
     def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Visit]:
         """Updated averages of the batch over all ranks, ``(B,)``."""
+        refuse_transforms()
         with self._reader.meeting.guard():
             if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
                 got = getattr(log_g, "dtype", type(log_g))

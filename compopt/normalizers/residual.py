@@ -134,6 +134,10 @@ class ResidualNormalizer(Normalizer):
         self.neural.joined(groups, owner)
 
     @property
+    def has_state(self) -> bool:
+        return self.neural.has_state
+
+    @property
     def has_pending_state(self) -> bool:
         return self.neural.has_pending_state
 

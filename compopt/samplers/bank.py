@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compopt import checks
+from compopt import checks, objective
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,8 +28,8 @@ class FeatureBank:
     precision, 27 MB for n = 54,000 and d = 128.
 
     While :meth:`hold` is in force writes wait in a queue, in their order: a reader in another thread has the bank as
-    it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite is not
-    written; :meth:`unseen` warns of those.
+    it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite, or
+    too large to be normalised, is not written; :meth:`unseen` warns of those.
     """
 
     def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: str | None = None) -> None:
@@ -48,9 +47,8 @@ class FeatureBank:
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
         """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
-        wide = torch.promote_types(z1.dtype, torch.float32)
         with torch.autocast(z1.device.type, enabled=False):
-            return torch.stack([F.normalize(z.detach().to(wide), dim=1) for z in (z1, z2)], dim=1).to(self.dtype)
+            return torch.stack([objective.prepare(z, True)[0] for z in (z1, z2)], dim=1).to(self.dtype)
 
     def check_width(self, d: int) -> None:
         """Refuse features of another dimension than those before."""
@@ -116,7 +114,10 @@ class FeatureBank:
         self.settle()
         skipped = int(self._skipped)
         if skipped:
-            warnings.warn(f"{skipped} features that were not finite are not in the bank", stacklevel=2)
+            warnings.warn(
+                f"{skipped} features that were not finite, or too large to be normalised, are not in the bank",
+                stacklevel=2,
+            )
             self._skipped.zero_()
         return ~self.seen.cpu()
 

@@ -1,0 +1,66 @@
+"""Where an estimator is called from: what would lose its derivatives or repeat its deposits is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# The modules that call a function in forward and again in backward.
+CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
+# Those from which the engine is started, and by it the hooks.
+ENGINE = ("torch.autograd", "torch.autograd.graph")
+
+
+def refuse_transforms() -> None:
+    """Raise inside ``torch.func``: transforms see neither the closed-form gradient nor the rows.
+
+    Raises:
+        RuntimeError: a transform is active.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "an estimator cannot be called inside a transform of torch.func (grad, vmap, jvp, jacrev, jacfwd, hessian "
+            "and the like), which sees neither its closed-form gradient nor its rows; call it outside, on features "
+            "that require grad (torch.func.functional_call alone may compute them), and use loss.backward() or "
+            "torch.autograd.grad"
+        )
+
+
+def refuse_tangent(name: str, value: object) -> None:
+    """Raise for an argument with a forward-mode tangent, which would be dropped.
+
+    Raises:
+        RuntimeError: it is a dual number of ``torch.autograd.forward_ad``.
+    """
+    if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+        raise RuntimeError(
+            f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has gradients "
+            f"of reverse mode only; pass it detached, and for the derivative of the loss along a direction take the "
+            f"inner product of the direction with torch.autograd.grad(loss, ...)"
+        )
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpointed function makes this call, in forward or again in backward.
+
+    Torch tells a function neither that it is checkpointed nor that it is being recomputed; but in both cases a
+    checkpoint is among its callers. The nearest caller decides: where the engine comes first, it runs a hook, which is
+    no part of the function whose gradient is being computed.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module in CHECKPOINTS:
+            return True
+        if module in ENGINE:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,305 @@
+"""A call that comes again in backward: refused inside checkpointed functions, and only there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import compopt
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
+from tests.helpers import assert_same_bits, features, make, near, run, snapshot
+from tests.pool import the_pool
+
+N = 16
+REFUSED = "inside a checkpointed function.*checkpoint the encoders alone"
+STATELESS = [info for info in DATABASE if not info.has_state]
+
+
+def data(seed=0, rows=8):
+    """Two leaves and an index."""
+    return *(z.requires_grad_() for z in features(rows, 4, seed=seed)), torch.arange(rows) + 3 * seed
+
+
+def back_and_forth(est, z1, z2, index, use_reentrant):
+    """Loss and backward through a checkpointed call."""
+    checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=use_reentrant).backward()
+
+
+# refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_a_checkpointed_estimator_is_refused(info, mode, use_reentrant):
+    """Nothing is deposited by it, what was deposited stays, and the run goes on as if it had not been."""
+    est, twin = (make(info, mode, N)[0] for _ in range(2))
+    run(est, *data(0))
+    run(twin, *data(0))
+    for seed in (1, 2):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            back_and_forth(est, *data(seed), use_reentrant)
+        assert est.pending == 1
+    for got, want in zip(run(est, *data(1)), run(twin, *data(1)), strict=True):
+        assert torch.equal(got, want)
+    est.step()
+    twin.step()
+    assert_same_bits(snapshot(est, N), snapshot(twin, N))
+
+
+def test_the_refusal_comes_before_backward():
+    """Without reentrant autograd the first call already knows."""
+    est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=REFUSED):  # feature_gradients wants its gradients even under no_grad
+        checkpoint(lambda a, b: est.feature_gradients(a, b, index)[0], z1, z2, use_reentrant=True)
+    assert est.pending == 0
+
+
+def test_other_ways_into_a_checkpoint_are_refused():
+    """A module, nested calls, saved-tensor hooks around the call, a function of several segments."""
+    est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
+
+    class Loss(torch.nn.Module):
+        def forward(self, a, b):
+            with torch.autograd.graph.save_on_cpu():
+                return est(a, b, index)
+
+    loss = Loss()
+    for call in (
+        lambda: checkpoint(lambda a: checkpoint(loss, a, z2, use_reentrant=False), z1, use_reentrant=False),
+        lambda: checkpoint_sequential([torch.nn.Identity(), lambda a: loss(a, z2)], 1, z1, use_reentrant=False),
+        lambda: checkpoint(torch.enable_grad()(loss), z1, z2, use_reentrant=True),
+    ):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            call().backward()
+    assert est.pending == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_moving_average_is_refused(use_reentrant):
+    u, index = compopt.MovingAverageEstimator(N), torch.arange(4)
+    g = (torch.rand(4) + 0.5).requires_grad_()
+    for function in (lambda g: compopt.compositional_loss(g, index, u, torch.log), lambda g: g + u.update(g, index)):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            checkpoint(function, g, use_reentrant=use_reentrant).sum().backward()
+    assert u.pending == 0
+
+
+def test_deepspeed_checkpoints_are_refused():
+    checkpointing = pytest.importorskip("deepspeed.runtime.activation_checkpointing.checkpointing")
+    est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
+    for how in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            how(lambda a, b: est(2 * a, b, index), z1, z2).backward()
+        assert est.pending == 0
+        est(how(lambda a: 2 * a, z1), z2, index).backward()  # an encoder of theirs is welcome
+        assert est.pending == 1
+        est.discard()
+
+
+# several ranks ----------------------------------------------------------------------------------------------------
+
+
+def outcome(call):
+    """What a rank hears."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def on_two_ranks(group, name, use_reentrant, who):
+    """Some of the ranks checkpoint their call or, where only backward notices, run it backward."""
+    est, _ = make(BY_NAME[name], "bimodal", N, process_group=group)
+    rank = dist.get_rank(group)
+    z1, z2, index = data(rank, 4)
+    call = lambda a, b: est(a, b, index)  # noqa: E731
+    if use_reentrant:
+        loss = checkpoint(call, z1, z2, use_reentrant=True)
+        heard = outcome(loss.backward) if rank in who else ""
+    elif rank in who:
+        heard = outcome(lambda: checkpoint(call, z1, z2, use_reentrant=False))
+    else:
+        heard = outcome(lambda: call(z1, z2))
+    pending = est.pending
+    run(est, z1, z2, index)  # the ranks are still in step
+    return heard, pending
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("who", [[0, 1], [0], [1]])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["infonce", "sogclr", "neural", "emc2"])
+def test_no_rank_waits_for_another(name, use_reentrant, who):
+    """A call is collective, so that a stateless estimator is refused too; ranks that do not recompute hear or go on."""
+    answers = the_pool(timeout=30).run(on_two_ranks, 2, name, use_reentrant, who)
+    for rank, (heard, pending) in enumerate(answers):
+        assert pending == 0
+        if rank in who:
+            assert "inside a checkpointed function" in heard
+        elif use_reentrant:
+            assert heard == ""
+        else:
+            assert "refused its arguments" in heard
+
+
+# allowed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("info", STATELESS, ids=str)
+def test_what_keeps_nothing_may_be_checkpointed(info, use_reentrant):
+    z1, z2, index = data()
+    _, *want = run(make(info, "bimodal", N)[0], z1, z2, index)
+    back_and_forth(make(info, "bimodal", N)[0], z1, z2, index, use_reentrant)
+    near(z1.grad, want[0], 1e-14)
+    near(z2.grad, want[1], 1e-14)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "neural", "emc2", "global-dual"])
+def test_what_deposits_nothing_may_be_checkpointed(name, use_reentrant):
+    """Evaluation, with and without a gradient."""
+    est, _ = make(BY_NAME[name], "bimodal", N)
+    z1, z2, index = data()
+    run(est, z1, z2, index)
+    est.step()
+    before = snapshot(est, N)
+    with torch.no_grad():
+        checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=use_reentrant)
+    est.eval()
+    _, want, _ = run(est, z1, z2, index)
+    back_and_forth(est, z1, z2, index, use_reentrant)
+    near(z1.grad, want, 1e-14)
+    assert est.pending == 0
+    assert_same_bits(before, snapshot(est, N))
+
+
+class _InBackward(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.function()
+        return g, None
+
+
+def tensor_hook(x, call):
+    y = 2 * x
+    y.register_hook(lambda g: call())
+    y.sum().backward()
+
+
+def node_hook(x, call):
+    y = (2 * x).exp()
+    y.grad_fn.register_hook(lambda *_: call())
+    y.sum().backward()
+
+
+def accumulation_hook(x, call):
+    x.register_post_accumulate_grad_hook(lambda _: call())
+    x.exp().sum().backward()
+
+
+def module_hook(x, call):
+    module = torch.nn.Tanh()
+    module.register_full_backward_hook(lambda *_: call())
+    module(x).sum().backward()
+
+
+def own_function(x, call):
+    _InBackward.apply(x, call).sum().backward()
+
+
+def checkpointed_output(use_reentrant):
+    """A gradient-cache loop whose encoder is checkpointed: its hook is called where recomputation is about to start."""
+
+    def way(x, call):
+        z = checkpoint(torch.exp, x, use_reentrant=use_reentrant)
+        z.register_hook(lambda g: call())
+        z.sum().backward()
+
+    return way
+
+
+def inside_checkpointed_encoder(use_reentrant):
+    """A backward hook of a module that is recomputed."""
+
+    def way(x, call):
+        encoder = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())
+        encoder[0].register_full_backward_hook(lambda *_: call())
+        checkpoint(encoder, x, use_reentrant=use_reentrant).sum().backward()
+
+    return way
+
+
+def saved_tensor_hooks(x, call):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        call()
+    with torch.autograd.graph.save_on_cpu():
+        call()
+
+
+def after_a_checkpoint(x, call):
+    checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
+    call()
+
+
+def closure(x, call):
+    optimizer = torch.optim.LBFGS([x], max_iter=3)
+
+    def evaluate():
+        optimizer.zero_grad()
+        call()
+        loss = (x.square() - 1).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(evaluate)
+
+
+WAYS = {
+    "tensor hook": tensor_hook,
+    "node hook": node_hook,
+    "accumulation hook": accumulation_hook,
+    "module hook": module_hook,
+    "own function": own_function,
+    "hook on a checkpointed output": checkpointed_output(False),
+    "hook on a reentrant output": checkpointed_output(True),
+    "hook inside a checkpointed encoder": inside_checkpointed_encoder(False),
+    "hook inside a reentrant encoder": inside_checkpointed_encoder(True),
+    "saved tensor hooks": saved_tensor_hooks,
+    "after a checkpoint": after_a_checkpoint,
+    "closure": closure,
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", ["sogclr", "neural", "emc2"])
+def test_ordinary_calls_in_unusual_places(name, way):
+    """A call inside a backward pass is not a recomputation: it deposits, and its gradient is that of anywhere else."""
+    est, _ = make(BY_NAME[name], "bimodal", N)
+    twin, _ = make(BY_NAME[name], "bimodal", N)
+    z1, z2, index = data()
+    calls = []
+
+    def call():
+        with torch.enable_grad():
+            calls.append(run(est, z1, z2, index))
+
+    WAYS[way](torch.randn(3, requires_grad=True, dtype=torch.float64), call)
+    assert calls and est.pending == len(calls)
+    for got in calls:
+        for a, b in zip(got, run(twin, z1, z2, index), strict=True):
+            assert torch.equal(a, b)
+    est.step()
+    twin.step()
+    assert_same_bits(snapshot(est, N), snapshot(twin, N))
