@@ -20,7 +20,7 @@ def config(estimator: Estimator) -> dict[str, Any]:
         "mode": estimator.mode,
         "method": {role: type(part).__name__ for role, part in estimator._components.items()},
         "dtype": str(estimator.dtype),
-        "n": [group.get("n") for group in estimator.sample_groups],
+        "n": [group.get("n") for group in estimator._groups.saved()],
         "columns": {c.name: [c.width, str(c.dtype)] for c in columns},
         "options": estimator._options(),
     }
