@@ -20,7 +20,7 @@ def config(estimator: Estimator) -> dict[str, Any]:
         "mode": estimator.mode,
         "method": {role: type(part).__name__ for role, part in estimator._components.items()},
         "dtype": str(estimator.dtype),
-        "n": [group.get("n") for group in estimator.sample_groups],
+        "n": [group.get("n") for group in estimator._groups.saved()],
         "columns": {c.name: [c.width, str(c.dtype)] for c in columns},
         "options": estimator._options(),
     }
@@ -79,4 +79,23 @@ def _compare(where: str, expected: Any, given: Any) -> None:
         for key in {**expected, **given}:
             _compare(f"{where}.{key}" if where else key, expected.get(key), given.get(key))
     elif expected != given:
-        raise ValueError(f"{where} differs: the checkpoint has {given!r}, this estimator has {expected!r}")
+        remedy = _sizes_remedy(given, expected) if where == "n" else ""
+        raise ValueError(f"{where} differs: the checkpoint has {given!r}, this estimator has {expected!r}{remedy}")
+
+
+def _sizes_remedy(saved: Any, own: list[int | None]) -> str:
+    """How to load sample groups of other sizes: groups are only ever appended."""
+    if not isinstance(saved, list) or not all(isinstance(n, int) for n in [*saved, *own]):
+        return ""
+    if own == saved[: len(own)]:
+        return f"; before loading, append what the checkpoint has: {_appended(saved[len(own) :])}"
+    rest = f", then append the rest: {_appended(own[len(saved) :])}" if saved == own[: len(saved)] else ""
+    return f"; load it into an estimator with {_groups(saved)}{rest}"
+
+
+def _groups(sizes: list[int]) -> str:
+    return f"n={[{'n': n} for n in sizes]!r}" if len(sizes) > 1 else f"n={sizes[0]}"
+
+
+def _appended(sizes: list[Any]) -> str:
+    return ", ".join(f"est.add_sample_group({{'n': {n}}})" for n in sizes)

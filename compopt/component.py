@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.groups import Groups, GroupSpec, Hyper, SampleGroups, parse
+from compopt.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.rows import Column
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class Component(ABC):
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
         self.own_defaults = dict(defaults)
+        plain(self.own_defaults)
         self.state: dict[str, Tensor] = {}
         self._pending_state: dict[str, Tensor] | None = None
         self.owner: object | None = None
@@ -104,6 +105,7 @@ class Component(ABC):
             checks.known_keys(f"sample group {number}", group, {"n", *self.own_defaults})
             for key, value in self.own_defaults.items():
                 group.setdefault(key, value)
+            plain(group)
             self.check(group)
         self.check(self.own_defaults)
 

@@ -33,6 +33,11 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> Any:
+        if isinstance(position, list):
+            raise TypeError(
+                f"position must be an integer, got {position!r}; give a sampler of batches to the DataLoader as "
+                f"batch_sampler=, not as sampler="
+            )
         position = range(len(self))[position]  # a negative position names the same sample as its positive twin
         item = self.dataset[position]
         if isinstance(item, dict):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,12 +42,42 @@ def parse(n: Any) -> Groups:
 
 
 def plain(group: dict[str, Any]) -> None:
-    """Numbers and pairs of other libraries as Python's, in place: what JSON keeps and nobody else can edit."""
+    """All values of a group as Python's own, see :func:`plain_value`, in place."""
     for key, value in group.items():
-        if isinstance(value, list):
-            group[key] = tuple(value)
-        elif isinstance(value, Real) and not isinstance(value, int | float):
-            group[key] = int(value) if isinstance(value, Integral) else float(value)
+        group[key] = plain_value(key, value)
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """A hyper-parameter of another library as Python's own, which JSON and ``torch.load(weights_only=True)`` keep.
+
+    Scalars of NumPy and torch become numbers, pairs become tuples that nobody else can edit. What is no hyper-parameter
+    stays as it is, for the parts to refuse.
+
+    Raises:
+        TypeError: an array or a tensor that is neither a number nor a pair, or that autograd follows.
+    """
+    if value is None or type(value) in (float, int, bool, str):
+        return value
+    if isinstance(value, np.ndarray | Tensor):
+        if tuple(value.shape) not in ((), (2,)):
+            raise TypeError(f"{key} must be a number, got {type(value).__name__} of shape {tuple(value.shape)}")
+        if isinstance(value, Tensor) and (value.requires_grad or value.is_meta):
+            raise TypeError(f"{key} must be a number, got {value!r}; give its value, as value.item() does")
+        return plain_value(key, value.tolist())
+    if isinstance(value, list | tuple):
+        return tuple(plain_value(key, item) for item in value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def _types(groups: Groups) -> list[list[type]]:
+    """Of all values: 3.0 equals 3, and is no number of updates."""
+    return [[*map(type, group.values())] for group in groups]
 
 
 class Hyper:
@@ -172,7 +203,7 @@ class SampleGroups:
 
     def check(self) -> None:
         """Refuse bad edits; costs one comparison when nothing changed."""
-        if self.groups == self._snapshot:
+        if self._unchanged():
             return
         if self._snapshot and len(self._snapshot) != len(self.groups):
             raise ValueError(
@@ -195,13 +226,19 @@ class SampleGroups:
                 part.check(self._own(role, group))
         self._snapshot = [dict(group) for group in self.groups]
 
+    def _unchanged(self) -> bool:
+        try:
+            return self.groups == self._snapshot and _types(self.groups) == _types(self._snapshot)
+        except (ValueError, RuntimeError):  # an array was put in: comparing it gives no single truth value
+            return False
+
     @property
     def checked(self) -> Groups:
         """The groups as of the last :meth:`check`; another list after every change."""
         return self._snapshot
 
     def saved(self) -> Groups:
-        """A copy for checkpoints; an edit to an equal number of another library goes unnoticed by :meth:`check`."""
+        """A copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
         groups = [dict(group) for group in self.groups]
         for group in groups:
             plain(group)

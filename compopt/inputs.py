@@ -79,13 +79,18 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
             f"row i of both belongs to the same sample"
         )
     if z1.dtype != z2.dtype:
-        raise TypeError(f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}")
+        raise TypeError(
+            f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}; pass z1.float() and z2.float()"
+        )
     if z1.device != z2.device:
         raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
     if z1.device.type == "meta":
         raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
     if len(z1) < least:
-        raise ValueError(f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives")
+        raise ValueError(
+            f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives: if it is the "
+            f"last of an epoch, give its DataLoader drop_last=True"
+        )
 
 
 def check_tau(tau: Any, batch: int) -> float | Tensor:

@@ -40,7 +40,10 @@ class Monitor:
     def two_samples(self, name: str, key: Tensor) -> Tensor | None:
         """Refuse a global batch without two distinct samples; on a device a 0-d flag, and the refusal later."""
         if len(key) < 2:
-            raise ValueError(f"the batch has {len(key)} samples on all ranks together; it needs at least two")
+            raise ValueError(
+                f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
+                f"an epoch, give its DataLoader drop_last=True"
+            )
         if key.device.type != "cpu":
             flag = (key == key[0]).all()
             self.watch(flag.to(torch.int32), _refuse_batch)

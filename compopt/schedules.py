@@ -8,6 +8,7 @@ from typing import Any
 
 from compopt import checks
 from compopt.estimator import Estimator
+from compopt.groups import plain_value
 
 
 class Schedule:
@@ -37,7 +38,7 @@ class Schedule:
 
     def _apply(self) -> None:
         for group in self.est.sample_groups:
-            group[self.key] = self.fn(self.t)
+            group[self.key] = plain_value(self.key, self.fn(self.t))
 
     def step(self) -> None:
         """One real update was made."""

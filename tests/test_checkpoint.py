@@ -200,3 +200,31 @@ def test_the_count_of_visits_travels(name):
     other.load_state_dict(est.state_dict())
     assert torch.equal(est.read(torch.arange(N))["count"], other.read(torch.arange(N))["count"])
     assert train(est, batches(N, 2, seed=80)) == train(other, batches(N, 2, seed=80))
+
+
+GROUPS = [
+    # saved, own, remedy: a group is only ever appended
+    ([12], [12, 5], r"estimator with n=12, then append the rest: est\.add_sample_group\({'n': 5}\)"),
+    ([12, 5], [12], r"before loading, append .*: est\.add_sample_group\({'n': 5}\)"),
+    ([12], [12, 5, 3], r"n=12, .*add_sample_group\({'n': 5}\), est\.add_sample_group\({'n': 3}\)"),
+    ([12, 5], [12, 6], r"estimator with n=\[{'n': 12}, {'n': 5}\]$"),
+    ([17], [12, 5], r"estimator with n=17$"),
+]
+
+
+@pytest.mark.parametrize("saved, own, remedy", GROUPS, ids=str)
+def test_groups_that_differ_say_how_to_get_there(saved, own, remedy, tmp_path):
+    writer, reader = (compopt.SogCLREstimator([{"n": n} for n in sizes]) for sizes in (saved, own))
+    compopt.save(writer, tmp_path)
+    for attempt in (lambda: reader.load_state_dict(writer.state_dict()), lambda: compopt.load(reader, tmp_path)):
+        with pytest.raises(ValueError, match=r"n differs: the checkpoint has \[.*" + remedy):
+            attempt()
+
+
+def test_the_remedies_for_other_groups_work():
+    writer = compopt.SogCLREstimator(12)
+    short = compopt.SogCLREstimator(12)
+    writer.add_sample_group({"n": 5})
+    short.add_sample_group({"n": 5})
+    short.load_state_dict(writer.state_dict())
+    assert short.n == 17

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 from compopt.data import Indexed, key_index
+from compopt.samplers import SpectralBatchSampler
 
 
 class Pairs(Dataset):
@@ -88,3 +89,11 @@ def test_key_index_refuses_duplicates_or_maps_them_to_one_row():
 def test_an_unknown_key_is_an_error():
     with pytest.raises(KeyError):
         key_index(["a", "b"])["c"]
+
+
+def test_a_sampler_of_batches_given_as_a_sampler():
+    """The DataLoader then collects batches of batches, and asks for a list where it means a position."""
+    batches = SpectralBatchSampler(10, 5)
+    with pytest.raises(TypeError, match=r"position must be an integer, got \[.*batch_sampler="):
+        next(iter(DataLoader(Indexed(Pairs()), sampler=batches)))
+    assert len(next(iter(DataLoader(Indexed(Pairs()), batch_sampler=batches)))[-1]) == 5

@@ -59,7 +59,7 @@ class SpectralBatchSampler(BankSampler):
         sharpness: of the affinity.
         seed: of groups, k-means and the order of batches, together with the epoch.
         drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, which
-            must have a sample for each rank (and two for an estimator).
+            must have two samples, and one for each rank.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
         background: form the next epoch's batches in a thread while this one trains (the eigenvectors, a fifth of the
@@ -141,10 +141,10 @@ class SpectralBatchSampler(BankSampler):
             world_size=world_size,
         )
         rest = 0 if drop_last else self.n % self.batch_size
-        if 0 < rest < self.world_size:
+        if 0 < rest < max(2, self.world_size):
             raise ValueError(
-                f"the last batch has {rest} of n={n} samples for world_size={self.world_size} ranks; give "
-                f"drop_last=True, or another batch_size"
+                f"the last batch has {rest} of n={n} samples for world_size={self.world_size} ranks; it must have two, "
+                f"and one for each rank: give drop_last=True, or another batch_size"
             )
 
     def __len__(self) -> int:

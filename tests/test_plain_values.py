@@ -1,0 +1,143 @@
+"""Hyper-parameters of NumPy and torch become Python's own, so that every state travels as plain data."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import compopt
+from tests.database import DATABASE, MODES
+from tests.helpers import batches, group_key, make
+from tests.samplers import both, filled
+
+N = 23
+
+NUMBERS = {
+    "float64": np.float64(0.5),
+    "float32": np.float32(0.5),
+    "longdouble": np.longdouble(0.5),
+    "array": np.array(0.5),
+    "tensor": torch.tensor(0.5),
+    "bfloat16": torch.tensor(0.5, dtype=torch.bfloat16),
+}
+PAIRS = {
+    "float64": (np.float64(0.5), np.float64(0.75)),
+    "list": [np.float32(0.5), 0.75],
+    "array": np.array([0.5, 0.75]),
+    "tensor": torch.tensor([0.5, 0.75]),
+}
+
+
+def written(state):
+    """The state after a file that may hold plain data only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(est, steps=2):
+    for z1, z2, index in batches(N, steps, batch=6, dim=4):
+        est(z1.requires_grad_(), z2.requires_grad_(), index).backward()
+        est.step()
+
+
+@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_of_another_library_becomes_a_python_number(value, tmp_path):
+    for est in (compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, gamma=value)):
+        est.sample_groups[0]["gamma"] = value
+        before_the_call = written(est.state_dict())["sample_groups"][0]["gamma"]
+        train(est)
+        assert type(est.sample_groups[0]["gamma"]) is float and type(before_the_call) is float
+        assert written(est.state_dict())["sample_groups"][0]["gamma"] == 0.5
+        manifest = json.loads((compopt.save(est, tmp_path) / "manifest.json").read_text())
+        assert manifest["sample_groups"][0]["gamma"] == 0.5
+
+
+@pytest.mark.parametrize("value", PAIRS.values(), ids=PAIRS)
+def test_a_pair_of_another_library_becomes_a_tuple_of_python_numbers(value, tmp_path):
+    est = compopt.ISogCLREstimator(N, rho=0.1, optimizer="adam")
+    key = group_key(est.sample_groups[0], "betas")
+    est.sample_groups[0][key] = value
+    train(est)
+    betas = est.sample_groups[0][key]
+    assert betas == (0.5, 0.75) and [type(beta) for beta in betas] == [float, float]
+    assert written(est.state_dict())["sample_groups"][0][key] == (0.5, 0.75)
+    other = compopt.ISogCLREstimator(N, rho=0.1, optimizer="adam")
+    compopt.save(est, tmp_path)
+    compopt.load(other, tmp_path)
+    assert other.sample_groups == est.sample_groups
+
+
+def test_integers_and_sizes_stay_integers():
+    est = compopt.NeuCLIPEstimator(4, n=np.int64(N), prototypes=np.int32(8), updates=np.int64(2), lr=np.float32(0.5))
+    group = est.sample_groups[0]
+    assert [type(group[key]) for key in ("n", "updates", "lr")] == [int, int, float]
+    est.add_sample_group({"n": np.int16(5)})
+    train(est)
+    est.sample_groups[0]["n"] = np.int64(N)  # equal: no edit of the size
+    state = written(est.state_dict())
+    assert state["config"]["n"] == [N, 5] and type(state["config"]["n"][0]) is int
+
+
+@pytest.mark.parametrize(
+    "key, value, error, words",
+    [
+        ("gamma", np.ones(3), TypeError, r"gamma .*ndarray of shape \(3,\)"),
+        ("gamma", torch.ones(2, 2), TypeError, r"gamma .*Tensor of shape \(2, 2\)"),
+        ("gamma", torch.tensor(0.5, requires_grad=True), TypeError, "gamma .*item"),
+        ("gamma", np.bool_(True), TypeError, "gamma .*True"),
+        ("gamma", np.float64(1.5), ValueError, r"gamma .*\b1.5\b"),
+        ("gamma", np.ones(2), TypeError, "gamma"),
+        ("updates", 2.0, TypeError, "updates .*2.0"),  # equal to what is there, and no number of updates
+    ],
+    ids=repr,
+)
+def test_what_is_no_number_is_refused_by_name(key, value, error, words):
+    est = compopt.NeuCLIPEstimator(4, prototypes=8, updates=2) if key == "updates" else compopt.SogCLREstimator(N)
+    est.sample_groups[0][key] = value
+    with pytest.raises(error, match=words):
+        train(est)
+
+
+def test_a_schedule_of_numpy_functions():
+    est = compopt.SogCLREstimator([{"n": 10}, {"n": N - 10}])
+    schedule = compopt.schedules.Schedule(est, "gamma", lambda t: 0.6 + 0.4 * np.cos(0.1 * t))
+    schedule.step()
+    assert [type(group["gamma"]) for group in est.sample_groups] == [float, float]
+    assert est.sample_groups[0]["gamma"] == pytest.approx(0.6 + 0.4 * math.cos(0.1))
+    train(est)
+    written(est.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_every_state_is_plain_data(info, mode):
+    est, _ = make(info, mode, N)
+    train(est)
+    state = written(est.state_dict())
+    assert state.keys() == est.state_dict().keys()
+    twin, _ = make(info, mode, N)
+    twin.load_state_dict(state)
+    assert twin.t == est.t
+
+
+def test_states_of_schedules_are_plain_data():
+    est = compopt.SogCLREstimator(N)
+    for schedule in (
+        compopt.schedules.Schedule(est, "gamma", lambda t: 0.5),
+        compopt.schedules.CosineGamma(est, np.int64(10), gamma_min=np.float64(0.5)),
+    ):
+        schedule.step()
+        schedule.load_state_dict(written(schedule.state_dict()))
+        assert schedule.t == 1
+
+
+@both
+def test_states_of_samplers_are_plain_data(make):
+    sampler = filled(make, batch_size=np.int64(8), tau=np.float64(0.2), lead=np.float32(0.5), seed=np.int64(3))
+    next(iter(sampler))
+    make(batch_size=8, tau=0.2, lead=0.5, seed=3).load_state_dict(written(sampler.state_dict()))
