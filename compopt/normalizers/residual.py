@@ -134,6 +134,10 @@ class ResidualNormalizer(Normalizer):
         self.neural.joined(groups, owner)
 
     @property
+    def split(self) -> bool:
+        return self.neural.split
+
+    @property
     def has_pending_state(self) -> bool:
         return self.neural.has_pending_state
 
