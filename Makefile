@@ -28,9 +28,10 @@ demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (minutes on
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev  ## ruff and mypy
+lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/typing/user.py
 
 bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
 	$(BENCH_VENV)/bin/python -m benchmarks.peers $(BENCH_ARGS)

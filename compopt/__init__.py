@@ -5,6 +5,7 @@ from compopt.component import Normalizer, Temperature
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import Estimator
+from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
 from compopt.presets import (
@@ -42,6 +43,7 @@ __all__ = [
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",
+    "as_module",
     "compositional_loss",
     "data",
     "diagnostics",

@@ -92,7 +92,13 @@ class Component(ABC):
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
         defaults: hyper-parameters that groups may override.
+
+    Attributes:
+        learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
+            replace them there); their names are those of :meth:`saved_state`.
     """
+
+    learnable: torch.nn.Module | None = None
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
         self.own_defaults = dict(defaults)
@@ -138,7 +144,7 @@ class Component(ABC):
 
     def learned(self) -> Iterator[torch.nn.Parameter]:
         """Learned by the user's own optimizer."""
-        return iter(())
+        return iter(()) if self.learnable is None else self.learnable.parameters()
 
     # -- state that is not rows --------------------------------------------------------------------------------
 
@@ -146,6 +152,11 @@ class Component(ABC):
     def has_state(self) -> bool:
         """Whether anything is kept that is not rows."""
         return bool(self.state)
+
+    @property
+    def split(self) -> bool:
+        """Ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        return False
 
     @property
     def has_pending_state(self) -> bool:

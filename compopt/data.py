@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import namedtuple
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
+
+from compopt import checks
 
 
 class Indexed(Dataset[tuple[Any, ...]]):
     """A map-style data set whose items end with their position.
 
-    ``(image, text)`` becomes ``(image, text, position)``; an item that is not a tuple or list becomes
-    ``(item, position)``; a dict gets the key ``"index"``. Positions in a ``ConcatDataset`` of plain data sets are
-    those of sample groups in the same order.
+    ``(image, text)`` becomes ``(image, text, position)``; a named tuple gets a field ``index`` and stays one of its
+    kind; a dict gets the key ``"index"``; any other item, a dataclass too, becomes ``(item, position)``, which a
+    ``collate_fn`` must expect. Batched reading (``__getitems__``) is passed on to a data set that has it.
+
+    Several data sets: ``Indexed(ConcatDataset([a, b]))``, whose positions are those of sample groups in the same order.
+    Not ``ConcatDataset([Indexed(a), Indexed(b)])``: both would begin at 0, and samples of both would share rows. Where
+    each must be wrapped by itself, tell where it begins: ``Indexed(b, first=len(a))``.
+
+    Args:
+        dataset: with ``len()`` and ``[]``.
+        first: position of its first sample.
+
+    Raises:
+        TypeError: the data set is a stream.
+        ValueError: an item has a field or key ``index`` already.
 
     Example:
         >>> import compopt
@@ -21,13 +37,14 @@ class Indexed(Dataset[tuple[Any, ...]]):
         ('c', 'd', 1)
     """
 
-    def __init__(self, dataset: Any) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    def __init__(self, dataset: Any, first: int = 0) -> None:
+        mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not mapped or isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"dataset must be map-style (len() and []), got {type(dataset).__name__}; streaming data gets its "
                 f"index from key_index"
             )
-        self.dataset = dataset
+        self.dataset, self.first = dataset, checks.whole("first", first)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -39,12 +56,52 @@ class Indexed(Dataset[tuple[Any, ...]]):
                 f"batch_sampler=, not as sampler="
             )
         position = range(len(self))[position]  # a negative position names the same sample as its positive twin
-        item = self.dataset[position]
-        if isinstance(item, dict):
-            if "index" in item:
-                raise ValueError("the items already have a key 'index'; rename it or use it directly")
-            return {**item, "index": position}
-        return (*item, position) if isinstance(item, tuple | list) else (item, position)
+        return _with_index(self.dataset[position], self.first + position)
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """The items of a batch, as torch's ``DataLoader`` asks for them; read at once if the data set can.
+
+        Raises:
+            ValueError: the data set's own ``__getitems__`` does not return one item per position.
+        """
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None:
+            return [self[position] for position in positions]
+        positions = [range(len(self))[position] for position in positions]
+        items = many(positions)
+        if not isinstance(items, Sequence) or len(items) != len(positions):
+            got = f"{len(items)} items" if isinstance(items, Sequence) else type(items).__name__
+            raise ValueError(
+                f"{type(self.dataset).__name__}.__getitems__ must return a list of {len(positions)} items, one for "
+                f"each position, got {got}; Indexed gives each its position, and collate_fn makes the batch"
+            )
+        return [_with_index(item, self.first + position) for item, position in zip(items, positions, strict=True)]
+
+
+def _with_index(item: Any, position: int) -> Any:
+    """An item that ends with its position."""
+    fields = item if isinstance(item, dict) else getattr(item, "_fields", ()) if isinstance(item, tuple) else ()
+    if "index" in fields:
+        raise ValueError("the items already have a field or key 'index'; rename it or use it directly")
+    if isinstance(item, dict):
+        return {**item, "index": position}
+    if not isinstance(item, tuple | list):
+        return item, position
+    return _extended(type(item))(*item, position) if fields else (*item, position)
+
+
+@cache
+def _extended(kind: Any) -> Any:
+    """A kind of named tuple, with its methods, that has one more field."""
+    fields = namedtuple(kind.__name__, (*kind._fields, "index"))  # type: ignore[misc]  # the names are known later
+    # workers send batches to the process that trains; a class made here is found there by the one it extends
+    members = {"__slots__": (), "__doc__": kind.__doc__, "__reduce__": lambda self: (_restored, (kind, tuple(self)))}
+    return type(kind.__name__, (fields, kind), members)
+
+
+def _restored(kind: Any, values: Iterable[Any]) -> Any:
+    """A pickled named tuple of an extended kind."""
+    return _extended(kind)(*values)
 
 
 def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -27,6 +27,11 @@ from compopt.ranks import Ranks
 from compopt.reader import Reader
 from compopt.table import RowTable
 from compopt.visit import Visit
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+T = TypeVar("T")
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 # Calls without a commit after which somebody has probably forgotten step() or attach(): before the first commit, and
@@ -203,7 +208,13 @@ class Estimator(Hooks):
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
 
-    def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> Any:
+    @overload
+    def prefetch(self, source: Tensor, index: Any = -1, index2: Any = None) -> None: ...
+
+    @overload
+    def prefetch(self, source: Iterable[T], index: Any = -1, index2: Any = None) -> Lookahead[T]: ...
+
+    def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> Lookahead[Any] | None:
         """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
 
         Values are those committed at the time of the call, whatever was committed in between. Worth it where rows
@@ -226,8 +237,8 @@ class Estimator(Hooks):
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
             raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
-        if self._table is None:  # nothing to read, so no index is asked for
-            return source
+        if self._table is None:  # nothing to read, so no index is asked for; the loader can all that a Lookahead can
+            return cast(Lookahead[Any], source)
         return Lookahead(source, self._prefetch, self._forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
@@ -323,16 +334,16 @@ class Estimator(Hooks):
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> Estimator:
+    def train(self, mode: bool = True) -> Self:
         """Deposit proposals (the default)."""
         self.training = bool(mode)
         return self
 
-    def eval(self) -> Estimator:
+    def eval(self) -> Self:
         """Estimate from what is committed, deposit nothing."""
         return self.train(False)
 
-    def to(self, device: torch.device | str) -> Estimator:
+    def to(self, device: torch.device | str) -> Self:
         """Move rows and other state to a device; they otherwise follow the first features in training mode."""
         device = torch.device(device)
         if device.type == "meta":

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from compopt.inputs import INTEGERS
 
+T = TypeVar("T")
 
-class Lookahead:
+
+class Lookahead(Generic[T]):
     """The batches of a loader, unchanged and in order, each announced before its predecessor is handed out.
 
     While the loop trains on batch k, batch k + 1 has been taken from the loader and its rows are under way. The
@@ -40,7 +42,7 @@ class Lookahead:
 
     def __init__(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[T],
         announce: Callable[..., Any],
         forget: Callable[[], Any] | None = None,
         index: Any = -1,
@@ -65,14 +67,14 @@ class Lookahead:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         try:
             yield from self._within() if _looks_ahead(self.loader) else self._ahead()
         finally:
             if self._forget is not None:
                 self._forget()
 
-    def _within(self) -> Iterator[Any]:
+    def _within(self) -> Iterator[T]:
         """The batches of a loader that looks ahead by itself, announced where it takes them."""
         loader: Any = self.loader
         inner = loader.base_dataloader
@@ -82,7 +84,7 @@ class Lookahead:
         finally:
             loader.base_dataloader = inner
 
-    def _ahead(self) -> Iterator[Any]:
+    def _ahead(self) -> Iterator[T]:
         batches = iter(self.loader)
         current = self._take(batches)
         while current is not _END:

@@ -65,6 +65,11 @@ class RowTable:
         return self.stride > 1
 
     @property
+    def split(self) -> bool:
+        """Ranks hold different parts of the rows, or share one file, so that :meth:`state_dict` is collective."""
+        return self.sharded or self._shared
+
+    @property
     def store(self) -> RowStore:
         """Where this process keeps its rows."""
         return self.rows.store

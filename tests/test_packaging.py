@@ -156,17 +156,34 @@ def test_no_function_swallows_keywords():
     assert not swallowing
 
 
+def checkout(folder: Path) -> Path:
+    """A copy of what setuptools looks at; it leaves build folders behind."""
+    for name in ("compopt", "recipes", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, folder)
+    return folder
+
+
+def build(kind: str, source: Path, target: Path) -> zipfile.ZipFile:
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(target)], cwd=source, check=True, capture_output=True)
+    (wheel,) = target.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
 @pytest.mark.slow
 def test_the_wheel_has_the_library_and_its_types_and_nothing_else(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for folder in ("compopt", "recipes", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    wheel = build("wheel", checkout(tmp_path / "source"), tmp_path)
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "compopt").rglob("*.py")]
     assert sorted(names) == sorted([*modules, "compopt/py.typed"])
+
+
+@pytest.mark.slow
+def test_type_checkers_find_an_editable_install(tmp_path):
+    """`pip install -e .` leaves a path, which they follow, and not a hook of Python's import, which they cannot."""
+    source = checkout(tmp_path / "source")
+    wheel = build("editable", source, tmp_path)
+    (name,) = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert name.endswith(".pth") and wheel.read(name).decode().strip() == str(source)

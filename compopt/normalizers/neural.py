@@ -222,6 +222,10 @@ class NeuralNormalizer(Normalizer):
 
     # -- state, split over the ranks ---------------------------------------------------------------------------
 
+    @property
+    def split(self) -> bool:
+        return self._ranks.size > 1 and self.network.restarts
+
     def promote(self, found_inf: Tensor | None) -> None:
         if self._pending_state is None:
             return

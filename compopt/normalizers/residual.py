@@ -138,6 +138,10 @@ class ResidualNormalizer(Normalizer):
         return self.neural.has_state
 
     @property
+    def split(self) -> bool:
+        return self.neural.split
+
+    @property
     def has_pending_state(self) -> bool:
         return self.neural.has_pending_state
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class FixedTemperature(Temperature):
 
     def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
         self.tensor: Tensor | None = None
-        self.log_inverse: torch.nn.Parameter | None = None
         checks.flag("learn", learn)
         if isinstance(tau, Tensor):
             check_tau(tau, batch=0)
@@ -55,7 +54,13 @@ class FixedTemperature(Temperature):
         super().__init__(None, {} if isinstance(tau, Tensor) or learn else {"tau": tau})
         if learn:
             checks.positive("tau", tau)
-            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype))
+            self.learnable = torch.nn.Module()
+            self.learnable.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype))
+
+    @property
+    def log_inverse(self) -> torch.nn.Parameter | None:
+        """The learned ``log(1/tau)``, 0-d."""
+        return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:
@@ -68,10 +73,6 @@ class FixedTemperature(Temperature):
             return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
-
-    def learned(self) -> Iterator[torch.nn.Parameter]:
-        if self.log_inverse is not None:
-            yield self.log_inverse
 
     def move(self, device: torch.device) -> None:
         if self.log_inverse is not None and self.log_inverse.device != device:

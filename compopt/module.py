@@ -1,0 +1,157 @@
+"""An estimator as a part of an ``nn.Module``: its parameters, its state, its mode and its device are the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compopt import checks
+from compopt.estimator import Estimator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class EstimatorModule(nn.Module):
+    """What :func:`as_module` makes; ``module(...)`` is ``est(...)``.
+
+    Attributes:
+        est: the estimator, for everything else: ``attach``, ``read``, ``prefetch``, ``metrics``, ...
+    """
+
+    def __init__(self, est: Estimator) -> None:
+        super().__init__()
+        self.est = est
+        for role, learnable in self._learnables():
+            self.add_module(role, learnable)
+        if {id(p) for p in est.parameters()} != {id(p) for p in self.parameters()}:
+            raise TypeError(
+                "a part of this estimator yields parameters from learned() that are not in its attribute learnable; "
+                "keep them in that module, where wrappers such as FSDP2 replace them"
+            )
+        self.training = est.training
+
+    def _learnables(self) -> Iterator[tuple[str, nn.Module]]:
+        """Roles and modules of the parts that the user's optimizer learns."""
+        for role, part in self.est._components.items():
+            if part.learnable is not None:
+                yield role, part.learnable
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The estimator's call."""
+        if not callable(self.est):
+            raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
+        return self.est(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Deposit proposals, or (``eval()``) do not."""
+        self.est.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Devices change, dtypes do not: rows and a learned temperature keep theirs under ``half()``, ``double()``."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        super()._apply(moved, recurse)
+        before = self._device()
+        after = fn(torch.empty(0, device=before)).device
+        if after != before:
+            self.est.to(after)
+        return self
+
+    def _device(self) -> torch.device:
+        """Where state that is no parameter is."""
+        if self.est._table is not None:
+            return self.est._table.store.device
+        states = (value for part in self.est._components.values() for value in part.state.values())
+        return next((value.device for value in states), torch.device("cpu"))
+
+    def extra_repr(self) -> str:
+        return f"{type(self.est).__name__}, n={self.est.n}"
+
+
+class StatefulEstimatorModule(EstimatorModule):
+    """One whose ``state_dict()`` carries the estimator's."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The estimator's ``state_dict()`` without what is among the module's parameters."""
+        state = self.est.state_dict()
+        extra = {role: dict(values) for role, values in state["extra"].items()}
+        for role, learnable in self._learnables():
+            for name, _ in learnable.named_parameters():
+                extra[role].pop(name)
+        return {**state, "extra": extra}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse; the module's parameters stay as they are here, and are loaded as parameters."""
+        if isinstance(state, Mapping) and "extra" in state:
+            extra = dict(state["extra"])
+            for role, learnable in self._learnables():
+                own = {name: parameter.detach() for name, parameter in learnable.named_parameters()}
+                extra[role] = {**own, **extra.get(role, {})}
+            state = {**state, "extra": extra}
+        self.est.load_state_dict(state)
+
+
+def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
+    """An estimator for a model to own: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
+
+    Its learned temperature, if it has one, is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; spare
+    it weight decay), its state is in ``model.state_dict()``, and ``model.train()``, ``eval()`` and ``to(device)`` reach
+    it. The estimator itself goes on working: both use the same parameters and rows. Copies and pickles of the module
+    have estimators of their own, attached to no optimizer.
+
+    *Precision.* ``half()``, ``bfloat16()`` and ``double()`` change no dtype in here.
+
+    *Large tables.* ``state_dict()`` and ``deepcopy`` copy all rows. With ``state=False`` the module has nothing but the
+    parameters in its ``state_dict()``; save the rest with :func:`compopt.save`.
+
+    *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. DDP with
+    ``device_ids`` takes ``index`` to the device, where it is waited for; leave them out.
+
+    *FSDP2* shards no scalars. A learned temperature stays whole, and needs no reduction, since every rank has its whole
+    gradient: ``fully_shard(model, ignored_params=set(model.loss.parameters()))``. Give it a parameter group of its own;
+    the kernels of optimizers mix no sharded and whole parameters. *DeepSpeed* takes no scalar parameters in a model: an
+    estimator with a learned temperature stays outside of it.
+
+    *torch.compile* compiles what is before and after; the call itself breaks the graph.
+
+    Args:
+        est: the estimator; it may be in use already.
+        state: ``state_dict()`` and ``load_state_dict()`` of the module carry the estimator's.
+
+    Returns:
+        The module; ``module.est`` is the estimator.
+
+    Raises:
+        TypeError: ``est`` is no estimator.
+        ValueError: ``state=True``, and ranks hold different parts of the state, or share one file of rows. To collect
+            it is collective, which ``state_dict()`` of a module is not: torch's users call it on one rank.
+
+    Example:
+        >>> import torch, compopt
+        >>> model = torch.nn.Module()
+        >>> model.loss = compopt.as_module(compopt.InfoNCEEstimator(tau=0.1, learn_tau=True))
+        >>> [name for name, _ in model.named_parameters()]
+        ['loss.temperature.log_inverse']
+        >>> model.eval().loss.est.training
+        False
+    """
+    if not isinstance(est, Estimator):
+        raise TypeError(f"est must be an estimator, got {type(est).__name__}")
+    checks.flag("state", state)
+    est._refuse_part()
+    if not state:
+        return EstimatorModule(est)
+    if any(part.split for part in est._components.values()) or (est._table is not None and est._table.split):
+        raise ValueError(
+            "the state of this estimator is on all ranks together, and state_dict() of a module is called on one; use "
+            "as_module(est, state=False), and compopt.save(est, directory) on every rank"
+        )
+    return StatefulEstimatorModule(est)

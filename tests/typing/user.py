@@ -1,0 +1,69 @@
+"""What a user writes, checked by `make lint` with `mypy --strict`; never run. assert_type pins what types must say."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import assert_type
+
+import compopt
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def losses(model: nn.Module, batches: Iterable[Batch], est: compopt.ContrastiveEstimator) -> list[float]:
+    """The loop of the README, over batches of a known type."""
+    values = []
+    for image, text, index in est.prefetch(batches):
+        assert_type(image, Tensor)
+        assert_type(index, Tensor)
+        loss = est(model(image), model(text), index)
+        assert_type(loss, Tensor)
+        torch.autograd.backward(loss)
+        values.append(loss.item())
+    return values
+
+
+def train(path: str) -> dict[str, float]:
+    """Construction, groups, schedules, samplers, checkpoints, what is read."""
+    dataset = compopt.data.Indexed(TensorDataset(torch.randn(100, 8), torch.randn(100, 8)))
+    sampler = compopt.samplers.SpectralBatchSampler(len(dataset), batch_size=10)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    est = compopt.SogCLREstimator([{"n": 60, "gamma": 0.8}, {"n": 40}], gamma=0.9, tau=0.07, offload="cpu")
+    assert_type(est.train(), compopt.SogCLREstimator)
+    assert_type(est.eval(), compopt.SogCLREstimator)
+    assert_type(est.to("cpu"), compopt.SogCLREstimator)
+    dual = compopt.TemperatureDual(100, rho=1.0, lr=2e-3)
+    whole = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(100), dual, mode="unimodal")
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW([*model.parameters(), *est.parameters()])
+    assert_type(est.attach(optimizer), RemovableHandle)
+    model.add_module("loss", compopt.as_module(est).train())
+    est.register_step_post_hook(lambda *_: None).remove()
+    schedule = compopt.schedules.CosineGamma(est, decay_steps=100)
+    ahead = est.prefetch(loader)
+    print(len(ahead), ahead.batch_size)
+    for image, text, index in ahead:
+        z1, z2 = model(image), model(text)
+        loss, g1, g2 = est.feature_gradients(z1, z2, index)
+        assert_type(g1, Tensor)
+        torch.autograd.backward((z1, z2), (g1, g2))
+        optimizer.step()
+        schedule.step()
+        sampler.observe(index, z1, z2)
+        whole.prefetch(index)
+    est.sample_groups[0]["gamma"] = 0.5
+    est.add_sample_group({"n": 10, "gamma": 0.7})
+    columns = est.read(torch.arange(4))
+    assert_type(columns["log_u"], Tensor)
+    torch.save({"est": est.state_dict(), "sampler": sampler.state_dict()}, path)
+    est.load_state_dict(torch.load(path)["est"])
+    compopt.load(est, compopt.save(est, path + ".compopt"))
+    error = compopt.diagnostics.normalizer_error(est, torch.randn(100, 4), torch.randn(100, 4))
+    print(error)
+    u = compopt.MovingAverageEstimator(100, gamma=0.5)
+    risk = compopt.compositional_loss(torch.rand(4), torch.arange(4), u, torch.log)
+    assert_type(risk, Tensor)
+    return {name: value.item() for name, value in est.metrics.items()}
