@@ -1,7 +1,7 @@
-"""The table of README's section on other packages, from the result files.
+"""The table of docs/peers.md and the one of benchmarks/README.md, from the result files.
 
-python -m benchmarks.summary            # rewrites it
-python -m benchmarks.summary --check    # fails if README says something else
+python -m benchmarks.summary            # rewrites them
+python -m benchmarks.summary --check    # fails if the pages say something else
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _markdown(head: list[str], body: list[list[str]]) -> str:
     return "\n".join(table(head, body)).replace("|---:", "|---").strip()
 
 
-PAGES: dict[Path, Callable[[], str]] = {ROOT / "README.md": summary, ROOT / "benchmarks" / "README.md": provenance}
+PAGES: dict[Path, Callable[[], str]] = {ROOT / "docs" / "peers.md": summary, ROOT / "benchmarks" / "README.md": provenance}
 
 
 def shown(page: Path) -> tuple[str, str, str]:
