@@ -172,16 +172,16 @@ class Estimator(Hooks):
         meets = self._ranks.size > 1 and (grad or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
-        error = RuntimeError(
+        message = (
             f"{type(self).__name__} was called inside a checkpointed function (torch.utils.checkpoint, or "
             f"DeepSpeed's), which runs again in backward and would {'deposit' if deposits else 'gather'} the batch "
             f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
             f"matrix for backward"
         )
-        if in_backward():
-            raise error  # the other ranks may not be here
+        if in_backward():  # the other ranks may not be
+            raise RuntimeError(message)
         with self._reader.meeting.guard():
-            raise error
+            raise RuntimeError(message)
 
     def _refuse_part(self) -> None:
         """A component of another estimator has no rows of its own."""

@@ -111,19 +111,23 @@ def outcome(call):
     return ""
 
 
-def on_two_ranks(group, name, use_reentrant, who):
+def on_two_ranks(group, name, how, who):
     """Some of the ranks checkpoint their call or, where only backward notices, run it backward."""
     est, _ = make(BY_NAME[name], "bimodal", N, process_group=group)
     rank = dist.get_rank(group)
     z1, z2, index = data(rank, 4)
-    call = lambda a, b: est(a, b, index)  # noqa: E731
-    if use_reentrant:
-        loss = checkpoint(call, z1, z2, use_reentrant=True)
+    calls = {
+        "forward": lambda a, b: est(a, b, index),
+        "reentrant": lambda a, b: est(a, b, index),
+        "monitored": lambda a, b: torch.no_grad()(est)(a, b, index) + a.exp().sum(),
+    }
+    if how != "forward":
+        loss = checkpoint(calls[how], z1, z2, use_reentrant=how == "reentrant")
         heard = outcome(loss.backward) if rank in who else ""
     elif rank in who:
-        heard = outcome(lambda: checkpoint(call, z1, z2, use_reentrant=False))
+        heard = outcome(lambda: checkpoint(calls[how], z1, z2, use_reentrant=False))
     else:
-        heard = outcome(lambda: call(z1, z2))
+        heard = outcome(lambda: calls[how](z1, z2))
     pending = est.pending
     run(est, z1, z2, index)  # the ranks are still in step
     return heard, pending
@@ -131,19 +135,19 @@ def on_two_ranks(group, name, use_reentrant, who):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("who", [[0, 1], [0], [1]])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("how", ["forward", "reentrant", "monitored"])
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "neural", "emc2"])
-def test_no_rank_waits_for_another(name, use_reentrant, who):
+def test_no_rank_waits_for_another(name, how, who):
     """A call is collective, so that a stateless estimator is refused too; ranks that do not recompute hear or go on."""
-    answers = the_pool(timeout=30).run(on_two_ranks, 2, name, use_reentrant, who)
+    answers = the_pool().run(on_two_ranks, 2, name, how, who)
     for rank, (heard, pending) in enumerate(answers):
         assert pending == 0
         if rank in who:
             assert "inside a checkpointed function" in heard
-        elif use_reentrant:
-            assert heard == ""
-        else:
+        elif how == "forward":
             assert "refused its arguments" in heard
+        else:
+            assert heard == ""
 
 
 # allowed ----------------------------------------------------------------------------------------------------------
