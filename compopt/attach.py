@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -43,6 +43,9 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     ``found_inf`` is the tensor that ``GradScaler`` leaves on a fused optimizer, whose step hook fires on skipped
     steps too; ``None`` where there is none. The hook holds its owner weakly: an optimizer does not keep an
     estimator alive.
+
+    An optimizer around a ``base_optimizer`` (SAM) may be used without its own ``step``: the hook is on both, and
+    where both run, the second has nothing to commit.
     """
     reference = WeakMethod(commit)
 
@@ -52,7 +55,12 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
         if alive is not None:
             alive(getattr(optimizer, "found_inf", None))
 
-    return optimizer.register_step_post_hook(hook)
+    base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
+    if not isinstance(base, dict):
+        return optimizer.register_step_post_hook(hook)
+    handle = RemovableHandle(optimizer._optimizer_step_post_hooks, extra_dict=base)
+    optimizer._optimizer_step_post_hooks[handle.id] = base[handle.id] = hook
+    return handle
 
 
 class SkipCounter:
@@ -80,6 +88,7 @@ class Attachments:
 
     def __init__(self) -> None:
         self._handles: dict[int, RemovableHandle] = {}
+        self._optimizers: dict[int, tuple[str, ref[torch.optim.Optimizer]]] = {}
         self._skips: dict[int, SkipCounter] = {}
 
     def add(self, optimizer: Any, commit: Commit) -> RemovableHandle:
@@ -88,6 +97,7 @@ class Attachments:
         handle = self._handles.get(id(inner))
         if handle is None or handle.id not in inner._optimizer_step_post_hooks:
             handle = self._handles[id(inner)] = commit_after_step(inner, commit)
+            self._optimizers[id(inner)] = type(inner).__name__, ref(inner)
             counter = SkipCounter.of(optimizer)
             if counter is not None:
                 self._skips[id(inner)] = counter
@@ -97,6 +107,28 @@ class Attachments:
         """Whether an engine has skipped an update since this was last asked."""
         rose = [counter.rose() for counter in self._skips.values()]  # every one must look
         return any(rose)
+
+    def listening(self) -> str | None:
+        """Kind of an optimizer that lives and has the hook; ``None``: there is none."""
+        return next((type(optimizer).__name__ for optimizer in self._listening()), None)
+
+    def gone(self) -> str | None:
+        """Kind of the last optimizer that was attached, if nothing is left of any that could run the hook."""
+        if any(alive() is not None for _, alive in self._optimizers.values()):
+            return None
+        return next((name for name, _ in reversed(self._optimizers.values())), None)
+
+    def have(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether attached optimizers have all of these in their groups."""
+        groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return all(id(parameter) in held for parameter in parameters)
+
+    def _listening(self) -> Iterator[torch.optim.Optimizer]:
+        for key, (_, alive) in self._optimizers.items():
+            optimizer = alive()
+            if optimizer is not None and self._handles[key].id in optimizer._optimizer_step_post_hooks:
+                yield optimizer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Attachments, ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
@@ -17,6 +16,7 @@ from compopt.attach import Attachments
 from compopt.component import Component
 from compopt.context import in_backward, in_checkpoint
 from compopt.deposits import COUNT, Deposit
+from compopt.forgotten import Forgotten
 from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
 from compopt.inputs import check_index
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
-# Calls without a commit after which somebody has probably forgotten step() or attach(): before the first commit, and
-# ever (long accumulation is legitimate, a leak is not).
-PATIENCE, LONG_PATIENCE = 256, 8192
 
 
 class Estimator(Hooks):
@@ -90,6 +87,7 @@ class Estimator(Hooks):
         self._deposits: list[Deposit] = []
         self._pending = 0
         self._attachments = Attachments()
+        self._forgotten = Forgotten()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -158,6 +156,9 @@ class Estimator(Hooks):
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
             self._drop_skipped()
+            with self._reader.meeting.guard():  # a warning may be an error
+                self._forgotten.positions(keys["index"], self.n)
+                self._forgotten.learned(list(self.parameters()), self._attachments, self._reader.monitor)
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
         return self._reader.visit(keys, like, payload, depositing, progress)
 
@@ -272,12 +273,7 @@ class Estimator(Hooks):
         elif not any(part.has_pending_state for part in self._components.values()):
             return  # a stateless estimator has nothing to commit
         self._pending += 1
-        if self._pending == (PATIENCE if self.t == 0 else LONG_PATIENCE):
-            warnings.warn(
-                f"{self._pending} calls have deposited and none was committed: call est.step() after "
-                f"optimizer.step(), or est.attach(optimizer) (after deepspeed.initialize or prepare)",
-                stacklevel=3,
-            )
+        self._forgotten.pending(self._pending, self._attachments)
 
     def step(self) -> None:
         """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
@@ -286,6 +282,7 @@ class Estimator(Hooks):
 
     def _commit(self, found_inf: Tensor | None) -> None:
         self._drop_skipped()
+        self._forgotten.updated(list(self.parameters()))
         if not self._pending:
             return
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() > 0:
@@ -297,6 +294,7 @@ class Estimator(Hooks):
                 self._table.commit(self._deposits, found_inf)
             for part in self._components.values():
                 part.promote(found_inf)
+        self._forgotten.committed(self._pending)
         self._deposits.clear()
         self._pending = 0
         self.t += 1

@@ -24,8 +24,8 @@ class FeatureBank:
         offload: ``None``, on the features' device; ``"cpu"``, in host memory, to which features are copied behind
             the training step.
 
-    State: ``rows`` (n, 2, d), allocated at the first write, and ``seen`` (n,) bool: ``4 n d`` bytes in half
-    precision, 27 MB for n = 54,000 and d = 128.
+    State: ``rows`` (n, 2, d), allocated at the first write, and two flags per sample: ``seen``, it has features, and
+    ``offered``, some were given. ``4 n d`` bytes in half precision, 27 MB for n = 54,000 and d = 128.
 
     While :meth:`hold` is in force writes wait in a queue, in their order: a reader in another thread has the bank as
     it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite, or
@@ -41,6 +41,7 @@ class FeatureBank:
         self.dtype, self.offload = dtype, offload
         self.rows: Tensor | None = None
         self.seen = torch.zeros(n, dtype=torch.bool)
+        self.offered = torch.zeros(n, dtype=torch.bool)  # on the CPU
         self._queue: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held = False
         self._skipped = torch.zeros((), dtype=torch.int64)
@@ -100,6 +101,7 @@ class FeatureBank:
 
     def _put(self, index: Tensor, rows: Tensor) -> None:
         assert self.rows is not None
+        self.offered[index] = True
         last = {sample: place for place, sample in enumerate(index.tolist())}
         if len(last) < len(index):
             index, rows = torch.tensor(list(last)), rows[list(last.values())]
@@ -121,6 +123,11 @@ class FeatureBank:
             self._skipped.zero_()
         return ~self.seen.cpu()
 
+    def missing(self) -> Tensor:
+        """Which samples were never observed, ``(n,)`` bool on the CPU; those whose features were not finite were."""
+        self.settle()
+        return ~self.offered
+
     @property
     def filled(self) -> bool:
         """Whether every sample has features. Waits for the device."""
@@ -139,7 +146,8 @@ class FeatureBank:
         self.settle()
         rows = None if self.rows is None else self.rows.detach().to("cpu", copy=True)
         device = "cpu" if self.rows is None else self.rows.device.type
-        return {"rows": rows, "seen": self.seen.to("cpu", copy=True), "device": device}
+        seen = self.seen.to("cpu", copy=True)
+        return {"rows": rows, "seen": seen, "offered": self.offered.clone(), "device": device}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies into this bank, on the kind of device where the rows were, if there is one."""
@@ -149,4 +157,5 @@ class FeatureBank:
         self._queue.clear()
         self.rows = None if rows is None else rows.to(device, self.dtype, copy=True)
         self.seen = seen.to(device, copy=True)
+        self.offered = state_dict.get("offered", seen).to("cpu", copy=True)  # early versions did not tell
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)

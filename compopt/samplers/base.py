@@ -25,7 +25,9 @@ Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class BankSampler(Sampler[list[int]]):
-    """Batches chosen by the newest features of every sample; random ones until every sample has features.
+    """Batches chosen by the newest features of every sample; random ones until every sample was observed.
+
+    A sample whose features have never been finite is dealt to a batch at random; the others are chosen without it.
 
     The plan of an epoch is a sequence of global batches. In a loop that observes its batches it is made in a thread
     while the epoch before it runs, from the features observed until then; otherwise while the epoch before it runs too,
@@ -117,9 +119,9 @@ class BankSampler(Sampler[list[int]]):
         values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
-    def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
-        """Before the bank is filled. Samples without features come first, so that those left out get theirs."""
-        return self.orders.batches(len(self), epoch, first=unseen).flatten()
+    def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
+        """Before all samples were observed. Those that were not come first, so that those left out get their turn."""
+        return self.orders.batches(len(self), epoch, first=missing).flatten()
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 

@@ -22,21 +22,29 @@ import torch
 from torch import Tensor
 
 
-def batch_losses(z1: Tensor, z2: Tensor, tau: float, labels: Tensor | None = None) -> Tensor:
+def batch_losses(
+    z1: Tensor, z2: Tensor, tau: float, labels: Tensor | None = None, absent: Tensor | None = None
+) -> Tensor:
     """``L`` of many batches, in nats: ``(k,)``.
 
     Args:
         z1, z2: normalised features, ``(k, B, d)``.
         tau: temperature.
         labels: ``(k, B)``; equal ones within a batch are no negatives.
+        absent: ``(k, B)``; samples that are neither anchors nor negatives. A batch of such alone has loss 0.
     """
     s = z1 @ z2.mT  # (k, B, B)
     own = s.diagonal(dim1=1, dim2=2)
     if labels is not None:
         s = s.masked_fill(_twins(labels), -math.inf)
+    if absent is not None:
+        pairs = absent[:, :, None] | absent[:, None, :]
+        s = s.masked_fill(pairs & ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device), -math.inf)
     rows = torch.logsumexp((s - own[:, :, None]) / tau, dim=2)  # anchors z1; the positive is the 1 in the logarithm
     columns = torch.logsumexp((s - own[:, None, :]) / tau, dim=1)
-    return (rows + columns).mean(1) / 2
+    if absent is None:
+        return (rows + columns).mean(1) / 2
+    return (rows + columns).sum(1) / (~absent).sum(1).clamp(min=1) / 2  # an absent sample's own terms are log 1
 
 
 def pair_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compopt.forgotten import warn
 from compopt.ranks import Ranks
 from compopt.samplers.background import Job
 
@@ -26,7 +27,7 @@ class Planner:
 
     Attributes:
         plans: epoch -> the samples of all its batches, one batch after the other.
-        complete: every sample had features when the last epoch without a plan began.
+        complete: every sample had been observed when the last epoch without a plan began.
         metrics: of the newest plan.
     """
 
@@ -36,7 +37,7 @@ class Planner:
         self._rank, self._size = (ranks.rank, ranks.size) if self._group is not None else (0, 1)
         self.plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
-        self.complete = False
+        self.complete, self._warned = False, False
         self._job: tuple[int, Job] | None = None  # the epoch that is being planned
         self._failed: dict[int, Job] = {}
 
@@ -52,23 +53,35 @@ class Planner:
         if (failed := self._failed.pop(epoch, None)) is not None:
             failed.result()
         if epoch not in self.plans:
-            unseen = self._bank.unseen()
-            self.complete = not bool(unseen.any())
+            unseen, missing = self._bank.unseen(), self._bank.missing()
+            self.complete = not bool(missing.any())
             self.metrics["unseen"] = int(unseen.sum())
             if self.complete:
+                self._warn(unseen)
                 plan, metrics = self._run(epoch)
                 self._keep(epoch, plan, metrics, time.perf_counter() - started)
             else:
-                self.plans[epoch] = self._sampler.random_plan(epoch, unseen)
+                self.plans[epoch] = self._sampler.random_plan(epoch, missing)
         self.metrics["wait_seconds"] = time.perf_counter() - started
         return self.plans[epoch]
+
+    def _warn(self, unseen: Tensor) -> None:
+        """Of samples that were observed and have no features all the same."""
+        samples = unseen.nonzero().flatten().tolist()
+        if self._warned or not samples:
+            return
+        self._warned = True
+        warn(
+            f"{len(samples)} of n={len(unseen)} samples have never had finite features, the first is {samples[0]}; "
+            f"they are dealt to batches at random, and the others are chosen without them: look at these samples"
+        )
 
     def _keep(self, epoch: int, plan: Tensor, metrics: dict[str, float], seconds: float) -> None:
         self.plans[epoch] = plan
         self.metrics.update(metrics, plan_seconds=seconds)
 
     def ahead(self, epoch: int) -> None:
-        """Begin with an epoch's plan in the thread, unless it is made or begun, or not all samples had features."""
+        """Begin with an epoch's plan in the thread, unless it is made or begun, or not all samples were observed."""
         if self._job or epoch in self.plans or epoch in self._failed or not self.complete:
             return
         self._bank.hold()  # what is observed from here on waits until the thread has read what it needs

@@ -22,11 +22,13 @@ class Group(NamedTuple):
         samples: ``(m,)`` data-set positions.
         sizes: of its batches.
         seed: of k-means.
+        absent: samples without features, ``(m,)`` bool.
     """
 
     samples: Tensor
     sizes: list[int]
     seed: int
+    absent: Tensor
 
 
 class SpectralBatchSampler(BankSampler):
@@ -47,6 +49,8 @@ class SpectralBatchSampler(BankSampler):
     Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
     ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision, with as much again as is
     observed while a plan is made.
+
+    *Samples without finite features* are dealt to batches at random.
 
     *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, and ``group=`` to
     the estimator.
@@ -150,9 +154,9 @@ class SpectralBatchSampler(BankSampler):
     def __len__(self) -> int:
         return self.n // self.batch_size if self.drop_last else math.ceil(self.n / self.batch_size)
 
-    def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
+    def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
         if self.drop_last:
-            return super().random_plan(epoch, unseen)
+            return super().random_plan(epoch, missing)
         return self.orders.permutation(self.n, epoch, 0)
 
     def work(self, epoch: int) -> list[Group]:
@@ -163,10 +167,10 @@ class SpectralBatchSampler(BankSampler):
         lengths = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
         if self.labels is not None:
             samples = self._dealt(samples, lengths, epoch)
-        groups = []
+        groups, absent = [], ~self.bank.seen.cpu()
         for number, chosen in enumerate(samples.split(lengths)):
             sizes = [len(batch) for batch in chosen.split(self.batch_size)]
-            groups.append(Group(chosen, sizes, self.orders.draw(epoch, 1, number) % (1 << 32)))
+            groups.append(Group(chosen, sizes, self.orders.draw(epoch, 1, number) % (1 << 32), absent[chosen]))
         return groups
 
     def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
@@ -183,10 +187,34 @@ class SpectralBatchSampler(BankSampler):
 
     def do(self, piece: Group) -> Tensor:
         """The group's samples, one batch after the other."""
-        z1, z2, labels = self.read(piece.samples)
+        if piece.absent.any():
+            return self._do_without(piece)
+        return piece.samples[self._clusters(piece.samples, piece.sizes, piece.seed).argsort(stable=True)]
+
+    def _clusters(self, samples: Tensor, sizes: list[int], seed: int) -> Tensor:
+        """The cluster of every sample, ``(m,)``."""
+        z1, z2, labels = self.read(samples)
         weights = pair_weights(z1, z2, self.tau, self.batch_size, labels)
-        clusters = clustering.spectral_clusters(weights.mul_(self.sharpness), piece.sizes, piece.seed)
-        return piece.samples[clusters.argsort(stable=True)]
+        return clustering.spectral_clusters(weights.mul_(self.sharpness), sizes, seed)
+
+    def _do_without(self, piece: Group) -> Tensor:
+        """The same where some samples have no features: the others form batches that leave places to them.
+
+        Which batches leave one is not random, so each of those samples then changes places with any other.
+        """
+        chance, absent, m = torch.Generator().manual_seed(piece.seed), piece.absent, len(piece.samples)
+        batches = torch.arange(len(piece.sizes)).repeat_interleave(torch.tensor(piece.sizes))  # of every place
+        free = torch.isin(torch.arange(m), torch.randperm(m, generator=chance)[: int(absent.sum())])
+        numbers, sizes = batches[~free].unique(return_counts=True)
+        clusters = torch.empty_like(batches)
+        clusters[absent] = batches[free]
+        if len(sizes):
+            clusters[~absent] = numbers[self._clusters(piece.samples[~absent], sizes.tolist(), piece.seed)]
+        order = clusters.argsort(stable=True)
+        for place in absent[order].nonzero().flatten().tolist():
+            other = int(torch.randint(m, (), generator=chance))
+            order[[place, other]] = order[[other, place]]
+        return piece.samples[order]
 
     def assemble(self, epoch: int, pieces: list[Group], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         samples = torch.cat(results)

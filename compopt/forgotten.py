@@ -1,0 +1,137 @@
+"""What a training loop may have forgotten: each is noticed without waiting for a device, and said once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from compopt.attach import Attachments
+from compopt.monitor import Monitor
+
+# Calls without a commit, if that is also so many times the longest window so far (accumulation may be long)
+PATIENCE, WINDOWS = 256, 8
+# The same where no optimizer is left that could commit
+PATIENCE_GONE, WINDOWS_GONE = 16, 2
+# Calls with index 0 .. B - 1, and how many batches the data set must have at least
+POSITIONS, BATCHES = 100, 2
+
+
+class Forgotten:
+    """Watches the calls of one estimator that deposit.
+
+    *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
+    *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
+    *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
+    """
+
+    def __init__(self) -> None:
+        self._longest = 0  # calls of the longest window that was committed
+        self._said_pending = False
+        self._positions: int | None = 0  # calls with batch positions so far; None: the index is not one
+        self._graded: int | None = 0  # calls so far that found a gradient in the learned parameters; None: settled
+        self._graded_since = False
+        self._before: list[Tensor] = []
+
+    def committed(self, window: int) -> None:
+        """So many calls became one commit."""
+        self._longest = max(self._longest, window)
+
+    # -- no commit ---------------------------------------------------------------------------------------------
+
+    def pending(self, calls: int, attached: Attachments) -> None:
+        """So many calls wait for a commit."""
+        if calls < PATIENCE_GONE or self._said_pending:
+            return
+        gone, silent = attached.gone(), attached.listening()
+        least, windows = (PATIENCE, WINDOWS) if gone is None else (PATIENCE_GONE, WINDOWS_GONE)
+        if calls < max(least, windows * self._longest):
+            return
+        self._said_pending = True
+        if gone is not None:
+            remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
+        elif silent is not None:
+            remedy = (
+                f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
+                f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
+            )
+        else:
+            remedy = "call est.step() after optimizer.step(), or est.attach(optimizer)"
+        warn(f"{calls} calls have deposited and none was committed: {remedy}")
+
+    # -- a learned temperature ---------------------------------------------------------------------------------
+
+    def updated(self, parameters: Sequence[Parameter]) -> None:
+        """An update was made; optimizers may take the gradients away right after it."""
+        if self._graded is not None:
+            self._graded_since |= _have_gradients(parameters)
+
+    def learned(self, parameters: Sequence[Parameter], attached: Attachments, monitor: Monitor) -> None:
+        """A call; what it found in the parameters that the user's optimizer should learn."""
+        if self._graded is None or not (self._graded_since or _have_gradients(parameters)):
+            return
+        self._graded_since = False
+        if self._graded == 0:
+            self._before = [parameter.detach().clone() for parameter in parameters]
+        self._graded += 1
+        if self._graded < max(PATIENCE, WINDOWS * self._longest):
+            return
+        calls, self._graded = self._graded, None
+        if attached.have(parameters):  # a learning rate of 0 is a choice
+            return
+        with torch.no_grad():
+            idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
+        monitor.watch(idle.to(torch.int32), lambda found: _warn_learned(calls) if found else None)
+
+    # -- batch positions ---------------------------------------------------------------------------------------
+
+    def positions(self, index: Tensor, n: int | None) -> None:
+        """The index of a call, as this rank gave it."""
+        if self._positions is None or len(index) == 0:
+            return
+        if n is None or n < BATCHES * len(index) or index.device.type != "cpu":
+            self._positions = None
+            return
+        values = index.numpy()
+        if values[-1] != len(values) - 1 or not np.array_equal(values, np.arange(len(values))):
+            self._positions = None
+            return
+        self._positions += 1
+        if self._positions < POSITIONS:
+            return
+        self._positions = None
+        warn(
+            f"index was 0 .. {len(index) - 1} in each of the first {POSITIONS} calls, while n={n}: these look like "
+            f"positions in the batch, and all samples share {len(index)} rows; pass positions in the data set, see "
+            f"compopt.data.Indexed"
+        )
+
+
+def warn(message: str) -> None:
+    """A warning that shows the user's own line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("compopt.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _have_gradients(parameters: Sequence[Parameter]) -> bool:
+    return bool(parameters) and all(parameter.grad is not None for parameter in parameters)
+
+
+def _idle(parameter: Parameter, before: Tensor) -> Tensor:
+    """Its value is what it was, although its gradient (if it is still there) is not zero; a flag on the device."""
+    kept = (parameter == before.to(parameter.device)).all()
+    return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
+
+
+def _warn_learned(calls: int) -> None:
+    warn(
+        f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has it; give "
+        f"[*model.parameters(), *est.parameters()] to the optimizer, or let the model own it (compopt.as_module)"
+    )

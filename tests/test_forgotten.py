@@ -1,0 +1,240 @@
+"""What a loop may have forgotten is said once, with its remedy; loops that forgot nothing hear nothing."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+import compopt
+from compopt import forgotten
+from tests.helpers import generator
+
+N, B = 100, 6
+PATIENCE, PATIENCE_GONE, POSITIONS = 32, 8, 20
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A tenth of the calls show the same."""
+    for name, value in {"PATIENCE": PATIENCE, "PATIENCE_GONE": PATIENCE_GONE, "POSITIONS": POSITIONS}.items():
+        assert getattr(forgotten, name) > value
+        monkeypatch.setattr(forgotten, name, value)
+
+
+class Loop:
+    """One parameter, its optimizer, an estimator, and what was said."""
+
+    def __init__(self, est=None, make=torch.optim.SGD, attach=True, learned=True):
+        self.parameter = torch.nn.Parameter(torch.ones(4))
+        self.est = compopt.SogCLREstimator(N, tau=0.1) if est is None else est
+        own = list(self.est.parameters()) if learned else []
+        self.make = lambda: make([self.parameter, *own], lr=1e-3)
+        self.optimizer, self.calls, self.said = self.make(), 0, []
+        if attach:
+            self.est.attach(self.optimizer)
+
+    def call(self, count=1, index=None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                g = generator(self.calls)
+                z1, z2 = torch.randn(2, B, 4, generator=g)
+                rows = torch.randperm(N, generator=g)[:B] if index is None else index
+                self.est(z1 * self.parameter, z2, rows).backward()
+                self.calls += 1
+        assert all(w.filename == __file__ for w in caught), "a warning shows the user's line"
+        self.said += [str(w.message) for w in caught]
+
+    def train(self, updates, window=1, index=None, zero=True):
+        for _ in range(updates):
+            self.call(window, index)
+            self.optimizer.step()
+            if zero:
+                self.optimizer.zero_grad()
+
+    def heard(self, *parts):
+        """Exactly one warning, with these words."""
+        assert len(self.said) == 1 and all(part in self.said[0] for part in parts), self.said
+        return True
+
+
+def clip():
+    return compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
+
+
+def remembers():
+    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), compopt.FixedTemperature(0.1, learn=True))
+
+
+# no commit --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_optimizer_made_anew(kept):
+    """What was attached is gone, or lives on somewhere and never steps again."""
+    loop = Loop()
+    old = loop.optimizer if kept else None
+    loop.train(10)
+    loop.optimizer = loop.make()
+    gc.collect()
+    loop.train(PATIENCE_GONE - 1)
+    assert not loop.said
+    loop.train(10 * PATIENCE)
+    words = ("32 calls", "SGD has not run step()", "attach") if kept else ("8 calls", "SGD", "is gone", "attach")
+    assert loop.heard(*words) and loop.est.pending == 10 * PATIENCE + PATIENCE_GONE - 1
+    loop.est.attach(loop.optimizer)
+    loop.train(1)
+    assert loop.est.pending == 0
+    del old
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_no_commit_from_the_start(attach):
+    loop = Loop(attach=attach)
+    loop.call(2 * PATIENCE)
+    assert loop.heard("32 calls", "SGD has not run step()" if attach else "call est.step() after optimizer.step()")
+
+
+def test_long_windows_are_no_alarm():
+    """Less than eight times the longest so far; twice, where no optimizer is left and commits are by hand."""
+    loop = Loop()
+    loop.train(2, window=8)
+    loop.train(1, window=8 * 8 - 1)
+    loop.optimizer = None
+    gc.collect()
+    for _ in range(2):
+        loop.call(2 * 63 - 1)
+        loop.est.step()
+    assert not loop.said and loop.est.t == 5
+    loop.call(2 * 125)
+    assert loop.heard("250 calls", "SGD", "is gone")
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it is usually written: step() is not what its users call."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"rho": 0.05, "lr": lr})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure):
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_sam_commits(by_hand):
+    """Its hook never runs where first_step and second_step are called; that of the optimizer inside does."""
+    loop, commits = Loop(make=SAM, attach=False), []
+    loop.est.register_step_post_hook(lambda *_: commits.append(loop.est.t))
+    handle = loop.est.attach(loop.optimizer)
+    assert loop.est.attach(loop.optimizer) is handle
+    for _ in range(3):
+        loop.call()
+        if by_hand:
+            loop.optimizer.first_step()
+            loop.call()
+            loop.optimizer.second_step()
+        else:
+            loop.optimizer.step(loop.call)
+        loop.optimizer.zero_grad()
+        assert loop.est.pending == 0
+    assert len(commits) == loop.est.t == 3 and not loop.said
+    handle.remove()
+    loop.call()
+    loop.optimizer.step(loop.call)
+    assert loop.est.pending == 2
+
+
+# a learned temperature --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [clip, remembers])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_learned_temperature_in_no_optimizer(make, attach):
+    loop = Loop(make(), learned=False, attach=attach)
+    if not attach:  # commits by hand
+        step = loop.optimizer.step
+        loop.optimizer.step = lambda: (step(), loop.est.step())
+    loop.train(PATIENCE - 1)
+    assert not loop.said
+    loop.train(PATIENCE)
+    assert loop.heard("learned temperature", "32 calls", "est.parameters()")
+
+
+def test_a_learned_temperature_whose_gradient_the_model_clears():
+    """The module owns it, the optimizer was built from the encoder alone."""
+    loop = Loop(clip(), learned=False)
+    module = compopt.as_module(loop.est)
+    for _ in range(PATIENCE + 1):
+        loop.train(1)
+        module.zero_grad()
+    assert loop.heard("learned temperature")
+
+
+@pytest.mark.parametrize("make", [clip, remembers])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_learned_temperature_that_is_learned(make, attach):
+    """By the attached optimizer, by another one, by one whose rate is 0 for a while, in long windows."""
+    loop = Loop(make(), attach=attach)
+    loop.est.register_step_post_hook(lambda *_: None)
+    for _ in range(PATIENCE + 10):
+        loop.train(1)
+        if not attach:
+            loop.est.step()
+    assert not loop.said
+    still = Loop(make())
+    for group in still.optimizer.param_groups:
+        group["lr"] = 0.0
+    still.train(PATIENCE + 10)
+    accumulating = Loop(remembers())
+    accumulating.train(1, window=PATIENCE - 1)
+    accumulating.train(1, window=2 * PATIENCE, zero=False)
+    assert not still.said and not accumulating.said
+
+
+def test_a_frozen_temperature_is_a_choice():
+    loop = Loop(clip(), learned=False)
+    next(loop.est.parameters()).requires_grad_(False)
+    loop.train(PATIENCE + 10)
+    assert not loop.said
+
+
+# batch positions --------------------------------------------------------------------------------------------------
+
+
+def test_batch_positions_for_an_index():
+    loop = Loop()
+    loop.train(POSITIONS - 1, index=torch.arange(B))
+    assert not loop.said
+    loop.train(POSITIONS, index=torch.arange(B))
+    assert loop.heard("index was 0 .. 5", "first 20 calls", "n=100", "compopt.data.Indexed")
+
+
+@pytest.mark.parametrize("first", [torch.arange(B) + 1, torch.arange(B).flip(0), torch.arange(B) * 2])
+def test_one_batch_that_has_other_rows_is_enough(first):
+    loop = Loop()
+    loop.train(1, index=first)
+    loop.train(POSITIONS + 10, index=torch.arange(B))
+    assert not loop.said
+
+
+def test_the_whole_data_set_in_every_batch_is_no_alarm():
+    loop = Loop(compopt.SogCLREstimator(B, tau=0.1))
+    loop.train(POSITIONS + 10, index=torch.arange(B))
+    assert not loop.said
