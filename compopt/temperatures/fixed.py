@@ -55,7 +55,7 @@ class FixedTemperature(Temperature):
         super().__init__(None, {} if isinstance(tau, Tensor) or learn else {"tau": tau})
         if learn:
             checks.positive("tau", tau)
-            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype))
+            self.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype, device="cpu"))
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:
