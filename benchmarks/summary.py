@@ -177,7 +177,10 @@ def _markdown(head: list[str], body: list[list[str]]) -> str:
     return "\n".join(table(head, body)).replace("|---:", "|---").strip()
 
 
-PAGES: dict[Path, Callable[[], str]] = {ROOT / "docs" / "peers.md": summary, ROOT / "benchmarks" / "README.md": provenance}
+PAGES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "peers.md": summary,
+    ROOT / "benchmarks" / "README.md": provenance,
+}
 
 
 def shown(page: Path) -> tuple[str, str, str]:

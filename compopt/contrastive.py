@@ -245,7 +245,7 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(
                     f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
                 )
-            index = torch.arange(len(z1)) + self._ranks.rank * _FAR
+            index = torch.arange(len(z1), device="cpu") + self._ranks.rank * _FAR
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         given = {"index": index, "index2": index2, "group": group}

@@ -120,12 +120,14 @@ def normalizer_error(
     """
     with torch.no_grad():
         n = len(z1)
-        visit = est._reader.look(torch.arange(n), z1)
+        visit = est._reader.look(torch.arange(n, device="cpu"), z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
         views = "averaged" if "log_u" in visit.columns else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=generator)[: n if anchors is None else checks.count("anchors", anchors)]
+        order = torch.randperm(n, generator=generator, device="cpu")[
+            : n if anchors is None else checks.count("anchors", anchors)
+        ]
         order = order.to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
         exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
@@ -136,7 +138,7 @@ def normalizer_error(
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
         errors = []
-        for at in torch.arange(len(order)).split(checks.count("batch_size", batch_size)):
+        for at in torch.arange(len(order), device="cpu").split(checks.count("batch_size", batch_size)):
             if len(at) > 1:
                 alpha = _estimate(est, a[order[at]], b[order[at]], order[at], tau)
                 errors.append((alpha - exact[at]).square().flatten())
@@ -163,7 +165,7 @@ def gradient_error(
     """
     n = len(z1)
     with torch.no_grad():
-        visit = est._reader.look(torch.arange(n), z1)
+        visit = est._reader.look(torch.arange(n, device="cpu"), z1)
         tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
         views = "averaged" if "log_u" in visit.columns else "separate"
     exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size))
@@ -173,7 +175,7 @@ def gradient_error(
     try:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(repeats):
-            for rows in torch.randperm(n, generator=generator).split(batch_size):
+            for rows in torch.randperm(n, generator=generator, device="cpu").split(batch_size):
                 if len(rows) < batch_size and batches:
                     continue  # a short last batch would weigh as much as a full one
                 _, g1, g2 = est.feature_gradients(z1[rows], z2[rows], rows)

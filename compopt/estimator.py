@@ -342,7 +342,10 @@ class Estimator(Hooks):
         return self.train(False)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move rows and other state to a device; they otherwise follow the first features in training mode."""
+        """Move rows and other state to a device.
+
+        They are made on the CPU, whatever torch's default device is, and follow the first features in training mode.
+        """
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")

@@ -102,6 +102,8 @@ def check_tau(tau: Any, batch: int) -> float | Tensor:
         raise TypeError(f"tau must be a floating-point tensor, got {tau.dtype}")
     if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, 2)):
         raise ValueError(f"tau must be 0-d, ({batch},) or ({batch}, 2), got shape {tuple(tau.shape)}")
+    if tau.device.type == "meta":
+        raise ValueError("tau is on the meta device and holds no value; make it with device='cpu' or give a number")
     if tau.device.type == "cpu" and not bool(((tau > 0) & tau.isfinite()).all()):
         wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()[0].item()
         raise ValueError(f"tau must be greater than 0 and finite, got {wrong!r}")

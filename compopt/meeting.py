@@ -105,12 +105,13 @@ class Meeting:
         ticket: int = 0,
         written: int = 0,
     ) -> Tensor:
-        message = torch.zeros(HEADER + len(KEYS) * self._room, dtype=torch.int64)
+        message = torch.zeros(HEADER + len(KEYS) * self._room, dtype=torch.int64, device="cpu")
         if refused:
             message[REFUSED] = 1
             return message
         size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        message[:HEADER] = torch.tensor([0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)])
+        header = [0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)]
+        message[:HEADER] = torch.tensor(header, device="cpu")
         if size <= self._room:
             for name, key in keys.items():
                 start = HEADER + KEYS.index(name) * self._room

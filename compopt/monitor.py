@@ -25,7 +25,7 @@ class Monitor:
         if value.device.type != "cuda":
             react(int(value))
             return
-        host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
         host.copy_(value, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

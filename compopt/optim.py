@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 PREFIX = "optimizer."
+# Optimizers put their step counters on the default device, where that is not told otherwise; they belong on the host.
+_HOST = torch.device("cpu")
 
 
 class Rule:
@@ -32,7 +35,8 @@ class Rule:
         self.keys: dict[str, bool] = {}
         self._absent: list[str] = []
         try:
-            self._try()
+            with _HOST:
+                self._try()
         except Exception as error:
             raise TypeError(
                 f"optimizer={make!r} cannot train a network: {error}; give a class such as torch.optim.Adagrad, "
@@ -41,7 +45,7 @@ class Rule:
 
     def _try(self) -> None:
         """Two steps on a small tensor show what an optimizer keeps."""
-        tensor = torch.zeros(2, 3, 4)
+        tensor = torch.zeros(2, 3, 4, dtype=torch.float32)
         trial = self._made([tensor], "cpu")
         self.name = type(trial).__name__
         # what an optimizer makes before its first step, as AdaGrad does
@@ -82,7 +86,9 @@ class Rule:
         """Begin steps on copies of ``parameters``, from (a copy of) ``state``."""
         device = next(iter(parameters.values())).device.type
         if self._optimizer is None or self._device != device:
-            self._optimizer, self._device = self._made([torch.zeros(1, device=device)], device), device
+            with _HOST:
+                self._optimizer = self._made([torch.zeros(1, dtype=torch.float32, device=device)], device)
+            self._device = device
         copies = {name: value.clone() for name, value in parameters.items()}
         states = {name: self._state_of(name, value, state) for name, value in copies.items()}
         return Steps(self._optimizer, copies, states, lr)
@@ -135,7 +141,8 @@ class Steps:
         """One step along these gradients."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._optimizer.step()
+        with nullcontext() if self._optimizer.state else _HOST:
+            self._optimizer.step()
 
     def finish(self) -> dict[str, Tensor]:
         """Parameters and optimizer state by name; the optimizer forgets them."""

@@ -79,8 +79,8 @@ class Prefetcher:
     def _begin_sharded(self, fetch: Fetch, device: torch.device) -> Ticket:
         """Learn the global batch, read the owned part of it."""
         rows = fetch.rows.flatten()
-        sizes = self._ranks.gather_host(torch.tensor(len(rows)), self._group).tolist()
-        message = torch.zeros(max(sizes), dtype=torch.int64)
+        sizes = self._ranks.gather_host(torch.tensor(len(rows), device="cpu"), self._group).tolist()
+        message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
         gathered = self._ranks.gather_host(message, self._group)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])

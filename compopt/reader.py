@@ -90,7 +90,7 @@ class Reader:
 
     def look(self, index: Tensor, like: Tensor | None = None) -> Visit:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
-        like = torch.zeros((), dtype=self.dtype) if like is None else like
+        like = torch.zeros((), dtype=self.dtype, device="cpu") if like is None else like
         rows, bad = self.agree(lambda: self._rows({"index": index}, like.device))
         samples = Samples({"index": index}, [len(index)], slice(0, len(index)))
         old = None

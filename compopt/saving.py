@@ -19,6 +19,9 @@ from compopt.table import BLOCK_ROWS, RowTable
 if TYPE_CHECKING:
     from compopt.estimator import Estimator
 
+# safetensors makes what it reads on the default device, which may be another one.
+_HOST = torch.device("cpu")
+
 
 def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Path:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
@@ -218,7 +221,8 @@ def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tenso
     from safetensors.torch import load_file
 
     try:
-        tensors = load_file(source.path / STATE)
+        with _HOST:
+            tensors = load_file(source.path / STATE)
     except Exception as error:  # safetensors has its own; all of them mean the same here
         raise ValueError(f"{source.path / STATE} cannot be read ({error}); load another checkpoint") from None
     extra: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
@@ -232,7 +236,7 @@ def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tenso
 
 def _read_rows(table: RowTable, source: Checkpoint, files: list[File]) -> None:
     """Fill this process's rows block by block, in order, whatever ranks wrote them."""
-    with table.at_rest():
+    with table.at_rest(), _HOST:
         for start in range(0, table.store.n, BLOCK_ROWS):
             _read_block(table, source, files, start)
 

@@ -108,7 +108,7 @@ class MCMCNegativeSampler(Normalizer):
         super().__init__(n, {"burn_in": burn_in})
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
-        self.state = {"seed": torch.tensor(seed)}
+        self.state = {"seed": torch.tensor(seed, device="cpu")}
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.burn_in("burn_in", group["burn_in"])

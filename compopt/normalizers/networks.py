@@ -177,7 +177,7 @@ class Prototypes(Network):
         return self.ranks.part(self.width)
 
     def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
-        return [torch.zeros(self.networks, self.part.size, self.dim, dtype=dtype)]
+        return [torch.zeros(self.networks, self.part.size, self.dim, dtype=dtype, device="cpu")]
 
     def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
         return PrototypeSweep(features, scale, self.part.of(active), active.sum(), bounded, self.ranks)
@@ -193,7 +193,10 @@ class Perceptron(Network):
         generator = torch.Generator().manual_seed(seed)
         shapes = ((self.width, self.dim), (self.width,), (self.width,), (1,))
         bounds = (self.dim, self.dim, self.width, self.width)
-        drawn = [torch.rand(self.networks, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
+        drawn = [
+            torch.rand(self.networks, *shape, dtype=torch.float64, generator=generator, device="cpu")
+            for shape in shapes
+        ]
         return [((2 * value - 1) / bound**0.5).to(dtype) for value, bound in zip(drawn, bounds, strict=True)]
 
     def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:

@@ -201,7 +201,7 @@ class NeuralNormalizer(Normalizer):
         state, alone = self.saved_state(), Ranks.alone()  # whole on every rank: each may ask for what it likes
         network = ARCHITECTURES[self.architecture](self.network.networks, self.dim, self.prototypes, alone)
         parameters = [state[name].to(features[0].device) for name in network.names]
-        active = state.get("queue_active", torch.ones(0, dtype=torch.bool)).to(features[0].device)
+        active = state.get("queue_active", torch.ones(0, dtype=torch.bool, device="cpu")).to(features[0].device)
         chunks, count = [], len(features[0])
         for start in range(0, count, STORED_CHUNK):
             at = slice(start, min(start + STORED_CHUNK, count))
@@ -217,7 +217,7 @@ class NeuralNormalizer(Normalizer):
 
     def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Tensor, bounded: bool) -> Sweep:
         """Anchors before the network, with the prototypes that ``state`` has in use."""
-        active = state.get("queue_active", torch.ones(0, dtype=torch.bool)).to(anchors.device)
+        active = state.get("queue_active", torch.ones(0, dtype=torch.bool, device="cpu")).to(anchors.device)
         return self.network.sweep(anchors, scale, active, bounded)
 
     # -- state, split over the ranks ---------------------------------------------------------------------------

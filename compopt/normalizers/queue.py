@@ -32,9 +32,9 @@ class Queue:
     def empty(cls, networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> Queue:
         """No features."""
         return cls(
-            torch.zeros(networks, part.size, dim, dtype=dtype),
-            torch.zeros(width, dtype=torch.bool),
-            torch.tensor([0, 0, -1]),
+            torch.zeros(networks, part.size, dim, dtype=dtype, device="cpu"),
+            torch.zeros(width, dtype=torch.bool, device="cpu"),
+            torch.tensor([0, 0, -1], device="cpu"),
         )
 
     @property
@@ -48,7 +48,7 @@ class Queue:
 
     def restarted(self, t: int) -> Queue:
         """The same, with the note that prototypes restarted at ``t``."""
-        return replace(self, place=torch.tensor([*self.place[:2].tolist(), t]))
+        return replace(self, place=torch.tensor([*self.place[:2].tolist(), t], device="cpu"))
 
     def fill(self, prototypes: Tensor, written: list[tuple[slice, Tensor]], part: Part) -> Tensor:
         """Prototypes in slots that held nothing before become the features that were written there."""
@@ -89,5 +89,5 @@ class Queue:
             batch = new[:, offset + low - first : offset + high - first].to(features.dtype)
             features[:, own] = torch.where(usable, batch, features[:, own])
             written.append((own, features[:, own]))
-        place = torch.tensor([(start + size) % width, min(width, filled + size), restart])
+        place = torch.tensor([(start + size) % width, min(width, filled + size), restart], device="cpu")
         return Queue(features, active, place), written

@@ -40,11 +40,11 @@ class FeatureBank:
             raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
         self.dtype, self.offload = dtype, offload
         self.rows: Tensor | None = None
-        self.seen = torch.zeros(n, dtype=torch.bool)
-        self.offered = torch.zeros(n, dtype=torch.bool)  # on the CPU
+        self.seen = torch.zeros(n, dtype=torch.bool, device="cpu")
+        self.offered = torch.zeros(n, dtype=torch.bool, device="cpu")
         self._queue: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held = False
-        self._skipped = torch.zeros((), dtype=torch.int64)
+        self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
         """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
@@ -62,7 +62,7 @@ class FeatureBank:
         self._place(rows)
         event = None
         if self.offload == "cpu" and rows.device.type == "cuda":
-            staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            staged = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             stream = torch.cuda.current_stream(rows.device)
             rows = staged.copy_(rows, non_blocking=True)
             event = stream.record_event()
@@ -104,7 +104,7 @@ class FeatureBank:
         self.offered[index] = True
         last = {sample: place for place, sample in enumerate(index.tolist())}
         if len(last) < len(index):
-            index, rows = torch.tensor(list(last)), rows[list(last.values())]
+            index, rows = torch.tensor(list(last), device="cpu"), rows[list(last.values())]
         index, rows = (x.to(self.rows.device, non_blocking=True) for x in (index, rows))
         good = rows.isfinite().all(dim=2).all(dim=1)
         self.rows[index] = torch.where(good[:, None, None], rows, self.rows[index])

@@ -249,7 +249,7 @@ class BankSampler(Sampler[list[int]]):
         """
         checks.count("chunk_size", chunk_size)
         self._give_up()
-        for index in torch.arange(self.n).split(chunk_size):
+        for index in torch.arange(self.n, device="cpu").split(chunk_size):
             own = self._ranks.part(len(index)).of(index)
             asked = own if len(own) else index[:1]
             with self._meeting.guard():

@@ -87,5 +87,5 @@ def spectral_clusters(weights: Tensor, sizes: Sequence[int], seed: int) -> Tenso
     Cost: ``m^3`` for the eigenvectors, at worst ``m^3`` for the assignment; 0.3 s for m = 1280 and 40 clusters.
     """
     if len(sizes) == 1:
-        return torch.zeros(len(weights), dtype=torch.int64)
+        return torch.zeros(len(weights), dtype=torch.int64, device="cpu")
     return torch.from_numpy(even_clusters(embedding(weights, len(sizes)), sizes, seed))

@@ -105,7 +105,7 @@ class OrderedBatchSampler(BankSampler):
                 f"keep must be at most the {math.comb(self.n, self.batch_size)} batches of {batch_size} that n={n} "
                 f"samples have, got {keep}"
             )
-        self._covered = torch.zeros(self.n, dtype=torch.bool)
+        self._covered = torch.zeros(self.n, dtype=torch.bool, device="cpu")
 
     def __len__(self) -> int:
         return self.keep

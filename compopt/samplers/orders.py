@@ -27,7 +27,7 @@ class Orders:
 
     def permutation(self, count: int, *counters: int) -> Tensor:
         """A random permutation that belongs to the counters, ``(count,)``."""
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.draw(*counters)))
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self.draw(*counters)), device="cpu")
 
     def batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
         """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.

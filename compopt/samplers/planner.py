@@ -148,7 +148,7 @@ class Planner:
                 error = caught
             results = self._shared(own, error, len(pieces))
             if job is not None and job.cancelled:
-                return torch.empty(0, dtype=torch.int64), {}
+                return torch.empty(0, dtype=torch.int64, device="cpu"), {}
             return self._sampler.assemble(epoch, pieces, results)
 
     def _shared(self, own: list[Tensor], error: Exception | None, count: int) -> list[Tensor]:

@@ -181,8 +181,10 @@ class SpectralBatchSampler(BankSampler):
         assert self.labels is not None
         names, label = self.labels[samples].unique(return_inverse=True)
         label = self.orders.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
-        places = torch.cat([(torch.arange(m) + 0.5) / m for m in lengths])  # every group's, evenly over the whole deal
-        whose = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[places.argsort(stable=True)]
+        steps = [torch.arange(m, dtype=torch.float32, device="cpu") for m in lengths]
+        places = torch.cat([(step + 0.5) / len(step) for step in steps])  # every group's, evenly over the whole deal
+        groups = torch.arange(len(lengths), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
+        whose = groups[places.argsort(stable=True)]
         return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
 
     def do(self, piece: Group) -> Tensor:

@@ -267,7 +267,7 @@ class DiskStore(TensorStore):
 
     def close(self) -> None:
         """Unmap the file, which stays."""
-        self._table = torch.empty(self._shape(0), dtype=torch.complex128)
+        self._table = torch.empty(self._shape(0), dtype=torch.complex128, device="cpu")
         self._close_fd()
         if self.writer:
             self._close_redo()

@@ -26,7 +26,7 @@ class HostStore(MemoryStore):
         try:
             if not pinned:
                 return lazy_zeros(self._shape(n))
-            return torch.zeros(self._shape(n), dtype=torch.complex128, pin_memory=True)
+            return torch.zeros(self._shape(n), dtype=torch.complex128, device="cpu", pin_memory=True)
         except (RuntimeError, MemoryError, ValueError) as error:
             size = n * self.words * 16
             kind = "pinned host memory" if pinned else "host memory"

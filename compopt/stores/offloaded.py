@@ -137,7 +137,7 @@ class OffloadedRows(Rows):
         side.wait_stream(torch.cuda.current_stream(entry.rows.device))
         with torch.cuda.stream(side):
             rows, block = (
-                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
                 for t in (entry.rows, entry.block)
             )
             event = torch.cuda.Event()

@@ -132,8 +132,8 @@ class TemperatureDual(Temperature):
         tau = groups.groups[0]["tau_init"]
         names = ("exp_avg", "exp_avg_sq") if self.optimizer == "adam" else ("exp_avg",)
         # float64: one number, and its steps may be far below float32's resolution of tau
-        self.state = {name: torch.zeros((), dtype=torch.float64) for name in (*names, "updates")}
-        self.state["tau"] = torch.tensor(tau, dtype=torch.float64)
+        self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in (*names, "updates")}
+        self.state["tau"] = torch.tensor(tau, dtype=torch.float64, device="cpu")
 
     @property
     def tau(self) -> Tensor:

@@ -55,7 +55,9 @@ class FixedTemperature(Temperature):
         if learn:
             checks.positive("tau", tau)
             self.learnable = torch.nn.Module()
-            self.learnable.log_inverse = torch.nn.Parameter(torch.tensor(-math.log(float(tau)), dtype=dtype))
+            self.learnable.log_inverse = torch.nn.Parameter(
+                torch.tensor(-math.log(float(tau)), dtype=dtype, device="cpu")
+            )
 
     @property
     def log_inverse(self) -> torch.nn.Parameter | None:

@@ -1,0 +1,140 @@
+"""Whatever torch's default device and dtype are, an estimator's state is where it belongs, and its results are the same.
+
+``meta`` stands for any device that the features are not on: what lands there by accident has no values.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+import compopt
+from tests.database import BY_NAME, DATABASE, MODES
+from tests.helpers import assert_same_bits, batches, bits, features, make, run, snapshot
+from tests.samplers import both
+
+N = 23
+
+
+@contextmanager
+def by_default():
+    """As a program sets them at its start."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+elsewhere = pytest.mark.parametrize("context", [by_default, lambda: torch.device("meta")], ids=["default", "context"])
+DATA = batches(N, 4, batch=8, dtype=torch.float32)
+
+
+def built(info, mode):
+    """A tensor tau is the user's to place."""
+    with torch.device("cpu") if "tensor-tau" in info.name else nullcontext():
+        return make(info, mode, N, torch.float32)[0]
+
+
+def life(info, mode, folder):
+    """All that an estimator does; what it gave, and what it is at the end."""
+    est, twin, trace = built(info, mode), built(info, mode), []
+    for z1, z2, index in DATA[:3]:
+        trace += run(est, z1, z2, index)
+        est.step()
+    twin.load_state_dict(est.state_dict())
+    compopt.save(twin, folder)
+    compopt.load(est, folder)
+    if info.has_rows:
+        est.prefetch(DATA[3][2])
+        est.add_sample_group({"n": 4})
+        trace.append(est.read(DATA[0][2])["count"])
+    est.eval()
+    trace += run(est, *DATA[3])
+    est.train()
+    trace += run(est, *DATA[3])
+    est.step()
+    state = {**snapshot(est, N), **est.state_dict()["rows"], **est.metrics}
+    counters = {name: value.float() for name, value in state.items() if name.endswith(".step")}  # torch.optim's own
+    return dict(enumerate(trace)), {**state, **counters}
+
+
+@elsewhere
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_every_method(info, mode, context, tmp_path):
+    usual = life(info, mode, tmp_path / "usual")
+    with context():
+        elsewhere = life(info, mode, tmp_path / "elsewhere")
+    for expected, got in zip(usual, elsewhere, strict=True):
+        assert_same_bits(expected, got)
+
+
+@elsewhere
+@both
+def test_samplers(make, context):
+    z1, z2 = features(50, 5, 0, dtype=torch.float32)
+
+    def epochs():
+        sampler, batches = make(labels=torch.arange(50, device="cpu") // 2), []
+        for _ in range(3):
+            for batch in sampler:
+                batches.append(batch)
+                index = torch.tensor(batch, device="cpu")
+                sampler.observe(index, z1[index], z2[index])
+        sampler.refresh(lambda index: (z1[index], z2[index]), chunk_size=16)
+        sampler.load_state_dict(sampler.state_dict())
+        return batches + list(sampler)
+
+    usual = epochs()
+    with context():
+        assert epochs() == usual
+
+
+@elsewhere
+@pytest.mark.parametrize("name", ["sogclr", "neural", "infonce", "residual"])
+def test_diagnostics(name, context):
+    z1, z2 = features(N, 4, 0, dtype=torch.float32)
+
+    def found():
+        est = built(BY_NAME[name], "bimodal")
+        run(est, *DATA[0])
+        est.step()
+        return [
+            compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=8),
+            compopt.diagnostics.global_loss(z1, z2, 0.1),
+            *compopt.diagnostics.global_gradient(z1, z2, 0.1),
+            compopt.diagnostics.log_normalizers(z1, z2, 0.1),
+        ]
+
+    usual = found()
+    with context():
+        assert [bits(x) for x in found()] == [bits(x) for x in usual]
+
+
+@elsewhere
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_placements(offload, context, tmp_path):
+    def trained(folder):
+        place = {"offload": offload, **({"offload_dir": folder} if offload == "disk" else {})}
+        est = compopt.SogCLREstimator(N, **place)
+        for (z1, z2, index), following in zip(DATA, [*DATA[1:], DATA[0]], strict=True):
+            run(est, z1, z2, index)
+            est.prefetch(following[2])
+            est.step()
+        return est.state_dict()["rows"]
+
+    usual = trained(tmp_path / "usual")
+    with context():
+        assert_same_bits(trained(tmp_path / "elsewhere"), usual)
+
+
+def test_a_temperature_without_a_value_says_so():
+    with torch.device("meta"):
+        tau = torch.tensor(0.1)
+    est = built(BY_NAME["infonce"], "bimodal")
+    for attempt in (lambda: compopt.FixedTemperature(tau), lambda: est(*DATA[0], tau=tau)):
+        with pytest.raises(ValueError, match="tau is on the meta device.*device='cpu'"):
+            attempt()
