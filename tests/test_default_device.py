@@ -1,4 +1,4 @@
-"""Whatever torch's default device and dtype are, an estimator's state is where it belongs, and its results are the same.
+"""Whatever torch's default device and dtype are, state is where it belongs, and results are the same.
 
 ``meta`` stands for any device that the features are not on: what lands there by accident has no values.
 """
