@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from compopt.estimator import Estimator
+import torch
+
+from compopt.component import Component
+from compopt.groups import SampleGroups
+from compopt.table import RowTable
 
 FORMAT_VERSION = 1
 KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
-def config(estimator: Estimator) -> dict[str, Any]:
+class Saved(Protocol):
+    """What is saved of an estimator."""
+
+    mode: str
+    dtype: torch.dtype
+    t: int
+    _components: dict[str, Component]
+    _groups: SampleGroups
+    _table: RowTable | None
+
+    def _options(self) -> dict[str, Any]:
+        """What decides the meaning of the state beside the parts and their hyper-parameters."""
+
+    def _forget_prefetched(self) -> None:
+        """Drop rows that were read ahead."""
+
+    def discard(self) -> None:
+        """Forget everything pending."""
+
+
+def config(estimator: Saved) -> dict[str, Any]:
     """What must agree between the writer and the reader of a checkpoint."""
     table = estimator._table
     columns = () if table is None else table.layout.columns
@@ -26,13 +49,13 @@ def config(estimator: Estimator) -> dict[str, Any]:
     }
 
 
-def compare(estimator: Estimator, given: Mapping[str, Any]) -> None:
+def compare(estimator: Saved, given: Mapping[str, Any]) -> None:
     """Refuse the configuration of another estimator, with both values."""
     expected = config(estimator)
     _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
 
 
-def state_dict(estimator: Estimator) -> dict[str, Any]:
+def state_dict(estimator: Saved) -> dict[str, Any]:
     """See :meth:`Estimator.state_dict`."""
     return {
         "version": FORMAT_VERSION,
@@ -44,7 +67,7 @@ def state_dict(estimator: Estimator) -> dict[str, Any]:
     }
 
 
-def load_state_dict(estimator: Estimator, state: Mapping[str, Any]) -> None:
+def load_state_dict(estimator: Saved, state: Mapping[str, Any]) -> None:
     """See :meth:`Estimator.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")

@@ -25,6 +25,7 @@ from compopt.monitor import Monitor
 from compopt.placement import Placement
 from compopt.ranks import Ranks
 from compopt.reader import Reader
+from compopt.rows import Column
 from compopt.table import RowTable
 from compopt.visit import Visit
 
@@ -126,7 +127,8 @@ class Estimator(Hooks):
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype, self._identity)
+        initial = {c.name: (role, c.initial) for role, own in self._columns().items() for c in own if c.initial}
+        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype, self._identity, initial)
 
     def _options(self) -> dict[str, Any]:
         """What decides the meaning of the state beside the parts and their hyper-parameters."""
@@ -137,11 +139,16 @@ class Estimator(Hooks):
         return checkpoint.config(self), self._table is not None and self._table.sharded
 
     def _make_table(self, placement: Placement) -> RowTable | None:
-        directions = DIRECTIONS[self.mode]
-        if not any(part.columns(directions, self.dtype) for part in self._components.values()):
+        columns = [column for own in self._columns().values() for column in own]
+        if not columns:
             return None
+        columns.append(Column(COUNT, DIRECTIONS[self.mode], torch.int32))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
-            return RowTable(self._components, self._groups, directions, self.dtype, placement, self._ranks)
+            return RowTable(columns, self.n or 0, placement, self._ranks)
+
+    def _columns(self) -> dict[str, list[Column]]:
+        """What each part keeps per sample, by role."""
+        return {role: part.columns(DIRECTIONS[self.mode], self.dtype) for role, part in self._components.items()}
 
     def _visit(
         self,

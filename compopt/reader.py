@@ -40,6 +40,7 @@ class Reader:
         monitor: Monitor,
         dtype: torch.dtype,
         identity: Callable[[], object],
+        initial: Mapping[str, tuple[str, str]],
     ) -> None:
         self.groups, self.table, self.ranks, self.monitor, self.dtype = groups, table, ranks, monitor, dtype
         self.meeting = Meeting(ranks)
@@ -47,6 +48,7 @@ class Reader:
         self._device = torch.device("cpu")
         self._identity, self._crc = identity, 0
         self._described: object = None
+        self._initial = initial  # column -> role and hyper-parameter that a row shows before its first visit
 
     def visit(
         self,
@@ -202,6 +204,9 @@ class Reader:
         if self.table is not None and old is not None:
             old = old.view(-1, self.table.layout.words)
             columns = self.table.unpack(rows, old, dtype)
+            for name, (role, key) in self._initial.items():
+                unseen = self.groups.hyper(role, rows, dtype)(key)
+                columns[name] = torch.where(columns[COUNT] == 0, unseen, columns[name])
         keys = samples.keys
         distinct = len(keys) == 1 and distinct_values(keys["index"]) == len(rows)
         return Visit(

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.component import Component
 from compopt.deposits import COUNT, Deposit, merge
-from compopt.groups import SampleGroups
 from compopt.placement import Placement
 from compopt.ranks import Ranks
 from compopt.rows import Column, RowLayout
@@ -28,10 +26,8 @@ class RowTable:
     ``g % K``. That balances any ``n`` and any sample group, and appending rows moves none.
 
     Args:
-        components: by role.
-        groups: sizes and initial values.
-        directions: values per column.
-        dtype: of the floating-point columns.
+        columns: of every row, ``count`` among them.
+        n: rows on all ranks together; :meth:`grow` appends some.
         placement: where the rows live.
         ranks: who shares them.
 
@@ -42,18 +38,12 @@ class RowTable:
 
     def __init__(
         self,
-        components: Mapping[str, Component],
-        groups: SampleGroups,
-        directions: int,
-        dtype: torch.dtype,
+        columns: Sequence[Column],
+        n: int,
         placement: Placement,
         ranks: Ranks,
     ) -> None:
-        self._groups, self._ranks = groups, ranks
-        self._owner = {c.name: role for role, part in components.items() for c in part.columns(directions, dtype)}
-        columns = [c for part in components.values() for c in part.columns(directions, dtype)]
-        self.layout = RowLayout((*columns, Column(COUNT, directions, torch.int32)))
-        self.n = groups.n or 0
+        self.layout, self.n, self._ranks = RowLayout(tuple(columns)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
         self.rows: Rows = placement.open(self._local_count(self.n), self.layout, ranks)
         # A file of which another rank may be the writer; on shards every rank has its own.
@@ -156,15 +146,8 @@ class RowTable:
         for column in self.layout.columns:
             if column.name == COUNT:
                 continue
-            value = views[column.name]
-            if not column.dtype.is_floating_point:  # positions in a data set: exact
-                columns[column.name] = value
-                continue
-            value = value.to(dtype)
-            if column.initial is not None:
-                initial = self._groups.hyper(self._owner[column.name], rows, dtype)(column.initial)
-                value = torch.where(columns[COUNT] == 0, initial, value)
-            columns[column.name] = value
+            value = views[column.name]  # integers, positions in a data set, stay exact
+            columns[column.name] = value.to(dtype) if column.dtype.is_floating_point else value
         return columns
 
     # -- writing -----------------------------------------------------------------------------------------------
