@@ -72,6 +72,7 @@ class ContrastiveEstimator(Estimator):
 
     Raises:
         TypeError, ValueError, IndexError: at construction and call; the state is then as before.
+        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come.
 
     Example:
         >>> import torch, compopt

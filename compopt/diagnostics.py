@@ -17,6 +17,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.autograd import with_gradients
 from compopt.contrastive import ContrastiveEstimator
+from compopt.control import doing
 from compopt.evaluation import Evaluation
 from compopt.functional import mean_of_views
 from compopt.inputs import check_features, check_tau
@@ -91,6 +92,7 @@ def global_gradient(
     return g1, g2
 
 
+@doing("a diagnostic")
 def normalizer_error(
     est: ContrastiveEstimator,
     z1: Tensor,
@@ -145,6 +147,7 @@ def normalizer_error(
         return torch.cat(errors).mean()
 
 
+@doing("a diagnostic")
 def gradient_error(
     est: ContrastiveEstimator,
     z1: Tensor,

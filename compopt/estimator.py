@@ -15,7 +15,9 @@ from compopt import checkpoint
 from compopt.attach import Attachments
 from compopt.component import Component
 from compopt.context import in_backward, in_checkpoint
+from compopt.control import doing
 from compopt.deposits import COUNT, Deposit
+from compopt.exclusive import Exclusive
 from compopt.forgotten import Forgotten
 from compopt.groups import Groups, SampleGroups
 from compopt.hooks import Hooks
@@ -58,6 +60,10 @@ class Estimator(Hooks):
 
     State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
 
+    Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
+    meanwhile, and sees the state between two commits; a commit waits for it. What communicates with other ranks must
+    run in the thread that calls, and is refused elsewhere with a ``RuntimeError``.
+
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
     """
@@ -87,6 +93,7 @@ class Estimator(Hooks):
         self._connect()
         self._deposits: list[Deposit] = []
         self._pending = 0
+        self._state = Exclusive()
         self._attachments = Attachments()
         self._forgotten = Forgotten()
 
@@ -114,15 +121,16 @@ class Estimator(Hooks):
         is as it was. With several ranks collective.
         """
         self._refuse_part()
-        self._groups.add(group)
-        try:
-            if self._table is not None:
-                self._forget_prefetched()
-                with torch.inference_mode(False):  # rows made inside it could not be written outside
-                    self._table.grow(self.n or 0)
-        except BaseException:
-            self._groups.drop_last()
-            raise
+        with doing("add_sample_group()", self.t), self._state.writing():
+            self._groups.add(group)
+            try:
+                if self._table is not None:
+                    self._forget_prefetched()
+                    with torch.inference_mode(False):  # rows made inside it could not be written outside
+                        self._table.grow(self.n or 0)
+            except BaseException:
+                self._groups.drop_last()
+                raise
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -211,8 +219,10 @@ class Estimator(Hooks):
         self._refuse_part()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        rows = self._reader.agree(lambda: check_index("index", index)).cpu()
-        columns = self._reader.look(rows, torch.zeros((), dtype=self.dtype, device=self._table.store.device)).columns
+        with doing("read()", self.t), self._state.copying():
+            rows = self._reader.agree(lambda: check_index("index", index)).cpu()
+            like = torch.zeros((), dtype=self.dtype, device=self._table.store.device)
+            columns = self._reader.look(rows, like).columns
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
 
@@ -296,23 +306,24 @@ class Estimator(Hooks):
             self.discard()
             return
         self._run("step_pre", (), {})
-        with torch.no_grad():
+        with self._state.writing(), torch.no_grad():
             if self._table is not None and self._deposits:
                 self._table.commit(self._deposits, found_inf)
             for part in self._components.values():
                 part.promote(found_inf)
-        self._forgotten.committed(self._pending)
-        self._deposits.clear()
-        self._pending = 0
-        self.t += 1
+            self._forgotten.committed(self._pending)
+            self._deposits.clear()
+            self._pending = 0
+            self.t += 1
         self._run("step_post", (), {})
 
     def discard(self) -> None:
         """Forget everything pending: call it when an update was skipped."""
-        self._deposits.clear()
-        self._pending = 0
-        for part in self._components.values():
-            part.forget()
+        with self._state.writing():
+            self._deposits.clear()
+            self._pending = 0
+            for part in self._components.values():
+                part.forget()
 
     def _drop_skipped(self) -> None:
         """What is pending belongs to an update that an attached engine has skipped since."""
@@ -356,10 +367,11 @@ class Estimator(Hooks):
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
-        if self._table is not None:
-            self._table.store.to(device)
-        for part in self._components.values():
-            part.move(device)
+        with self._state.writing():
+            if self._table is not None:
+                self._table.store.to(device)
+            for part in self._components.values():
+                part.move(device)
         return self
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -377,18 +389,23 @@ class Estimator(Hooks):
     def state_dict(self) -> dict[str, Any]:
         """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
 
+        In a thread beside training it is the state between two commits; but a temperature in the hands of the user's
+        optimizer is taken as it is.
+
         Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
         file.
         """
         self._refuse_part()
         self._run("state_dict_pre")
-        return self._run_replacing("state_dict_post", checkpoint.state_dict(self))
+        with doing("state_dict()", self.t), self._state.copying():
+            state = checkpoint.state_dict(self)
+        return self._run_replacing("state_dict_post", state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
-        dtype and device stay those of this estimator. Nothing is written unless everything fits. Collective where
-        ranks share a file.
+        dtype and device stay those of this estimator. Nothing is written unless everything fits. Not beside calls in
+        another thread. Collective where ranks share a file.
 
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
@@ -396,7 +413,8 @@ class Estimator(Hooks):
         self._refuse_part()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
-        checkpoint.load_state_dict(self, state_dict)
+        with doing("load_state_dict()", self.t), self._state.writing():
+            checkpoint.load_state_dict(self, state_dict)
         self._run("load_state_dict_post")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -405,7 +423,7 @@ class Estimator(Hooks):
         return {**self.__dict__, "_hooks": hooks, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_state": Exclusive(), **state})
         self._connect()
 
     def __repr__(self) -> str:

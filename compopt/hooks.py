@@ -20,7 +20,11 @@ FAMILIES = (
 
 
 class Hooks:
-    """Mixin that keeps one ordered table of hooks per family."""
+    """Mixin that keeps one ordered table of hooks per family.
+
+    A hook runs before or after the estimator locks its state, never meanwhile: it may read, save, or wait for a thread
+    that does.
+    """
 
     def __init__(self) -> None:
         self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}

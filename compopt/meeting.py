@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compopt.control import CALL, FIRST_LENGTH, Doing
 from compopt.ranks import Ranks
 
 KEYS = ("index", "index2", "group")
@@ -23,8 +24,9 @@ FACTS = {
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
     "tau": "the value of tau= (its bits)",
 }
-REFUSED, SIZE, KINDS, TICKET, WRITTEN = range(5)
-HEADER = 5 + len(FACTS)
+REFUSED, SIZE, KINDS, TICKET, WRITTEN = range(1, 6)  # after the number of the operation
+HEADER = 6 + len(FACTS)
+assert HEADER <= FIRST_LENGTH
 
 
 @dataclass
@@ -51,21 +53,33 @@ class Meeting:
 
     The message has room for a fixed number of samples; a larger batch makes all ranks meet once more with room
     for it, which happens at the first call and then never again.
+
+    Args:
+        ranks: who meet.
+        operation: what for.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._room = 0
+    def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
+        self.ranks, self.operation = ranks, operation
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """What this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             if self.ranks.size > 1:
-                self.ranks.gather_host(self._message({}, {}, refused=True))
+                self._refuse(error)
             raise
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell the others; what they are doing instead, or that they do not come, is less than the error itself."""
+        message = self.ranks.blank()
+        message[REFUSED] = 1
+        try:
+            self.ranks.open(message, Doing(self.operation))
+        except RuntimeError as other:
+            raise error from other
 
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int = 0, written: int = 0
@@ -80,12 +94,13 @@ class Meeting:
         if self.ranks.size == 1:
             return Samples(dict(keys), [size], slice(0, size), ticket, written)
         keys = {name: key.cpu() for name, key in keys.items()}
-        table = self.ranks.gather_host(self._message(keys, facts, ticket=ticket, written=written))
+        now = Doing(self.operation, facts.get("t"))
+        table = self.ranks.open(self._message(keys, facts, ticket, written), now)
         self._compare(table)
         most = int(table[:, SIZE].max())
-        if most > self._room:
-            self._room = most
-            table = self.ranks.gather_host(self._message(keys, facts, ticket=ticket, written=written))
+        if most > _room(table):
+            self.ranks.make_room(HEADER + len(KEYS) * most)
+            table = self.ranks.open(self._message(keys, facts, ticket, written), now)
         sizes = table[:, SIZE].tolist()
         first = sum(sizes[: self.ranks.rank])
         tickets = table[:, TICKET].tolist()
@@ -97,29 +112,20 @@ class Meeting:
             int(table[:, WRITTEN].min()),
         )
 
-    def _message(
-        self,
-        keys: Mapping[str, Tensor],
-        facts: Mapping[str, int],
-        refused: bool = False,
-        ticket: int = 0,
-        written: int = 0,
-    ) -> Tensor:
-        message = torch.zeros(HEADER + len(KEYS) * self._room, dtype=torch.int64, device="cpu")
-        if refused:
-            message[REFUSED] = 1
-            return message
+    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int, written: int) -> Tensor:
+        message = self.ranks.blank()
         size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        header = [0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)]
+        header = [0, 0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)]
         message[:HEADER] = torch.tensor(header, device="cpu")
-        if size <= self._room:
+        room = _room(message)
+        if size <= room:
             for name, key in keys.items():
-                start = HEADER + KEYS.index(name) * self._room
+                start = HEADER + KEYS.index(name) * room
                 message[start : start + size] = key
         return message
 
     def _unpack(self, table: Tensor, sizes: list[int], number: int) -> Tensor:
-        start = HEADER + number * self._room
+        start = HEADER + number * _room(table)
         return torch.cat([table[rank, start : start + size] for rank, size in enumerate(sizes)])
 
     def _compare(self, table: Tensor) -> None:
@@ -136,3 +142,8 @@ class Meeting:
             if len(set(values)) > 1:
                 kind = RuntimeError if name in ("t", "pending", "depositing") else ValueError
                 raise kind(f"the ranks differ in {meaning}: by rank {values}")
+
+
+def _room(messages: Tensor) -> int:
+    """For so many samples there is room in each."""
+    return (messages.shape[-1] - HEADER) // len(KEYS)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from compopt import checks
+from compopt.control import doing
 from compopt.ranks import ProcessGroup, Ranks
 from compopt.rows import RowLayout
 from compopt.stores import Rows, check_offload, describe, open_rows
@@ -55,6 +57,10 @@ class Placement:
 
         if self.offload != "disk" or ranks.size == 1:
             return rows()
+        with doing("the construction of an estimator"):
+            return self._open_files(ranks, rows)
+
+    def _open_files(self, ranks: Ranks, rows: Callable[..., Rows]) -> Rows:
         if self.shard:
             return ranks.agree(lambda: rows(f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"))
         assert self.offload_dir is not None

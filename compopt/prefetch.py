@@ -15,6 +15,7 @@ from compopt.ranks import ProcessGroup, Ranks
 from compopt.stores import Ticket
 from compopt.table import RowTable
 
+PREFETCH = "prefetch() of shards"  # what ranks wait for there
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4
 
@@ -79,10 +80,10 @@ class Prefetcher:
     def _begin_sharded(self, fetch: Fetch, device: torch.device) -> Ticket:
         """Learn the global batch, read the owned part of it."""
         rows = fetch.rows.flatten()
-        sizes = self._ranks.gather_host(torch.tensor(len(rows), device="cpu"), self._group).tolist()
+        sizes = self._ranks.gather_host(torch.tensor(len(rows), device="cpu"), self._group, PREFETCH).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
-        gathered = self._ranks.gather_host(message, self._group)
+        gathered = self._ranks.gather_host(message, self._group, PREFETCH)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
         local = self._table.local(everyone[self._table.owned(everyone)])
         with self._issuing:

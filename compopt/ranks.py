@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
+from compopt import control
+from compopt.control import Caller, Control, Doing, ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Ranks:
     """Collectives over one group. With one rank every method is the identity and communicates nothing.
 
     Control messages (sizes, indices, refusals) are host integers and travel over a CPU group, so that no rank
-    waits for its accelerator to learn them; features and statistics travel over the group's own backend.
+    waits for its accelerator to learn them; features and statistics travel over the group's own backend. Every
+    operation begins with such a message, see :meth:`open`.
 
     Args:
         group: a process group; ``None`` is the default group if ``torch.distributed`` is initialised, else this
@@ -56,19 +58,25 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process is not in process_group; build the estimator on the group's ranks only")
         self._host: ProcessGroup | None = None
+        self._control = control.control_of(self.group) if self.size > 1 else Control()
+        self._caller = Caller()
 
     @classmethod
     def alone(cls) -> Ranks:
         """This process by itself, whatever groups there are."""
         ranks = cls.__new__(cls)
         ranks.group, ranks.rank, ranks.size, ranks._host = None, 0, 1, None
+        ranks._control, ranks._caller = Control(), Caller()
         return ranks
 
     @property
     def host(self) -> ProcessGroup:
         """The group for control messages, formed at the first of them: parts of an estimator never send any."""
         if self._host is None:
-            self._host = self.group if _works_on_cpu(self.group) else self.new_host_group()
+            if _works_on_cpu(self.group):
+                self._host = self.group
+            else:
+                self._host = self._control.host = self._control.host or self.new_host_group()
             if self._host is None:
                 raise RuntimeError(
                     "process_group has no backend for CPU tensors and none can be added to it; create it with "
@@ -84,10 +92,16 @@ class Ranks:
         """
         if self.size == 1:
             return None
+        return control.answered(self._form_host_group, self.group, "forming a group")
+
+    def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
             return dist.new_group(backend="gloo")
-        counts: list[Any] = [None] * self.size
-        dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=self.group)
+        count, counts = len(dist.distributed_c10d._world.pg_names), [0] * self.size
+        if _works_on_cpu(self.group):
+            counts = self.gather_objects(count)
+        else:
+            dist.all_gather_object(counts, count, group=self.group)
         if len(set(counts)) > 1:
             return None
         members = dist.get_process_group_ranks(self.group)
@@ -112,23 +126,51 @@ class Ranks:
 
     # -- host ---------------------------------------------------------------------------------------------------
 
-    def gather_host(self, message: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """CPU tensors of one shape ``(...)`` from all ranks, ``(K, ...)``."""
-        if self.size == 1:
-            return message[None]
-        return _all_gather(message, group or self.host, self.size)
+    def blank(self) -> Tensor:
+        """An opening message to fill from its second integer on; as long as everybody's."""
+        return torch.zeros(self._control.length, dtype=torch.int64, device="cpu")
+
+    def make_room(self, length: int) -> None:
+        """From here on opening messages have so many integers; on every rank after the same opening."""
+        self._control.length = max(self._control.length, length)
+
+    def open(self, message: Tensor | None = None, now: Doing | None = None) -> Tensor:
+        """The first message of an operation: all ranks say which one they are in. Messages of all, ``(K, length)``.
+
+        Args:
+            message: :meth:`blank`, filled.
+            now: the operation; ``None``: that of :func:`compopt.control.doing`.
+
+        Raises:
+            RuntimeError: on every rank, if they are in different ones; a rank did not come.
+        """
+        message, now = self.blank() if message is None else message, now or control.now()
+        self._caller.check(now)
+        self._control.doing, message[0] = now, control.OPERATIONS.index(now.operation)
+        table = control.all_gather(message, self.host, self.size, self._control)
+        control.refuse_different(table[:, 0].tolist())
+        return table
+
+    def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
+        """CPU tensors of one shape ``(...)`` from all ranks over a group of their own, ``(K, ...)``."""
+        return message[None] if self.size == 1 else control.all_gather(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host)
-        return values
+        return control.gather_objects(value, self.host, self.size, self._control, sizes=self._everybodys)
+
+    def _everybodys(self, count: int) -> list[int]:
+        """A number of each rank."""
+        message = self.blank()
+        message[1] = count
+        return self.open(message)[:, 1].tolist()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.gather_host(torch.zeros((), dtype=torch.int64))
+        if self.size > 1:
+            self.open()
 
     def agree(self, action: Callable[[], Any]) -> Any:
         """Run ``action`` everywhere; if it raised anywhere, raise everywhere, so that no rank waits for another.
@@ -140,7 +182,12 @@ class Ranks:
             result = action()
         except Exception as caught:
             error = caught
-        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        try:
+            messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        except RuntimeError as other:
+            if error is None:
+                raise
+            raise error from other  # what this rank has to say itself tells more
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -171,7 +218,7 @@ class Ranks:
             if part is not None:
                 message[:rows, start : start + width] = part
             start += width
-        gathered = _all_gather(message, self.group, self.size)
+        gathered = control.all_gather(message, self.group, self.size, self._control)
         if all(size == most for size in sizes):
             gathered = gathered.view(-1, gathered.shape[-1])
         else:
@@ -197,9 +244,7 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
+        return tensor if self.size == 1 else control.all_reduce(tensor, self.group, self._control)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
         """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
@@ -215,8 +260,7 @@ class Ranks:
 
     def sum_bits(self, words: Tensor) -> Tensor:
         """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""
-        if self.size > 1:
-            dist.all_reduce(words.view(torch.int64), group=self.group)
+        self.sum(words.view(torch.int64))
         return words
 
 
@@ -226,14 +270,6 @@ def _row_bytes(tensor: Tensor) -> int:
     for size in tensor.shape[1:]:
         count *= size
     return count * tensor.itemsize
-
-
-def _all_gather(message: Tensor, group: ProcessGroup | None, size: int) -> Tensor:
-    """``(...)`` -> ``(K, ...)``; torch renamed the collective."""
-    gathered = message.new_empty((size, *message.shape))
-    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    collect(gathered.view(-1), message.contiguous().view(-1), group=group)
-    return gathered
 
 
 def _works_on_cpu(group: ProcessGroup | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compopt import checkpoint as states
 from compopt import checks, manifest
+from compopt.control import doing
 from compopt.manifest import STATE, Checkpoint, File
 from compopt.table import BLOCK_ROWS, RowTable
 
@@ -30,6 +31,9 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
     new directory is made for every save and its manifest comes last, so that a process killed at any moment leaves
     the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
 
+    One rank may save in a thread beside training: what is written is the state between two commits, and the next commit
+    waits until it is written. Several ranks save in the thread that calls the estimator; elsewhere that is refused.
+
     Args:
         est: the estimator.
         directory: of the run's checkpoints, on a file system that all ranks see; created if need be. One directory
@@ -42,11 +46,19 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2) -> Pa
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
         ValueError: the directory is itself a checkpoint, or has those of another method.
+        RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls.
 
     Communicates: collective; a few small messages.
     """
     checks.count("keep", keep)
-    ranks, root = est._ranks, Path(directory)
+    with doing("compopt.save()", est.t):
+        est._ranks.agree(lambda: _begin(est))
+        with est._state.copying():
+            return _save(est, Path(directory), keep)
+
+
+def _save(est: Estimator, root: Path, keep: int) -> Path:
+    ranks = est._ranks
     content = ranks.agree(lambda: _describe(est))
     state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
     made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
@@ -88,7 +100,14 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
     est._refuse_part()
-    ranks, root = est._ranks, Path(directory)
+    with doing("compopt.load()", est.t), est._state.writing():
+        path = _load(est, Path(directory), t)
+    est._run("load_state_dict_post")
+    return path
+
+
+def _load(est: Estimator, root: Path, t: int | None) -> Path:
+    ranks = est._ranks
     chosen = ranks.agree(lambda: manifest.choose(root, t) if ranks.rank == 0 else None)
     source: Checkpoint = ranks.gather_objects(chosen)[0]
     content, files, extra = ranks.agree(lambda: _verify(est, source))
@@ -101,14 +120,16 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
         part.restore_state(extra[role])
     est.t = int(content["t"])
     est.discard()
-    est._run("load_state_dict_post")
     return source.path
+
+
+def _begin(est: Estimator) -> None:
+    est._refuse_part()
+    est._run("state_dict_pre")
 
 
 def _describe(est: Estimator) -> dict[str, Any]:
     """What the manifest says of the estimator; refused where it could not be loaded again."""
-    est._refuse_part()
-    est._run("state_dict_pre")
     est._groups.check()
     return {"config": states.config(est), "sample_groups": est._groups.saved()}
 

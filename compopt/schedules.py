@@ -37,8 +37,10 @@ class Schedule:
         self._apply()
 
     def _apply(self) -> None:
-        for group in self.est.sample_groups:
-            group[self.key] = plain_value(self.key, self.fn(self.t))
+        values = [plain_value(self.key, self.fn(self.t)) for _ in self.est.sample_groups]
+        with self.est._state.writing():
+            for group, value in zip(self.est.sample_groups, values, strict=True):
+                group[self.key] = value
 
     def step(self) -> None:
         """One real update was made."""

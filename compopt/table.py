@@ -172,6 +172,8 @@ class RowTable:
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of every column of every row, ``(n, D)``; collective on shards and on a shared file."""
+        if self.sharded:
+            self._ranks.barrier()
         with self.at_rest():
             return self._columns()
 

@@ -26,9 +26,7 @@ class Pool:
     def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
         self.timeout = timeout
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
@@ -65,6 +63,13 @@ class Pool:
         """End the processes at once."""
         for process in self.processes:
             process.kill()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:

@@ -7,10 +7,12 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, features, make, run, snapshot
+from tests.pool import the_pool
 from tests.samplers import both
 
 N = 23
@@ -129,6 +131,39 @@ def test_placements(offload, context, tmp_path):
     usual = trained(tmp_path / "usual")
     with context():
         assert_same_bits(trained(tmp_path / "elsewhere"), usual)
+
+
+def on_ranks(group, folder, context):
+    """What a rank has after all that ranks do together."""
+    own = slice(dist.get_rank(group), None, 2)
+    with context():
+        kept = {"offload": "disk", "offload_dir": folder / "rows"}
+        estimators = [
+            compopt.SogCLREstimator(N, process_group=group, shard=True),
+            compopt.SogCLREstimator(N, process_group=group, **kept),
+            compopt.NeuCLIPEstimator(4, prototypes=8, process_group=group),
+        ]
+        for number, est in enumerate(estimators):
+            for (z1, z2, index), following in zip(DATA, [*DATA[1:], DATA[0]], strict=True):
+                run(est, z1[own], z2[own], index[own])
+                est.prefetch(following[2][own])
+                est.step()
+            compopt.save(est, folder / str(number))
+            compopt.load(est, folder / str(number))
+            if est.n:
+                est.add_sample_group({"n": 3})
+                est.read(DATA[0][2])
+        states = [est.state_dict() for est in estimators]
+    return [{**state["rows"], **state["extra"]["normalizer"]} for state in states]
+
+
+@pytest.mark.distributed
+def test_ranks(tmp_path):
+    usual = the_pool().run(on_ranks, 2, tmp_path / "usual", nullcontext)
+    elsewhere = the_pool().run(on_ranks, 2, tmp_path / "elsewhere", by_default)
+    for expected, got in zip(usual, elsewhere, strict=True):
+        for one, other in zip(expected, got, strict=True):
+            assert_same_bits(one, other)
 
 
 def test_a_temperature_without_a_value_says_so():

@@ -253,6 +253,8 @@ class NeuralNormalizer(Normalizer):
         self.state = self.state_on(device, self.state)
 
     def saved_state(self) -> dict[str, Tensor]:
+        if self.network.restarts:
+            self._ranks.barrier()
         return {
             name: (self._ranks.join(value, self.prototypes, 1) if self._is_split(value) else value).clone()
             for name, value in self.state.items()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from compopt import checks, inputs
+from compopt.control import OBSERVE
 from compopt.meeting import Meeting
 from compopt.ranks import Part, ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank
@@ -67,7 +68,7 @@ class BankSampler(Sampler[list[int]]):
         self.bank = FeatureBank(self.n, dtype, offload)
         self.orders = Orders(self.n, self.batch_size, self.seed)
         self._join(process_group, rank, world_size)
-        self._planner, self._meeting = Planner(self, self._ranks), Meeting(self._ranks)
+        self._planner, self._meeting = Planner(self, self._ranks), Meeting(self._ranks, OBSERVE)
         self._position, self._warned = Position(), False
 
     def _join(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:

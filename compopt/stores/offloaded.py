@@ -180,8 +180,8 @@ class OffloadedRows(Rows):
             for ticket in self._under_way():
                 ticket.expire()
         if self._reading:  # the reader takes one after the other, dropped tickets included
+            self._reading = False  # first: what another thread prefetches meanwhile is waited for by the next one
             self._readers.submit(int).result()
-            self._reading = False
         self.check()
 
     def close(self) -> None:

@@ -1,0 +1,264 @@
+"""Ranks that do different things say so, on every rank, and go on; ranks that wait say for whom and in what."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import compopt
+from compopt import control
+from compopt.ranks import Ranks
+from compopt.samplers import OrderedBatchSampler
+from tests.helpers import features, generator
+from tests.pool import free_port, the_pool
+
+pytestmark = pytest.mark.distributed
+N, OWN = 40, 4
+
+
+def build(group, **options):
+    return compopt.ISogCLREstimator(N, rho=0.1, process_group=group, **options)
+
+
+def call(est, step=0, own=OWN):
+    """A call and a commit of this rank's part of a batch."""
+    rank, ranks = est._ranks.rank, est._ranks.size
+    index = torch.randperm(N, generator=generator(step))[: own * ranks]
+    z1, z2 = (z[rank * own : (rank + 1) * own].requires_grad_() for z in features(own * ranks, 3, step))
+    est(z1, z2, index[rank * own : (rank + 1) * own]).backward()
+    est.step()
+
+
+def outcome(action):
+    """What an action raised."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def observe(sampler):
+    rank = sampler.rank
+    sampler.observe(torch.arange(OWN) + rank * OWN, *(z[:OWN] for z in features(OWN, 3, rank)))
+
+
+# -- different operations --------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "compopt.save()": lambda est, folder: compopt.save(est, folder / "new"),
+    "compopt.load()": lambda est, folder: compopt.load(est, folder),
+    "state_dict()": lambda est, folder: est.state_dict(),
+    "read()": lambda est, folder: est.read(torch.arange(3)),
+    "add_sample_group()": lambda est, folder: est.add_sample_group({"n": 2}),
+    "a diagnostic": lambda est, folder: compopt.diagnostics.normalizer_error(est, *features(N, 3, 0)),
+}
+
+
+def one_rank_alone(group, folder, operation, options):
+    """Rank 0 does something else than the others; afterwards all do the same."""
+    est = build(group, **options)
+    sampler = OrderedBatchSampler(N, 8, candidates=6, keep=2, process_group=group)
+    call(est)
+    compopt.save(est, folder)
+    other = (lambda: observe(sampler)) if operation == "observe() of a sampler" else lambda: call(est, 1)
+    name = "compopt.save()" if operation == "observe() of a sampler" else operation
+    alone = est._ranks.rank == 0
+    said = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
+    call(est, 2, own=9)  # a larger batch than before
+    second = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
+    call(est, 3)
+    compopt.save(est, folder)
+    return said, second, est.t, {name: value.double().sum() for name, value in est.state_dict()["rows"].items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("operation", [*OPERATIONS, "observe() of a sampler"])
+def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
+    options = {"shard": True}
+    if operation == "add_sample_group()":  # collective where ranks share a file
+        options = {"offload": "disk", "offload_dir": tmp_path / "rows"}
+    found = the_pool().run(one_rank_alone, ranks, tmp_path / "runs", operation, options)
+    first, others = operation, "the estimator's call"
+    if operation == "observe() of a sampler":
+        first, others = "compopt.save()", operation
+    who = "rank 1 is" if ranks == 2 else "ranks 1, 2 are"
+    for said, second, t, rows in found:
+        assert said.startswith(f"RuntimeError: rank 0 is in {first} while {who} in {others}; ")
+        assert "call them on every rank" in said and second == said
+        assert t == 3 and rows == found[0][3]
+
+
+def a_mistake_beside(group, folder):
+    """What a rank has to say of its own call is more than that the others do something else."""
+    est = build(group)
+    call(est)
+    if est._ranks.rank == 0:
+        return outcome(lambda: est(*features(OWN, 3, 0), torch.arange(OWN) + N))
+    return outcome(lambda: compopt.save(est, folder))
+
+
+def test_a_rank_s_own_mistake_comes_first(tmp_path):
+    mine, others = the_pool().run(a_mistake_beside, 2, tmp_path)
+    assert mine.startswith(f"IndexError: index {N + OWN - 1} is outside")
+    assert others.startswith("RuntimeError: rank 0 is in the estimator's call while rank 1 is in compopt.save()")
+
+
+def openings(group):
+    """Collectives of a call once the batch is known, and of one with a larger batch."""
+    est, counts = build(group), []
+    est._ranks._control.length = control.FIRST_LENGTH  # as in a new process: others have used this group
+    for own in (4, 4, 8, 8, 4):
+        with mock.patch.object(control, "all_gather", wraps=control.all_gather) as gather:
+            call(est, own, own)
+        counts.append(sum(each.args[0].dtype == torch.int64 for each in gather.call_args_list))
+    return counts
+
+
+def test_a_call_has_one_control_message():
+    for counts in the_pool().run(openings, 2):
+        assert counts == [1, 1, 2, 1, 1]  # eight samples are more than a first message has room for
+
+
+# -- threads ---------------------------------------------------------------------------------------------------
+
+
+def in_a_thread(action):
+    """What an action raised there."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(outcome(action)), name="beside")
+    thread.start()
+    thread.join(20)
+    return found[0]
+
+
+def threads(group, folder):
+    est, shards = build(group), build(group, shard=True)
+    before = in_a_thread(lambda: compopt.save(est, folder))  # nobody calls yet
+    call(est)
+    call(shards)
+    refused = [
+        in_a_thread(lambda: compopt.save(est, folder)),
+        in_a_thread(shards.state_dict),
+        in_a_thread(lambda: shards.read(torch.arange(2))),
+    ]
+    own = in_a_thread(est.state_dict)  # of rows that every rank has
+    call(est, 1)
+    elsewhere = in_a_thread(lambda: call(est, 2))  # the whole training moves
+    return before, refused, own, elsewhere, compopt.save(est, folder).name.split("-")[2]
+
+
+def test_what_communicates_is_refused_beside_the_thread_that_calls(tmp_path):
+    for before, refused, own, elsewhere, saved in the_pool().run(threads, 2, tmp_path):
+        assert before is own is elsewhere is None and saved == "t3"
+        for said, what in zip(refused, ("compopt.save() (commit 1)", "state_dict()", "read()"), strict=True):
+            assert said.startswith(f"RuntimeError: {what}") and "'beside'" in said and "'MainThread'" in said
+
+
+def states_beside_training(group):
+    """Every rank copies its replica while it trains; no rank waits for another's thread."""
+    est, states, stop = build(group), [], threading.Event()
+
+    def repeat():
+        while not stop.is_set():
+            states.append(est.state_dict())
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    for step in range(20):
+        call(est, step)
+    stop.set()
+    thread.join(20)
+    return [state["t"] * OWN * 2 == int(state["rows"]["count"][:, 0].sum()) for state in states]
+
+
+def test_replicas_are_copied_in_a_thread_beside_training():
+    for consistent in the_pool().run(states_beside_training, 2):
+        assert len(consistent) > 1 and all(consistent)
+
+
+# -- ranks that do not come ------------------------------------------------------------------------------------
+
+SHORT = 2.0
+
+
+def _lose(rank, port, folder, pipe):
+    """Rank 0 leaves rank 1 alone in one way after the other, each over a group of its own."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found = {}
+
+    def attempt(name, action, **options):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
+        est = build(group, **options)
+        call(est)
+        dist.barrier()
+        if rank == 1:
+            try:
+                action(est)
+            except RuntimeError as error:
+                found[name] = str(error), str(error.__cause__)
+        dist.barrier()  # rank 0 waits here, over the default group
+
+    attempt("call", lambda est: call(est, 1))
+    attempt("save", lambda est: compopt.save(est, folder))
+    attempt("read", lambda est: est.read(torch.arange(2)), shard=True)
+    attempt("prefetch", prefetch_alone, shard=True)
+    attempt("features", alone_after_the_opening)
+    if rank == 0:
+        os._exit(3)
+    found["end"] = outcome(lambda: call(build(None)))
+    pipe.send(found)
+
+
+def prefetch_alone(est):
+    """The rows that rank 1 asks for would come from a thread that rank 0's never meets."""
+    with mock.patch.object(Ranks, "new_host_group", lambda self: self.group):
+        index = torch.arange(OWN)
+        est.prefetch(index)
+        fetch = est._reader.prefetcher.find(index[:, None])
+        fetch.ticket()
+
+
+def alone_after_the_opening(est):
+    """The device's collectives fail as well as the messages before them."""
+    est._ranks.gather([torch.zeros(2, 3)], [2, 2])
+
+
+def test_a_rank_that_waits_says_for_whom_and_in_what(tmp_path):
+    here, there = mp.get_context("spawn").Pipe()
+    port = free_port()
+    processes = [
+        mp.get_context("spawn").Process(target=_lose, args=(rank, port, tmp_path, there), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        assert here.poll(120), "the rank that was left alone hangs"
+        found = here.recv()
+    finally:
+        for process in processes:
+            process.kill()
+    waited = r"rank 1 waited {} s in {} for rank 0, which did not arrive: did it fail, or run out of data\?"
+    for name, what in {
+        "call": r"the estimator's call \(commit 1\)",
+        "save": r"compopt\.save\(\) \(commit 1\)",
+        "read": r"read\(\) \(commit 1\)",
+        "prefetch": r"prefetch\(\) of shards",
+        "features": r"the estimator's call \(commit 0\)",
+    }.items():
+        said, cause = found[name]
+        assert re.match(waited.format(r"\d", what), said), said
+        assert "imed out" in cause
+    assert "RuntimeError: rank 1 lost the connection to rank 0 in the estimator's call (commit 0)" in found["end"]
+    assert "did it fail, or end?" in found["end"]

@@ -1,0 +1,200 @@
+"""A state copied in a thread beside training is that between two commits."""
+
+import copy
+import itertools
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+
+import compopt
+from tests.helpers import features
+
+N, STEPS, UPDATES = 6000, 60, 2
+
+
+@pytest.fixture(autouse=True)
+def _switch_often():
+    """Threads take turns every few microseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def build(**options):
+    """Rows, a network, a temperature: each knows how many commits it has seen."""
+    network = compopt.NeuralNormalizer(4, 8, updates=UPDATES, lr=0.01, optimizer=torch.optim.Adam, restart_every=None)
+    groups = [{"n": N // 2, "gamma": 1.0}, {"n": N // 2, "gamma": 1.0}]
+    return compopt.ContrastiveEstimator(
+        compopt.ResidualNormalizer(network, groups),
+        compopt.TemperatureDual(None, rho=0.1, mode="global", optimizer="adam", tau_init=0.1),
+        chunk_size=512,
+        **options,
+    )
+
+
+def in_rows(**options):
+    """Every sample is in every commit: one row shows another count than its neighbour while it is written."""
+    return compopt.MovingAverageEstimator(N, **options)
+
+
+def train(est, steps, step=None):
+    """Commit `steps` times."""
+    if isinstance(est, compopt.MovingAverageEstimator):
+        for t in range(steps):
+            est.update(torch.full((N,), float(t)), torch.arange(N))
+            (step or est.step)()
+        return
+    z1, z2 = features(64, 4, 0, dtype=torch.float32)
+    for _ in range(steps):
+        est(z1.requires_grad_(), z2.requires_grad_(), torch.arange(64) * (N // 64)).backward()
+        (step or est.step)()
+
+
+def commits(state):
+    """How many commits each piece of a state has seen."""
+    seen = {"t": state["t"]}
+    count = state["rows"]["count"]
+    visited = count if len(count) == int((count > 0).any(1).sum()) else count[count.any(1)]
+    seen |= {"least": int(visited.min()), "most": int(visited.max())} if len(visited) else {"least": 0, "most": 0}
+    for role, extra in state["extra"].items():
+        if "updates" in extra:
+            seen[f"{role} updates"] = int(extra["updates"])
+        for name in extra:
+            if name.endswith(".step"):
+                seen[name] = int(extra[name]) // UPDATES
+    return seen
+
+
+def beside(est, action, step=None):
+    """Results of an action that a thread repeats while this one trains."""
+    found, errors, stop = [], [], threading.Event()
+
+    def repeat():
+        try:
+            while not stop.is_set():
+                found.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat, name="beside")
+    thread.start()
+    try:
+        train(est, STEPS, step)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive() and not errors, errors
+    assert len(found) > 1
+    return found
+
+
+@pytest.mark.parametrize("make", [in_rows, build])
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_state_dict_in_a_thread(make, offload, tmp_path):
+    est = make(offload=offload, **({"offload_dir": tmp_path} if offload == "disk" else {}))
+    torn = [seen for seen in map(commits, beside(est, est.state_dict)) if len(set(seen.values())) > 1]
+    assert not torn, torn[:3]
+
+
+def test_state_dict_in_a_thread_beside_an_optimizer():
+    """The commit is a hook of the optimizer's step."""
+    est = build()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    est.attach(optimizer)
+    torn = [seen for seen in map(commits, beside(est, est.state_dict, optimizer.step)) if len(set(seen.values())) > 1]
+    assert not torn, torn[:3]
+    assert est.t == STEPS
+
+
+@pytest.mark.parametrize("make", [in_rows, build])
+def test_save_in_a_thread(make, tmp_path):
+    est, twin = make(), make()
+    for path in beside(est, lambda: compopt.save(est, tmp_path, keep=1000)):
+        compopt.load(twin, path)
+        seen = commits(twin.state_dict())
+        assert len(set(seen.values())) == 1, seen
+        assert f"-t{twin.t}-" in path.name
+
+
+def test_read_in_a_thread():
+    est = in_rows()
+    for read in beside(est, lambda: est.read(torch.arange(N))):
+        assert read["count"].min() == read["count"].max()
+
+
+def test_a_schedule_changes_all_groups_at_once():
+    est = build()
+    schedule = compopt.schedules.Schedule(est, "normalizer.gamma" if "gamma" not in est.defaults else "gamma", slow)
+
+    def step():
+        est.step()
+        schedule.step()
+
+    for state in beside(est, est.state_dict, step):
+        assert len({group["gamma"] for group in state["sample_groups"]}) == 1
+
+
+def slow(t):
+    """A value that gives other threads a chance."""
+    threading.Event().wait(1e-4)
+    return 1 / (1 + 0.01 * t)
+
+
+def test_a_row_group_is_added_between_two_states():
+    est = in_rows()
+    sizes = itertools.count()
+
+    def step():
+        est.step()
+        if next(sizes) % 10 == 0:
+            est.add_sample_group({"n": 50})
+
+    for state in beside(est, est.state_dict, step):
+        assert len(state["rows"]["count"]) == sum(state["config"]["n"]) == sum(g["n"] for g in state["sample_groups"])
+
+
+def test_a_hook_may_wait_for_a_thread_that_copies():
+    est, states = in_rows(), []
+
+    def hook(est, args, kwargs):
+        thread = threading.Thread(target=lambda: states.append(est.state_dict()))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    est.register_step_pre_hook(hook)
+    est.register_step_post_hook(hook)
+    train(est, 2)
+    assert [state["t"] for state in states] == [0, 1, 1, 2]
+
+
+def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
+    """A signal handler runs in the thread that commits, which the lock does not stop."""
+    est = in_rows()
+    commit = est._table.commit
+
+    def interrupted(*args):
+        commit(*args)
+        for handler in (est.state_dict, lambda: compopt.save(est, tmp_path), lambda: est.read(torch.arange(2))):
+            with pytest.raises(RuntimeError, match="middle of a commit.*save after"):
+                handler()
+
+    monkeypatch.setattr(est._table, "commit", interrupted)
+    train(est, 1)
+    assert est.state_dict()["t"] == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda est: pickle.loads(pickle.dumps(est))])
+def test_a_copy_has_a_lock_of_its_own(duplicate):
+    est = in_rows()
+    with est._state.writing():
+        other = duplicate(est)
+        thread = threading.Thread(target=train, args=(other, 1))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert other.t == 1 and est.t == 0
