@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
+from compopt.collectives import ProcessGroup
 
 CALL, OBSERVE = "the estimator's call", "observe() of a sampler"
 # What a rank may be doing when it sends a message, which carries the number.
@@ -132,69 +125,3 @@ def refuse_different(operations: Sequence[int]) -> None:
         f"{' while '.join(found)}; these are collective: call them on every rank, in the same order and not under "
         f"`if rank == 0`"
     )
-
-
-# -- collectives that say who waited for what ------------------------------------------------------------------
-
-
-def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
-    """``(...)`` -> ``(K, ...)``; torch renamed the collective."""
-    gathered = message.new_empty((size, *message.shape))
-    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    answered(lambda: collect(gathered.view(-1), message.contiguous().view(-1), group=group), group, what)
-    return gathered
-
-
-def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: object) -> Tensor:
-    """Sum over ranks, in place."""
-    answered(lambda: dist.all_reduce(tensor, group=group), group, what)
-    return tensor
-
-
-def gather_objects(
-    value: Any,
-    group: ProcessGroup,
-    size: int,
-    what: object,
-    sizes: Callable[[int], list[int]] | None = None,
-) -> list[Any]:
-    """Picklable values of all ranks, by rank.
-
-    Args:
-        value: this rank's.
-        group, size, what: see :func:`all_gather`.
-        sizes: from this rank's number of bytes to everybody's, where the ranks have another way to learn them.
-    """
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    own = torch.tensor([len(content)], device="cpu")
-    counts = sizes(len(content)) if sizes else all_gather(own, group, size, what).flatten().tolist()
-    message = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
-    message[: len(content)] = content
-    everyone = all_gather(message, group, size, what).numpy()
-    return [pickle.loads(everyone[rank, :count].tobytes()) for rank, count in enumerate(counts)]
-
-
-def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: object) -> Any:
-    """Run a collective; where other ranks do not take part, say so instead of what the backend says.
-
-    Raises:
-        RuntimeError: from the backend's own.
-    """
-    started = time.monotonic()
-    try:
-        return collective()
-    except RuntimeError as error:
-        seconds, text = time.monotonic() - started, str(error)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        others, they = (f"rank {1 - rank}", "it") if size == 2 else ("the other ranks", "one of them")
-        if re.search(r"timed? ?out", text, re.I) and seconds > 1:
-            raise RuntimeError(
-                f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "
-                f"run out of data? What takes longer needs a longer timeout of the process group"
-            ) from error
-        if re.search(r"timed? ?out|connect|closed|reset by peer|broken pipe|remote", text, re.I):
-            raise RuntimeError(
-                f"rank {rank} lost the connection to {others} in {what}: did {they} fail, or end? Its own output says "
-                f"why"
-            ) from error
-        raise

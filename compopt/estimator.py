@@ -120,7 +120,7 @@ class Estimator(Hooks):
         Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
         is as it was. With several ranks collective.
         """
-        self._refuse_part()
+        self._stand_alone()
         with doing("add_sample_group()", self.t), self._state.writing():
             self._groups.add(group)
             try:
@@ -166,7 +166,7 @@ class Estimator(Hooks):
         facts: Mapping[str, int] | None = None,
     ) -> Visit:
         """The committed rows of a call, and what it sends along, over all ranks; ``facts`` must be alike there."""
-        self._refuse_part()
+        self._stand_alone()
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
@@ -199,12 +199,8 @@ class Estimator(Hooks):
         with self._reader.meeting.guard():
             raise RuntimeError(message)
 
-    def _refuse_part(self) -> None:
-        """A component of another estimator has no rows of its own."""
-        if isinstance(self, Component) and self.owner is not None:
-            raise RuntimeError(
-                "this object is part of a ContrastiveEstimator, which reads, writes, saves and grows its rows; ask that"
-            )
+    def _stand_alone(self) -> None:
+        """A hook, called first by whatever a part of another estimator leaves to its owner."""
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Committed values by column.
@@ -216,7 +212,7 @@ class Estimator(Hooks):
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
             ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
-        self._refuse_part()
+        self._stand_alone()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), self._state.copying():
@@ -249,7 +245,7 @@ class Estimator(Hooks):
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
         """
-        self._refuse_part()
+        self._stand_alone()
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
@@ -294,7 +290,7 @@ class Estimator(Hooks):
 
     def step(self) -> None:
         """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
-        self._refuse_part()
+        self._stand_alone()
         self._commit(None)
 
     def _commit(self, found_inf: Tensor | None) -> None:
@@ -345,7 +341,7 @@ class Estimator(Hooks):
         Raises:
             TypeError: no torch optimizer is inside.
         """
-        self._refuse_part()
+        self._stand_alone()
         return self._attachments.add(optimizer, self._commit)
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
@@ -395,7 +391,7 @@ class Estimator(Hooks):
         Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
         file.
         """
-        self._refuse_part()
+        self._stand_alone()
         self._run("state_dict_pre")
         with doing("state_dict()", self.t), self._state.copying():
             state = checkpoint.state_dict(self)
@@ -410,7 +406,7 @@ class Estimator(Hooks):
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
         """
-        self._refuse_part()
+        self._stand_alone()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         with doing("load_state_dict()", self.t), self._state.writing():

@@ -146,7 +146,7 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
-    est._refuse_part()
+    est._stand_alone()
     if not state:
         return EstimatorModule(est)
     if any(part.split for part in est._components.values()) or (est._table is not None and est._table.split):

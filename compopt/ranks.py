@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compopt import control
+from compopt import collectives, control
 from compopt.control import Caller, Control, Doing, ProcessGroup
 
 
@@ -92,7 +92,7 @@ class Ranks:
         """
         if self.size == 1:
             return None
-        return control.answered(self._form_host_group, self.group, "forming a group")
+        return collectives.answered(self._form_host_group, self.group, "forming a group")
 
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
@@ -147,19 +147,19 @@ class Ranks:
         message, now = self.blank() if message is None else message, now or control.now()
         self._caller.check(now)
         self._control.doing, message[0] = now, control.OPERATIONS.index(now.operation)
-        table = control.all_gather(message, self.host, self.size, self._control)
+        table = collectives.all_gather(message, self.host, self.size, self._control)
         control.refuse_different(table[:, 0].tolist())
         return table
 
     def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
         """CPU tensors of one shape ``(...)`` from all ranks over a group of their own, ``(K, ...)``."""
-        return message[None] if self.size == 1 else control.all_gather(message, group, self.size, what)
+        return message[None] if self.size == 1 else collectives.all_gather(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
         if self.size == 1:
             return [value]
-        return control.gather_objects(value, self.host, self.size, self._control, sizes=self._everybodys)
+        return collectives.gather_objects(value, self.host, self.size, self._control, sizes=self._everybodys)
 
     def _everybodys(self, count: int) -> list[int]:
         """A number of each rank."""
@@ -218,7 +218,7 @@ class Ranks:
             if part is not None:
                 message[:rows, start : start + width] = part
             start += width
-        gathered = control.all_gather(message, self.group, self.size, self._control)
+        gathered = collectives.all_gather(message, self.group, self.size, self._control)
         if all(size == most for size in sizes):
             gathered = gathered.view(-1, gathered.shape[-1])
         else:
@@ -244,7 +244,7 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        return tensor if self.size == 1 else control.all_reduce(tensor, self.group, self._control)
+        return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
         """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from compopt import control
+from compopt import collectives, control
 from compopt.ranks import Ranks
 from compopt.samplers import OrderedBatchSampler
 from tests.helpers import features, generator
@@ -117,7 +117,7 @@ def openings(group):
     est, counts = build(group), []
     est._ranks._control.length = control.FIRST_LENGTH  # as in a new process: others have used this group
     for own in (4, 4, 8, 8, 4):
-        with mock.patch.object(control, "all_gather", wraps=control.all_gather) as gather:
+        with mock.patch.object(collectives, "all_gather", wraps=collectives.all_gather) as gather:
             call(est, own, own)
         counts.append(sum(each.args[0].dtype == torch.int64 for each in gather.call_args_list))
     return counts

@@ -175,6 +175,7 @@ def test_a_hook_may_wait_for_a_thread_that_copies():
 def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
     """A signal handler runs in the thread that commits, which the lock does not stop."""
     est = in_rows()
+    est.read(torch.arange(1))  # it has rows from its first use on
     commit = est._table.commit
 
     def interrupted(*args):

@@ -19,6 +19,7 @@ from compopt.inputs import check_vector
 from compopt.placement import Placement
 from compopt.ranks import ProcessGroup
 from compopt.rows import Column
+from compopt.table import RowTable
 from compopt.visit import Visit
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -45,7 +46,9 @@ class MovingAverageEstimator(Normalizer, Estimator):
     ===========================================  ==============  =========================================
 
     As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
-    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`.
+    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`. Which of
+    the two it is, its first use decides: rows of its own are made then (at construction, if a placement is given), and
+    what has been used alone does not become a part any more.
 
     Args:
         n: number of samples, or a list of sample groups.
@@ -66,7 +69,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
         direction; the objective is followed.
 
     Raises:
-        ValueError: gamma outside (0, 1], eps < 0, an unknown reference.
+        ValueError: gamma outside (0, 1], eps < 0, an unknown reference. MemoryError: of the first use alone, where the
+            rows do not fit; name a placement.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12.
@@ -97,8 +101,28 @@ class MovingAverageEstimator(Normalizer, Estimator):
     ) -> None:
         placement = Placement(process_group, offload, offload_dir, shard)
         Normalizer.__init__(self, parse(n), {"gamma": gamma, "reference": reference, "eps": eps})
-        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype, placement=placement)
         self._placed = placement != Placement()
+        self._device = torch.device("cpu")
+        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype, placement=placement)
+
+    # -- part of an estimator, or one of its own ---------------------------------------------------------------
+
+    def _make_table(self, placement: Placement) -> RowTable | None:
+        """Rows of its own, at once, if it was told where to keep them: a part is not. Else see _stand_alone."""
+        return super()._make_table(placement) if self._placed else None
+
+    def _stand_alone(self) -> None:
+        """Refuse what its owner does; without an owner, it is none from here on and has rows of its own."""
+        if self.owner is not None:
+            raise RuntimeError(
+                "this object is part of a ContrastiveEstimator, which reads, writes, saves and grows its rows; ask that"
+            )
+        if self._table is None:
+            table = super()._make_table(Placement())
+            assert table is not None
+            table.store.to(self._device)
+            self._table = table
+            self._connect()
 
     def check_free(self) -> None:
         super().check_free()
@@ -107,11 +131,19 @@ class MovingAverageEstimator(Normalizer, Estimator):
                 "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
                 "ContrastiveEstimator, whose rows hold the columns of all its parts"
             )
+        if self._table is not None:
+            raise ValueError(
+                "this MovingAverageEstimator has been used alone (read, updated, attached or loaded) and its rows "
+                "would be lost; build a second one"
+            )
 
     def joined(self, groups: SampleGroups, owner: object) -> None:
         super().joined(groups, owner)
-        self._groups, self._table = groups, None  # columns and groups move into the owner's
-        self._connect()
+        self._groups = groups  # shown here, too
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        self._device = device  # also of rows that are made later
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
@@ -171,6 +203,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
     def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Visit]:
         """Updated averages of the batch over all ranks, ``(B,)``."""
         refuse_transforms()
+        self._stand_alone()
         with self._reader.meeting.guard():
             if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
                 got = getattr(log_g, "dtype", type(log_g))

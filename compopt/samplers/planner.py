@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compopt import control
+from compopt import collectives
 from compopt.forgotten import warn
 from compopt.ranks import Ranks
 from compopt.samplers.background import Job
@@ -155,7 +155,8 @@ class Planner:
         """Results of all ranks in the order of the pieces; an error of one rank is raised on all."""
         everyone: list[Any] = [(own, None if error is None else f"{type(error).__name__}: {error}")]
         if self._size > 1:  # also after an error: no rank waits for another
-            everyone = control.gather_objects(everyone[0], self._group, self._size, "planning an epoch of a sampler")
+            what = "planning an epoch of a sampler"
+            everyone = collectives.gather_objects(everyone[0], self._group, self._size, what)
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(everyone):

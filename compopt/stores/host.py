@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.stores.memory import MemoryStore, lazy_zeros
+from compopt.stores.memory import MemoryStore
 
 
 class HostStore(MemoryStore):
@@ -22,18 +22,10 @@ class HostStore(MemoryStore):
     instant_rows = 2048  # measured: 20 to 100 microseconds, a hand-over 150 to 300 (benchmarks/rows.py)
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
-        pinned = torch.cuda.is_available()
-        try:
-            if not pinned:
-                return lazy_zeros(self._shape(n))
+        if not torch.cuda.is_available():
+            return super()._zeros(n, device)
+        with self._claim(n, device, pinned=True):
             return torch.zeros(self._shape(n), dtype=torch.complex128, device="cpu", pin_memory=True)
-        except (RuntimeError, MemoryError, ValueError) as error:
-            size = n * self.words * 16
-            kind = "pinned host memory" if pinned else "host memory"
-            raise MemoryError(
-                f"n={n} rows of {self.words * 16} bytes need {size:,} bytes of {kind}, which cannot be had: use "
-                f'offload="disk" with offload_dir='
-            ) from error
 
     def to(self, device: torch.device) -> None:
         """Nothing: the rows stay on the host."""

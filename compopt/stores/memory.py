@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compopt.stores.base import Rows, RowStore, Ticket
+
+# What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
+NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
+PINNED = (*NO_MEMORY, RuntimeError)
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
@@ -57,6 +63,9 @@ class MemoryStore(TensorStore):
 
     Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
     training call and then stays.
+
+    Raises:
+        MemoryError: so much memory cannot be had.
     """
 
     def __init__(self, n: int, words: int) -> None:
@@ -64,9 +73,24 @@ class MemoryStore(TensorStore):
         self._table = self._zeros(n, torch.device("cpu"))
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return lazy_zeros(self._shape(n))
-        return torch.zeros(self._shape(n), dtype=torch.complex128, device=device)
+        with self._claim(n, device):
+            if device.type == "cpu":
+                return lazy_zeros(self._shape(n))
+            return torch.zeros(self._shape(n), dtype=torch.complex128, device=device)
+
+    @contextmanager
+    def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
+        """Where memory cannot be had, say how much was asked for and what to do."""
+        try:
+            yield
+        except PINNED if pinned else NO_MEMORY as error:
+            memory, remedies = f"memory of {device}", 'offload="cpu", offload="disk" with offload_dir='
+            if device.type == "cpu":
+                memory, remedies = f"{'pinned ' if pinned else ''}host memory", 'offload="disk" with offload_dir='
+            raise MemoryError(
+                f"n={n} rows of {self.words * 16} bytes need {n * self.words * 16:,} bytes of {memory}, which cannot "
+                f"be had: use {remedies}, or shard=True on several ranks"
+            ) from error
 
     def grow(self, n: int) -> None:
         table = self._zeros(n, self.device)
@@ -75,7 +99,8 @@ class MemoryStore(TensorStore):
 
     def to(self, device: torch.device) -> None:
         if device != self._table.device:
-            self._table = self._table.to(device)
+            with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
+                self._table = self._table.to(device)
 
 
 class DirectRows(Rows):

@@ -1,0 +1,111 @@
+"""Collectives that say who waited for what, and whose tensors torch gives back before the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
+# Seconds that the interpreter's end waits for tensors; torch needs microseconds, unless another rank is awaited.
+GRACE = 5.0
+_lent: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+
+def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
+    """``(...)`` -> ``(K, ...)``; torch renamed the collective."""
+    gathered = message.new_empty((size, *message.shape))
+    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    answered(lambda: collect(_lend(gathered.view(-1)), _lend(message.contiguous().view(-1)), group=group), group, what)
+    return gathered
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: object) -> Tensor:
+    """Sum over ranks, in place."""
+    answered(lambda: dist.all_reduce(_lend(tensor), group=group), group, what)
+    return tensor
+
+
+def gather_objects(
+    value: Any,
+    group: ProcessGroup,
+    size: int,
+    what: object,
+    sizes: Callable[[int], list[int]] | None = None,
+) -> list[Any]:
+    """Picklable values of all ranks, by rank.
+
+    Args:
+        value: this rank's.
+        group, size, what: see :func:`all_gather`.
+        sizes: from this rank's number of bytes to everybody's, where the ranks have another way to learn them.
+    """
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    own = torch.tensor([len(content)], device="cpu")
+    counts = sizes(len(content)) if sizes else all_gather(own, group, size, what).flatten().tolist()
+    message = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
+    message[: len(content)] = content
+    everyone = all_gather(message, group, size, what).numpy()
+    return [pickle.loads(everyone[rank, :count].tobytes()) for rank, count in enumerate(counts)]
+
+
+def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: object) -> Any:
+    """Run a collective; where other ranks do not take part, say so instead of what the backend says.
+
+    Raises:
+        RuntimeError: from the backend's own.
+    """
+    started = time.monotonic()
+    try:
+        return collective()
+    except RuntimeError as error:
+        seconds, text = time.monotonic() - started, str(error)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        others, they = (f"rank {1 - rank}", "it") if size == 2 else ("the other ranks", "one of them")
+        if re.search(r"timed? ?out", text, re.I) and seconds > 1:
+            raise RuntimeError(
+                f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "
+                f"run out of data? What takes longer needs a longer timeout of the process group"
+            ) from error
+        if re.search(r"timed? ?out|connect|closed|reset by peer|broken pipe|remote", text, re.I):
+            raise RuntimeError(
+                f"rank {rank} lost the connection to {others} in {what}: did {they} fail, or end? Its own output says "
+                f"why"
+            ) from error
+        raise
+
+
+# -- the end of the interpreter ---------------------------------------------------------------------------------
+
+
+def _lend(tensor: Tensor) -> Tensor:
+    """An alias of a tensor that a collective alone refers to: it is gone when torch has let go of it.
+
+    Gloo works in threads of torch. One that is done with a collective wakes the caller first and drops the tensors
+    then, for which it takes the interpreter's lock; if the interpreter begins to end in between, the thread is ended
+    instead, and that aborts the process: "terminate called without an active exception", after the right result.
+    """
+    alias = tensor.detach()
+    _lent[id(alias)] = alias
+    return alias
+
+
+@atexit.register
+def _await_lent() -> None:
+    """Leave the lock to torch's threads until they have let go of all tensors."""
+    end = time.monotonic() + GRACE
+    while _lent and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lent.clear)  # the threads are the parent's
