@@ -18,13 +18,15 @@ from torch import Tensor
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 
-CALL, OBSERVE = "the estimator's call", "observe() of a sampler"
+CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
 # What a rank may be doing when it sends a message, which carries the number.
 OPERATIONS = (
     "another operation",
     CALL,
     OBSERVE,
+    PREFETCH,
     "the construction of an estimator",
+    "the construction of a sampler",
     "read()",
     "state_dict()",
     "load_state_dict()",
