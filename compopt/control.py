@@ -11,13 +11,15 @@ from weakref import WeakKeyDictionary
 
 from compopt.collectives import ProcessGroup
 
-CALL, OBSERVE = "the estimator's call", "observe() of a sampler"
+CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
 # What a rank may be doing when it sends a message, which carries the number.
 OPERATIONS = (
     "another operation",
     CALL,
     OBSERVE,
+    PREFETCH,
     "the construction of an estimator",
+    "the construction of a sampler",
     "read()",
     "state_dict()",
     "load_state_dict()",

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compopt.control import PREFETCH, doing
 from compopt.ranks import ProcessGroup, Ranks
 from compopt.stores import Ticket
 from compopt.table import RowTable
 
-PREFETCH = "prefetch() of shards"  # what ranks wait for there
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4
 
@@ -58,7 +58,8 @@ class Prefetcher:
     def start(self, rows: Tensor, device: torch.device) -> None:
         """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
         if self._table.sharded and not self._asked_for_group:  # formed at the first use: all ranks prefetch alike
-            self._group, self._asked_for_group = self._ranks.new_host_group(), True
+            with doing(PREFETCH):
+                self._group, self._asked_for_group = self._ranks.new_host_group(), True
         if self._table.sharded and self._group is None:
             return
         self._started += 1

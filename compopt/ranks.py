@@ -92,7 +92,7 @@ class Ranks:
         """
         if self.size == 1:
             return None
-        return collectives.answered(self._form_host_group, self.group, "forming a group")
+        return collectives.answered(self._form_host_group, self.group, control.now())
 
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
@@ -144,9 +144,11 @@ class Ranks:
         Raises:
             RuntimeError: on every rank, if they are in different ones; a rank did not come.
         """
-        message, now = self.blank() if message is None else message, now or control.now()
+        now = now or control.now()
         self._caller.check(now)
-        self._control.doing, message[0] = now, control.OPERATIONS.index(now.operation)
+        self._control.doing = now
+        message = self.blank() if message is None else message
+        message[0] = control.OPERATIONS.index(now.operation)
         table = collectives.all_gather(message, self.host, self.size, self._control)
         control.refuse_different(table[:, 0].tolist())
         return table

@@ -33,7 +33,8 @@ class Planner:
 
     def __init__(self, sampler: BankSampler, ranks: Ranks) -> None:
         self._sampler, self._bank = sampler, sampler.bank
-        self._group = ranks.new_host_group()
+        with control.doing("the construction of a sampler"):
+            self._group = ranks.new_host_group()
         self._rank, self._size = (ranks.rank, ranks.size) if self._group is not None else (0, 1)
         self.plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
