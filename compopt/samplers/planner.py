@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compopt import collectives
+from compopt import collectives, control
 from compopt.forgotten import warn
 from compopt.ranks import Ranks
 from compopt.samplers.background import Job

@@ -81,9 +81,10 @@ class MemoryStore(TensorStore):
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
         """Where memory cannot be had, say how much was asked for and what to do."""
+        errors = PINNED if pinned else NO_MEMORY
         try:
             yield
-        except PINNED if pinned else NO_MEMORY as error:
+        except errors as error:
             memory, remedies = f"memory of {device}", 'offload="cpu", offload="disk" with offload_dir='
             if device.type == "cpu":
                 memory, remedies = f"{'pinned ' if pinned else ''}host memory", 'offload="disk" with offload_dir='
