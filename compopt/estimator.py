@@ -333,7 +333,8 @@ class Estimator(Hooks):
         ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
         not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
         because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
-        :meth:`discard`.
+        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. Attach anew to an
+        optimizer that is made anew: a warning says when nothing commits any more.
 
         Returns:
             A handle with ``remove()``.

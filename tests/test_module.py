@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 
 import compopt
 from tests.helpers import assert_same_bits, snapshot
@@ -17,6 +18,7 @@ from tests.pool import the_pool
 from tests.training import DIM, Encoders, N, micro_batches
 
 NAME = "loss.temperature.log_inverse"
+WRAPPERS = ["ddp", "fsdp"] if hasattr(fsdp, "fully_shard") else ["ddp"]
 DTYPE = torch.float64
 
 
@@ -113,6 +115,7 @@ def test_a_parameter_that_was_edited_in_the_state_is_the_one_that_is_loaded():
     """It is kept once, as a parameter."""
     state = Model().state_dict()
     state[NAME] = torch.tensor(1.5, dtype=DTYPE)
+    assert state["loss._extra_state"]["extra"] == {"normalizer": {}, "temperature": {}}
     model = Model()
     model.load_state_dict(state)
     (own,) = model.loss.est.parameters()
@@ -211,7 +214,6 @@ def test_under_compile():
 def wrapped(model, kind):
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
     return fsdp.fully_shard(model, ignored_params=set(model.loss.parameters()))
 
 
@@ -233,7 +235,7 @@ def run_wrapped(group, kind):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", WRAPPERS)
 def test_two_ranks_equal_one(kind):
     one = Model()
     losses = train(one, micro_batches(4))
@@ -265,7 +267,7 @@ def run_saved(group, kind, directory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", WRAPPERS)
 def test_distributed_checkpoints(kind, tmp_path):
     assert the_pool(2, timeout=120).run(run_saved, 2, kind, str(tmp_path / "checkpoint")) == [3, 3]
 
