@@ -50,13 +50,17 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> Any:
+        position = self._checked(position)
+        return _with_index(self.dataset[position], self.first + position)
+
+    def _checked(self, position: int) -> int:
+        """A position from 0 on: a negative one names the same sample as its positive twin."""
         if isinstance(position, list):
             raise TypeError(
                 f"position must be an integer, got {position!r}; give a sampler of batches to the DataLoader as "
                 f"batch_sampler=, not as sampler="
             )
-        position = range(len(self))[position]  # a negative position names the same sample as its positive twin
-        return _with_index(self.dataset[position], self.first + position)
+        return range(len(self))[position]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """The items of a batch, as torch's ``DataLoader`` asks for them; read at once if the data set can.
@@ -67,7 +71,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return [self[position] for position in positions]
-        positions = [range(len(self))[position] for position in positions]
+        positions = [self._checked(position) for position in positions]
         items = many(positions)
         if not isinstance(items, Sequence) or len(items) != len(positions):
             got = f"{len(items)} items" if isinstance(items, Sequence) else type(items).__name__

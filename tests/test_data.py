@@ -179,9 +179,11 @@ def test_an_unknown_key_is_an_error():
         key_index(["a", "b"])["c"]
 
 
-def test_a_sampler_of_batches_given_as_a_sampler():
+@pytest.mark.parametrize("size", [1, None, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_sampler_of_batches_given_as_a_sampler(together, size):
     """The DataLoader then collects batches of batches, and asks for a list where it means a position."""
-    batches = SpectralBatchSampler(10, 5)
+    batches, data = SpectralBatchSampler(10, 5), Indexed(Together() if together else Pairs())
     with pytest.raises(TypeError, match=r"position must be an integer, got \[.*batch_sampler="):
-        next(iter(DataLoader(Indexed(Pairs()), sampler=batches)))
-    assert len(next(iter(DataLoader(Indexed(Pairs()), batch_sampler=batches)))[-1]) == 5
+        next(iter(DataLoader(data, sampler=batches, batch_size=size)))
+    assert len(next(iter(DataLoader(data, batch_sampler=batches)))[-1]) == 5
