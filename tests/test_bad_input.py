@@ -460,7 +460,9 @@ def test_a_refused_construction_leaves_the_components_free(temperature):
     with pytest.raises((TypeError, ValueError)):
         compopt.ContrastiveEstimator(average, temperature)
     assert average.read(torch.arange(3))["count"].tolist() == [1, 1, 1]
-    compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+    with pytest.warns(UserWarning, match="used alone .* rows of 1 commits are dropped"):
+        est = compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+    assert est.read(torch.arange(3))["count"].tolist() == [0, 0, 0]
 
 
 @quick

@@ -38,7 +38,9 @@ def test_signatures_show_every_option_and_its_default(preset, given):
 
 @pytest.mark.parametrize("preset, given", PRESETS, ids=lambda x: getattr(x, "__name__", ""))
 def test_unknown_options_are_refused_by_name(preset, given):
-    with pytest.raises(TypeError, match=rf"{preset.__name__} has no argument 'chunksize'; it takes .*chunk_size"):
+    with pytest.raises(
+        TypeError, match=rf"{preset.__name__}.. got an unexpected keyword argument 'chunksize'; it takes .*chunk_size"
+    ):
         preset(**given, chunksize=4)
     est = preset(**given, chunk_size=4, normalize=False)
     assert est.chunk_size == 4 and est.normalize is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +48,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
 
     As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
     compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`. Which of
-    the two it is, its first use decides: rows of its own are made then (at construction, if a placement is given), and
-    what has been used alone does not become a part any more.
+    the two it is, its first use decides: rows of its own are made then (at construction, if a placement is given). They
+    are dropped, with a warning, if it becomes a part after all.
 
     Args:
         n: number of samples, or a list of sample groups.
@@ -131,15 +132,20 @@ class MovingAverageEstimator(Normalizer, Estimator):
                 "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
                 "ContrastiveEstimator, whose rows hold the columns of all its parts"
             )
-        if self._table is not None:
-            raise ValueError(
-                "this MovingAverageEstimator has been used alone (read, updated, attached or loaded) and its rows "
-                "would be lost; build a second one"
-            )
 
     def joined(self, groups: SampleGroups, owner: object) -> None:
         super().joined(groups, owner)
         self._groups = groups  # shown here, too
+        if self._table is None:
+            return
+        if self.t:
+            warnings.warn(
+                f"this MovingAverageEstimator was used alone before it became a part: its rows of {self.t} commits are "
+                f"dropped; build a second one to keep them",
+                stacklevel=4,
+            )
+        self._table = None
+        self._connect()
 
     def move(self, device: torch.device) -> None:
         super().move(device)

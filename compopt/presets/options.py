@@ -55,7 +55,10 @@ def takes_options(kind: Any = Options) -> Callable[[Init], Init]:
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
                 if name not in names:
-                    raise TypeError(f"{type(self).__name__} has no argument {name!r}; it takes {', '.join(names)}")
+                    raise TypeError(
+                        f"{type(self).__name__}() got an unexpected keyword argument {name!r}; it takes "
+                        f"{', '.join(names)}"
+                    )
             init(self, *args, **kwargs)
 
         checked.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
