@@ -75,7 +75,7 @@ class RowTable:
             )
 
     def _local_count(self, n: int) -> int:
-        return len(range(self.first, n, self.stride))
+        return max(0, -(-(n - self.first) // self.stride))  # len(range()) ends at 2^63
 
     @contextmanager
     def at_rest(self) -> Iterator[RowStore]:

@@ -1,0 +1,121 @@
+"""The end of a run: torch's threads have given back the tensors of collectives before the interpreter ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compopt
+from compopt import collectives
+from tests.pool import the_pool
+
+ROOT = Path(__file__).parent.parent
+
+
+def hold(seconds):
+    """A thread that refers to a collective's tensor for a while, as gloo's do."""
+    held = [collectives._lend(torch.zeros(3))]
+
+    def drop():
+        time.sleep(seconds)
+        held.clear()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    return thread
+
+
+def test_the_end_waits_until_tensors_are_given_back():
+    thread = hold(0.3)
+    start = time.monotonic()
+    collectives._await_lent()
+    assert time.monotonic() - start > 0.2 and not thread.is_alive()
+    assert not collectives._lent
+
+
+def test_it_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(collectives, "GRACE", 0.1)
+    thread = hold(1.0)
+    start = time.monotonic()
+    collectives._await_lent()
+    assert time.monotonic() - start < 0.7
+    thread.join()
+
+
+def what_collectives_get(group):
+    """Every collective of a call, a read and a state is given an alias that nobody else refers to."""
+    seen = []
+
+    def recording(original):
+        def call(*tensors, **options):
+            seen.extend(id(tensor) in collectives._lent for tensor in tensors)
+            return original(*tensors, **options)
+
+        return call
+
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    with (
+        mock.patch.object(dist, gather, recording(getattr(dist, gather))),
+        mock.patch.object(dist, "all_reduce", recording(dist.all_reduce)),
+    ):
+        est = compopt.SogCLREstimator(20, shard=True, process_group=group)
+        z1, z2 = torch.randn(2, 4, 3, requires_grad=True).unbind()
+        est(z1, z2, torch.arange(4)).backward()
+        est.step()
+        est.state_dict()
+    return seen
+
+
+@pytest.mark.distributed
+def test_every_collective_lends():
+    for seen in the_pool(2, timeout=120).run(what_collectives_get, 2):
+        assert len(seen) > 6 and all(seen)
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, compopt
+rank, port, folder, offload, shard, end = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+place = {"offload": offload, "offload_dir": folder} if offload == "disk" else {"offload": offload or None}
+est = compopt.SogCLREstimator(200, shard=shard == "1", **place)
+for step in range(3):
+    index = torch.arange(8) + 8 * rank + 16 * step
+    est.prefetch(index)
+    z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
+    est(z1, z2, index).backward()
+    est.step()
+    est.prefetch(index)
+assert est.read(torch.arange(48))["count"].tolist() == [1] * 48
+if end == "destroyed":
+    dist.destroy_process_group()
+print("right")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("end", ["destroyed", "kept"])
+@pytest.mark.parametrize("offload, shard", [("", "0"), ("cpu", "1"), ("disk", "0"), ("disk", "1")])
+def test_two_ranks_end_well(offload, shard, end, tmp_path):
+    """With rows under way that nobody takes; the process group destroyed, or not."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), port, str(tmp_path / "rows"), offload, shard, end],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    assert [(out.strip(), code) for out, _, code in ended] == [("right", 0)] * 2, ended
