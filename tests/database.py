@@ -101,6 +101,7 @@ def dcl(learn_tau):
         tau_leaf=(lambda est: list(est.parameters())[0]) if learn_tau else None,
         tau_chain=lambda tau: -tau,
         min_tau=0.011 if learn_tau else 0.0,
+        exact_at_gamma_1=not learn_tau,  # a learned one is clamped
         views="separate",
     )
 

@@ -38,7 +38,9 @@ def build(**options):
 
 def in_rows(**options):
     """Every sample is in every commit: one row shows another count than its neighbour while it is written."""
-    return compopt.MovingAverageEstimator(N, **options)
+    est = compopt.MovingAverageEstimator(N, **options)
+    est.read(torch.arange(1))  # alone, it has rows from its first use on
+    return est
 
 
 def train(est, steps, step=None):
@@ -207,7 +209,6 @@ def test_nobody_copies_in_the_middle_of_a_commit(copying, monkeypatch, tmp_path)
 def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
     """A signal handler runs in the thread that commits, which the lock does not stop."""
     est = in_rows()
-    est.read(torch.arange(1))  # it has rows from its first use on
     commit = est._table.commit
 
     def interrupted(*args):
