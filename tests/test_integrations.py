@@ -1,6 +1,8 @@
 """One commit per real update, rows and weights of one process: DDP, FSDP2, GradScaler, accelerate."""
 
 import contextlib
+import types
+import warnings
 
 import pytest
 import torch
@@ -330,3 +332,19 @@ def test_batches_from_the_main_process_are_refused():
         loader = acc.prepare(torch.utils.data.DataLoader(Samples(1, torch.float32), batch_size=2))
         with pytest.raises(ValueError, match="dispatch_batches"):
             compopt.SogCLREstimator(N).prefetch(loader)
+
+
+def test_accelerate_without_a_group_is_told(monkeypatch):
+    """torchrun on a machine without accelerators, and neither ``cpu=True`` nor ``accelerate launch --cpu``."""
+    from compopt.integrations import accelerate as integration
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Encoders(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    est = compopt.SogCLREstimator(n=8, tau=0.1, gamma=0.5)
+    alone = types.SimpleNamespace(num_processes=1)
+    with pytest.warns(UserWarning, match="trains alone"):
+        integration.attach(est, optimizer, alone).remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.attach(est, optimizer, types.SimpleNamespace(num_processes=2)).remove()

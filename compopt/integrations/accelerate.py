@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle 
 
     Returns:
         A handle with ``remove()``.
+
+    Warns:
+        UserWarning: a launcher started several processes, and accelerate made no group of them: each trains alone.
     """
+    _check_group(accelerator)
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
         return est.attach(wrapped.engine)
@@ -35,6 +40,18 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle 
     if scaler is not None:
         return amp.attach(est, optimizer, scaler)
     return est.attach(optimizer)
+
+
+def _check_group(accelerator: Any) -> None:
+    """On a machine without accelerators accelerate reads torchrun's variables with ``cpu=True`` only."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and accelerator.num_processes == 1:
+        warnings.warn(
+            f"WORLD_SIZE is {launched}, but accelerator.num_processes is 1: every process trains alone, on all of the "
+            f"data. On a machine without accelerators build Accelerator(cpu=True), or start with accelerate launch "
+            f"--cpu",
+            stacklevel=3,
+        )
 
 
 def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "compopt") -> None:

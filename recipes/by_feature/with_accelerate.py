@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
@@ -43,7 +44,9 @@ def main(argv=None):
     parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(argv)
-    accelerator = Accelerator()
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # without it, a resumed run draws other batches
+    # without cpu=True, torchrun on a CPU makes no group, and every process trains alone
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
@@ -56,7 +59,7 @@ def main(argv=None):
     if first:
         accelerator.load_state(args.folder / str(first))
     for epoch in range(first, args.epochs):
-        torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
+        loader.set_epoch(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
             loss = est(*model.train()(images, tokens), index)
             accelerator.backward(loss)
