@@ -1,0 +1,111 @@
+"""Losses, gradients and states of every entry of the database, to the bit: for changes that must not change them.
+
+python -m tests.bits record before.pt    # at the commit before
+python -m tests.bits compare before.pt   # at the commit after, on the same machine
+
+Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
+with two calls to a commit, some of them with ``group`` or ``index2``, alone and on two ranks. What is recorded is the loss, both gradients, the gradient of a
+learned temperature, and all of ``state_dict()``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tests.database import BY_NAME, DATABASE, MODES
+from tests.helpers import batches, bits, make, run
+from tests.pool import the_pool
+
+N, STEPS, RANKS = 24, 5, 2
+CALLS: list[dict[str, Any]] = [{}, {"chunk_size": 2}, {"offload": "cpu"}, {"offload": "disk"}]
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, bytes]]:
+    """Every tensor and number of a nested state, by its path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            yield from leaves(inner, f"{name}[{at}]")
+    elif isinstance(value, torch.Tensor):
+        yield name, f"{value.dtype} {tuple(value.shape)} ".encode() + bits(value)
+    else:
+        yield name, repr(value).encode()
+
+
+def trace(name: str, mode: str, dtype: torch.dtype, rank: int = 0, ranks: int = 1, **options: Any) -> dict[str, bytes]:
+    """What one configuration computes in a few commits."""
+    info = BY_NAME[name]
+    est, _ = make(info, mode, N, dtype, **options)
+    found: dict[str, bytes] = {}
+    for t, (z1, z2, index) in enumerate(batches(N, 2 * STEPS, dtype=dtype)):
+        own = slice(rank * len(index) // ranks, (rank + 1) * len(index) // ranks)
+        keys = {"group": index // 2} if t % 4 == 2 else {}
+        if t % 4 == 3 and mode == "bimodal":
+            keys = {"index2": index.flip(0)}
+        loss, g1, g2 = run(est, z1[own], z2[own], index[own], **{name: key[own] for name, key in keys.items()})
+        found |= dict(leaves({"loss": loss, "g1": g1, "g2": g2}, f"{t}"))
+        if info.tau_leaf:
+            found |= dict(leaves({"tau": info.tau_leaf(est).grad}, f"{t}"))
+        if t % 2:
+            est.step()
+            found |= dict(leaves(est.state_dict(), f"{t}.state"))
+    return found
+
+
+def everything() -> dict[str, dict[str, bytes]]:
+    """By configuration."""
+    found = {}
+    for info in DATABASE:
+        for mode in MODES:
+            for dtype in (torch.float32, torch.float64):
+                for options in CALLS:
+                    with tempfile.TemporaryDirectory() as folder:
+                        place = {"offload_dir": folder} if options.get("offload") == "disk" else {}
+                        key = f"{info} {mode} {dtype} {options}"
+                        found[key] = trace(info.name, mode, dtype, **options, **place)
+            for shard in (False, True):
+                results = the_pool(RANKS, timeout=120).run(on_rank, RANKS, info.name, mode, shard)
+                found |= {f"{info} {mode} rank {rank} shard {shard}": result for rank, result in enumerate(results)}
+    return found
+
+
+def on_rank(group: Any, name: str, mode: str, shard: bool) -> dict[str, bytes]:
+    """One rank of two."""
+    rank = torch.distributed.get_rank(group)
+    return trace(name, mode, torch.float32, rank, RANKS, shard=shard, process_group=group)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=("record", "compare"))
+    parser.add_argument("file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = everything()
+    if args.do == "record":
+        torch.save(found, args.file)
+        print(f"{len(found)} configurations, {sum(map(len, found.values()))} values")
+        return
+    before = torch.load(args.file, weights_only=True)
+    different = [
+        f"{key}: {name}"
+        for key in sorted({*before, *found})
+        for name in sorted({*before.get(key, {}), *found.get(key, {})})
+        if before.get(key, {}).get(name) != found.get(key, {}).get(name)
+    ]
+    print(f"{len(found)} configurations, {sum(map(len, found.values()))} values, {len(different)} differ")
+    print("\n".join(different[:40]))
+    raise SystemExit(bool(different))
+
+
+if __name__ == "__main__":
+    main()
