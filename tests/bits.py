@@ -4,8 +4,8 @@ python -m tests.bits record before.pt    # at the commit before
 python -m tests.bits compare before.pt   # at the commit after, on the same machine
 
 Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
-with two calls to a commit, some of them with ``group`` or ``index2``, alone and on two ranks. What is recorded is the loss, both gradients, the gradient of a
-learned temperature, and all of ``state_dict()``.
+with two calls to a commit, some of them with ``group`` or ``index2``, alone and on two ranks. What is recorded is the
+loss, both gradients, the gradient of a learned temperature, and all of ``state_dict()``.
 """
 
 from __future__ import annotations
