@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import compopt
 from benchmarks.machine import RESULTS, environment, heading, save, stored, table
 from benchmarks.traffic import Traffic, on_ranks
-from compopt.meeting import HEADER, KEYS
+from compopt.distributed.handshake import HEADER, KEYS
 
 RANKS, BATCH, DIM, SAMPLES = (1, 2, 4, 8), 256, 64, 10_000  # what is counted
 GIB, MIB = 2**30, 2**20

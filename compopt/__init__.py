@@ -1,10 +1,11 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
 from compopt import data, diagnostics, functional, samplers, schedules
-from compopt.component import Normalizer, Temperature
+from compopt.checkpoint.saving import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator import Estimator
+from compopt.estimator.base import Estimator
+from compopt.estimator.component import Normalizer, Temperature
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
@@ -18,7 +19,6 @@ from compopt.presets import (
     ResidualEstimator,
     SogCLREstimator,
 )
-from compopt.saving import load, save
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 __version__ = "0.1.0"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compopt.autograd import with_gradients
-from compopt.context import refuse_tangent, refuse_transforms
+from compopt.checks.context import refuse_tangent, refuse_transforms
+from compopt.kernel.autograd import with_gradients
 from compopt.normalizers import MovingAverageEstimator
 
 

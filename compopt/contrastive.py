@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks, objective
-from compopt.autograd import with_gradients
-from compopt.component import Component, Normalizer, Temperature
-from compopt.context import refuse_tangent, refuse_transforms
-from compopt.estimator import Estimator
+from compopt import checks
+from compopt.checks.context import refuse_tangent, refuse_transforms
+from compopt.checks.inputs import check_features, check_tau, check_vector, tau_facts
+from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator.async_checks import warn_rho
+from compopt.estimator.base import Estimator
+from compopt.estimator.batch import Visit
+from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.groups import parse
 from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
-from compopt.groups import parse
-from compopt.inputs import check_features, check_tau, check_vector, tau_facts
-from compopt.monitor import warn_rho
-from compopt.negatives.encoder import Encode, Encoder
-from compopt.placement import Placement
-from compopt.ranks import ProcessGroup
-from compopt.visit import Visit
+from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import Encode, Encoder, prepare, through_normalization
+from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
 # Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
@@ -170,7 +170,7 @@ class ContrastiveEstimator(Estimator):
             self.normalizer.check_encode(encode, keys)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
-            (a, norm1), (b, norm2) = (objective.prepare(z, self.normalize) for z in (z1, z2))
+            (a, norm1), (b, norm2) = (prepare(z, self.normalize) for z in (z1, z2))
             visit = self._enter(keys, a, b, tau, {"encode": int(encode is not None)})
             temperature = self._temperature(visit, tau, a)
             learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
@@ -181,7 +181,7 @@ class ContrastiveEstimator(Estimator):
                 value, gradients = self._evaluate(a, b, temperature, visit, bool(inputs), learned, encoder)
                 for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
                     if norm is not None and inputs:
-                        gradients[at] = objective.through_normalization(gradients[at], unit, norm)
+                        gradients[at] = through_normalization(gradients[at], unit, norm)
         encoded = [] if encoder is None else encoder.features
         self._reader.monitor.watch_features(value, a, b, *encoded)
         value = visit.guard(value)

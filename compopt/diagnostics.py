@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
-from compopt.autograd import with_gradients
+from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import ContrastiveEstimator
-from compopt.control import doing
+from compopt.distributed.control import doing
 from compopt.evaluation import Evaluation
 from compopt.functional import mean_of_views
-from compopt.inputs import check_features, check_tau
-from compopt.kernel import Pairs
+from compopt.kernel.autograd import with_gradients
+from compopt.kernel.local import Pairs
 
 MODES = ("bimodal", "unimodal")
 VIEWS = ("averaged", "separate")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from compopt import objective
-from compopt.anchors import AnchorStatistics
-from compopt.component import Call, Estimate
-from compopt.gathered import GatheredPairs
-from compopt.kernel import Pairs
-from compopt.negatives.encoder import Encoder
-from compopt.strips import RunningSums
-from compopt.visit import Visit
+from compopt.estimator.batch import Visit
+from compopt.estimator.component import Call, Estimate
+from compopt.kernel.distributed import GatheredPairs
+from compopt.kernel.features import Encoder
+from compopt.kernel.local import Pairs
+from compopt.kernel.statistics import AnchorStatistics
+from compopt.kernel.sums import RunningSums
 
 if TYPE_CHECKING:
     from compopt.contrastive import ContrastiveEstimator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compopt import checks
-from compopt.estimator import Estimator
+from compopt.estimator.base import Estimator
 
 if TYPE_CHECKING:
     from typing_extensions import Self

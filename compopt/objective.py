@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from compopt.anchors import MASKED, AnchorStatistics
-from compopt.component import Estimate
+from compopt.estimator.component import Estimate
 from compopt.functional import Scalar, temperature_gradient
-
-NORM_MIN = 1e-12  # as F.normalize
-# Similarities of rows below this norm stay above what stands for "not a pair".
-NORM_MAX = math.sqrt(-MASKED)
+from compopt.kernel.statistics import AnchorStatistics
 
 
 def value(pairs: AnchorStatistics, alpha: Tensor, rho: Scalar, tau: Scalar, multiply_tau: bool) -> Tensor:
@@ -62,27 +55,7 @@ def feature_gradients(pairs: AnchorStatistics, estimate: Estimate, tau: Scalar, 
     return list(pairs.gradients(alpha, coefficient, None if weight is None else weight.to(alpha.dtype)))
 
 
-def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
-    """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
-    radial = torch.linalg.vecdot(gradient, unit).unsqueeze(1)
-    return gradient.addcmul_(radial, unit, value=-1).div_(norm)
-
-
 def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
     """Mean of ``G`` over the anchors, summed to the shape that ``tau`` was broadcast from."""
     gradient = gradient / gradient.numel()
     return (gradient.sum_to_size(tau.shape) if tau.dim() else gradient.sum()).to(tau.dtype)
-
-
-def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    """Features in working precision without their graph, normalised if asked for, and the norms they had.
-
-    A bad row is NaN throughout: one with a NaN or an infinity, one whose norm overflows (it would be normalised to
-    zero), or, not normalised, one whose norm reaches 1e15. A row too short to be normalised is a zero row.
-    """
-    z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)
-    if not normalize:
-        return torch.where(norm < NORM_MAX, z, torch.nan), None
-    norm = norm.masked_fill_(norm.isinf(), torch.nan).clamp_(min=NORM_MIN)
-    return z / norm, norm

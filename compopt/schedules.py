@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from compopt import checks
-from compopt.estimator import Estimator
-from compopt.groups import plain_value
+from compopt.estimator.base import Estimator
+from compopt.estimator.groups import plain_value
 
 
 class Schedule:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from compopt import saving, table
+from compopt.checkpoint import saving
+from compopt.stores import table
 
 WORLD = 4
 BLOCK_ROWS = table.BLOCK_ROWS

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import normalize
 
 import compopt
-from compopt import diagnostics, draws
+from compopt import diagnostics
+from compopt import rng as draws
 from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
 from tests.helpers import features
@@ -213,8 +214,8 @@ def test_the_gradient_is_unbiased():
 
 def test_a_chain_takes_one_of_its_proposals_whatever_their_order():
     """Sample and score come from the same deposit, and not always from the one with the larger position."""
-    from compopt.deposits import Deposit, merge
-    from compopt.rows import Column, RowLayout
+    from compopt.stores.deposits import Deposit, merge
+    from compopt.stores.layout import Column, RowLayout
 
     layout = RowLayout(
         (
@@ -245,8 +246,8 @@ def test_a_chain_takes_one_of_its_proposals_whatever_their_order():
 
 def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
     """Two of five proposals are the same sample: it is kept in two of five rows."""
-    from compopt.deposits import Deposit, merge
-    from compopt.rows import Column, RowLayout
+    from compopt.stores.deposits import Deposit, merge
+    from compopt.stores.layout import Column, RowLayout
 
     layout = RowLayout((Column("chain", 1, torch.int64, reduce="one"), Column("count", 1, torch.int32)))
     count = 4000

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from compopt import collectives, control
-from compopt.ranks import Ranks
+from compopt.distributed import collectives, control
+from compopt.distributed.ranks import Ranks
 from compopt.samplers import OrderedBatchSampler
 from tests.helpers import features, generator
 from tests.pool import free_port, the_pool

@@ -2,7 +2,7 @@
 
 import torch
 
-from compopt import draws
+from compopt import rng as draws
 from tests.reference.mcmc import scramble, word
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import collectives
+from compopt.distributed import collectives
 from tests.pool import the_pool
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compopt
-from compopt import forgotten
+from compopt.estimator import forgotten
 from tests.helpers import generator
 
 N, B = 100, 6

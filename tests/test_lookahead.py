@@ -1,4 +1,4 @@
-"""Lookahead: the loader's batches, unchanged, each announced before its predecessor is handed out."""
+"""PrefetchLoader: the loader's batches, unchanged, each announced before its predecessor is handed out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from compopt.lookahead import Lookahead, select_index
+from compopt.data.prefetch_loader import PrefetchLoader, select_index
 
 
 class Log(list):
@@ -29,7 +29,7 @@ def batches(count):
 
 def test_each_batch_is_announced_before_its_predecessor_is_handed_out():
     log, loader = Log(), batches(3)
-    ahead = Lookahead(loader, log.announce, log.forget)
+    ahead = PrefetchLoader(loader, log.announce, log.forget)
     for k, batch in enumerate(ahead):
         assert batch is loader[k]
         log.append(k)
@@ -40,7 +40,7 @@ def test_each_batch_is_announced_before_its_predecessor_is_handed_out():
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_short_loaders(count):
     log = Log()
-    assert list(Lookahead(batches(count), log.announce, log.forget)) == batches_equal(count)
+    assert list(PrefetchLoader(batches(count), log.announce, log.forget)) == batches_equal(count)
     assert log.count("forget") == 1 and len(log) == count + 1
 
 
@@ -63,7 +63,7 @@ def test_the_loader_is_at_most_one_batch_ahead():
             taken.append(batch[0])
             yield batch
 
-    for k, _ in enumerate(Lookahead(stream(), Log().announce)):
+    for k, _ in enumerate(PrefetchLoader(stream(), Log().announce)):
         assert len(taken) == min(k + 2, 10)
 
 
@@ -77,7 +77,7 @@ def test_break_forgets_what_was_announced_and_closes_the_loader():
             finally:
                 closed.append(True)
 
-    for _ in Lookahead(Loader(), log.announce, log.forget):
+    for _ in PrefetchLoader(Loader(), log.announce, log.forget):
         break
     gc.collect()
     assert log == [("announce", 0, 10), ("announce", 1, 11), "forget"] and closed
@@ -87,7 +87,7 @@ def test_an_exception_in_the_loop_forgets():
     log = Log()
 
     def loop():
-        for _ in Lookahead(batches(5), log.announce, log.forget):
+        for _ in PrefetchLoader(batches(5), log.announce, log.forget):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -104,17 +104,17 @@ def test_an_exception_of_the_loader_comes_after_its_last_good_batch():
         raise OSError("a broken file")
 
     with pytest.raises(OSError, match="a broken file"):
-        for batch in Lookahead(stream(), log.announce, log.forget):
+        for batch in PrefetchLoader(stream(), log.announce, log.forget):
             seen.append(batch[0])
     assert seen == ["batch 0", "batch 1"] and log[-1] == "forget"
 
 
 def test_length_and_attributes_are_the_loaders():
     loader = DataLoader(TensorDataset(torch.zeros(10, 2), torch.arange(10)), batch_size=4)
-    ahead = Lookahead(loader, Log().announce)
+    ahead = PrefetchLoader(loader, Log().announce)
     assert len(ahead) == 3 and ahead.dataset is loader.dataset and ahead.batch_size == 4
     with pytest.raises(TypeError):
-        len(Lookahead(iter([]), Log().announce))
+        len(PrefetchLoader(iter([]), Log().announce))
     with pytest.raises(AttributeError):
         ahead.nothing  # noqa: B018
     assert len(copy.copy(ahead)) == 3
@@ -148,18 +148,18 @@ def test_where_the_index_is(batch, index, found):
 )
 def test_where_it_is_not(batch, index, error, message):
     with pytest.raises(error, match=message):
-        list(Lookahead([batch], Log().announce, index=index))
+        list(PrefetchLoader([batch], Log().announce, index=index))
 
 
 def test_what_cannot_be_iterated():
     with pytest.raises(TypeError, match="got int"):
-        Lookahead(5, Log().announce)
+        PrefetchLoader(5, Log().announce)
 
 
 def test_no_thread_is_left():
     before = threading.active_count()
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4)
-    for _ in Lookahead(loader, Log().announce):
+    for _ in PrefetchLoader(loader, Log().announce):
         break
     assert threading.active_count() == before
 
@@ -169,7 +169,7 @@ def test_the_interpreter_exits_in_the_middle_of_a_loop():
     code = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from compopt.lookahead import Lookahead
+from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.stores import open_rows
 rows = open_rows(40, 1, offload="cpu", description={})
 tickets = []
@@ -177,7 +177,7 @@ def announce(index):
     tickets.append(rows.prefetch(index, torch.device("cpu")))
 if __name__ == "__main__":
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, num_workers=1)
-    loop = iter(Lookahead(loader, announce))
+    loop = iter(PrefetchLoader(loader, announce))
     next(loop)
     rows.commit(torch.tensor([1]), torch.ones(1, 1, dtype=torch.complex128))
     print("end", flush=True)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import diagnostics, saving
+from compopt import diagnostics
+from compopt.checkpoint import saving
 from compopt.normalizers import networks
 from tests.helpers import assert_same_bits, features, near, run, snapshot
 from tests.pool import the_pool

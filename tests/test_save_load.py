@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import compopt
-from compopt import manifest, table
+from compopt.checkpoint import manifest
+from compopt.stores import table
 from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
@@ -21,7 +22,7 @@ N = 23
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks for a handful of rows."""
-    for module in ("compopt.table", "compopt.saving"):
+    for module in ("compopt.stores.table", "compopt.checkpoint.saving"):
         monkeypatch.setattr(f"{module}.BLOCK_ROWS", 5)
 
 
@@ -107,7 +108,7 @@ def test_load_makes_the_table_file_of_a_killed_run_usable(tmp_path):
 def on_ranks(group, action, directory, options):
     """Train and save, or load and show."""
     table.BLOCK_ROWS = 5
-    compopt.saving.BLOCK_ROWS = 5
+    compopt.checkpoint.saving.BLOCK_ROWS = 5
     rank = torch.distributed.get_rank(group)
     if options.get("offload") == "disk":
         options = {**options, "offload_dir": os.path.join(directory, f"rows-{action}")}
@@ -329,14 +330,16 @@ def test_nothing_to_load(tmp_path):
         compopt.save(sogclr(), tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("operation", ["os.replace", "os.fsync", "compopt.manifest.write_file", "shutil.rmtree"])
+@pytest.mark.parametrize(
+    "operation", ["os.replace", "os.fsync", "compopt.checkpoint.manifest.write_file", "shutil.rmtree"]
+)
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
     """As a kill at the k-th operation, for every k."""
     old = trained()
     new = trained(seed=9, steps=4)
     states = {3: snapshot(old, N), 4: snapshot(new, N)}
     module, name = operation.rsplit(".", 1)
-    target = {"os": os, "shutil": shutil, "compopt.manifest": manifest}[module]
+    target = {"os": os, "shutil": shutil, "compopt.checkpoint.manifest": manifest}[module]
     original, calls = getattr(target, name), [0]
     outcomes = set()
     for k in range(1, 200):

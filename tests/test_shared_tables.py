@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import saving, table
-from compopt.stores import disk
+from compopt.checkpoint import saving
+from compopt.stores import disk, table
 from tests.helpers import assert_same_bits, batches, bits, run, snapshot
 from tests.pool import the_pool
 from tests.test_placements import own_part

@@ -16,8 +16,8 @@ import weakref
 import pytest
 import torch
 
-from compopt.rows import Column, RowLayout
 from compopt.stores import DirectRows, DiskStore, HostStore, MemoryStore, OffloadedRows, describe, open_rows, read_table
+from compopt.stores.layout import Column, RowLayout
 from compopt.stores.offloaded import JOURNAL_LIMIT
 from tests.helpers import bits, generator
 

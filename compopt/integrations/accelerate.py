@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from compopt import saving
-from compopt.estimator import Estimator
+from compopt.checkpoint import saving
+from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 
 

@@ -10,8 +10,8 @@ from weakref import WeakMethod
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from compopt.attach import unwrap
-from compopt.estimator import Estimator
+from compopt.estimator.attach import unwrap
+from compopt.estimator.base import Estimator
 
 _WATCHERS = "_compopt_watchers"
 Watcher = Callable[[torch.optim.Optimizer], None]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compopt import saving
-from compopt.estimator import Estimator
+from compopt.checkpoint import saving
+from compopt.estimator.base import Estimator
 
 KEY = "compopt"
 

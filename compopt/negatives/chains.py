@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt import draws
-from compopt.anchors import scale_of
-from compopt.component import Call
+from compopt import rng as draws
+from compopt.distributed.ranks import Ranks
+from compopt.estimator.component import Call
+from compopt.kernel.sampled import PairWeights
+from compopt.kernel.statistics import scale_of
 from compopt.negatives.candidates import Candidates, Samples
 from compopt.negatives.outside import Outside
 from compopt.negatives.walk import Walk, walk
-from compopt.ranks import Ranks
-from compopt.weights import PairWeights
 
 # Proposals of the anchors that walk at a time, at some 80 bytes each. On the CPU what fits its caches; elsewhere as
 # many as memory bears, since a walk launches two kernels per proposal however many anchors it has.

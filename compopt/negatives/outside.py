@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compopt.negatives.encoder import Encoder
-from compopt.ranks import Ranks
+from compopt.distributed.ranks import Ranks
+from compopt.kernel.features import Encoder
 
 
 class Outside:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.component import Call, Estimate, Normalizer
-from compopt.groups import GroupSpec, SampleGroups
+from compopt.distributed.ranks import Ranks
+from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.groups import GroupSpec, SampleGroups
 from compopt.negatives.chains import Chains, Rules
-from compopt.ranks import Ranks
-from compopt.rows import Column
+from compopt.stores.layout import Column
 
 PROPOSALS = ("pool", "sweep")
 

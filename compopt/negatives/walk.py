@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt import draws
+from compopt import rng as draws
 from compopt.negatives.candidates import Candidates
 
 

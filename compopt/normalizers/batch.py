@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from compopt import checks
-from compopt.component import Call, Estimate, Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer
 
 
 class BatchNormalizer(Normalizer):

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.component import Call, Estimate, Normalizer
-from compopt.context import refuse_transforms
-from compopt.estimator import Estimator
-from compopt.groups import GroupSpec, Hyper, SampleGroups, parse
-from compopt.inputs import check_vector
-from compopt.placement import Placement
-from compopt.ranks import ProcessGroup
-from compopt.rows import Column
-from compopt.table import RowTable
-from compopt.visit import Visit
+from compopt.checks.context import refuse_transforms
+from compopt.checks.inputs import check_vector
+from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator.base import Estimator
+from compopt.estimator.batch import Visit
+from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
+from compopt.stores.layout import Column
+from compopt.stores.placement import Placement
+from compopt.stores.table import RowTable
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compopt.anchors import MASKED, MAX_UNSHIFTED_SCALE
-from compopt.objective import NORM_MIN
-from compopt.ranks import Part, Ranks
+from compopt.distributed.ranks import Part, Ranks
+from compopt.kernel.features import NORM_MIN
+from compopt.kernel.statistics import MASKED, MAX_UNSHIFTED_SCALE
 
 
 class Sweep(ABC):

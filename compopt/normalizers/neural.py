@@ -11,13 +11,13 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.component import Call, Estimate, Normalizer
-from compopt.groups import GroupSpec, Hyper, SampleGroups
+from compopt.distributed.ranks import Part, Ranks
+from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.normalizers.functional_optimizer import Rule
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 from compopt.normalizers.training import OBJECTIVES, QUEUE, Training
-from compopt.optim import Rule
-from compopt.ranks import Part, Ranks
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compopt.ranks import Part
+from compopt.distributed.ranks import Part
 
 
 @dataclass(frozen=True)

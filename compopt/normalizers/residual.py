@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.component import Call, Estimate, Normalizer
-from compopt.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
-from compopt.rows import Column
+from compopt.stores.layout import Column
 
 PREDICTIONS = ("before", "after")
 FIRST_VISITS = ("one", "ratio")

@@ -4,23 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compopt import functional as F
-from compopt.component import Call
-from compopt.normalizers.networks import Sweep, is_bounded
+from compopt.distributed.ranks import Part
+from compopt.estimator.component import Call
+from compopt.kernel.features import NORM_MIN, through_normalization
+from compopt.normalizers.functional_optimizer import Rule
+from compopt.normalizers.networks import Network, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
-from compopt.objective import NORM_MIN, through_normalization
-from compopt.optim import Rule
-
-if TYPE_CHECKING:
-    from compopt.normalizers.neural import NeuralNormalizer
 
 QUEUE = ("queue", "queue_active", "queue_place")
 State = Mapping[str, Tensor]
+
+
+class Learner(Protocol):
+    """The normalizer that learns: its settings, and how it arranges samples, directions and ranks."""
+
+    network: Network
+    rule: Rule
+    objective: str
+    reset_optimizer: bool
+    through_alpha: bool
+    unit_features: bool
+
+    @property
+    def part(self) -> Part:
+        """This rank's prototypes."""
+
+    def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Unit features of the anchors by network, and those that their prototypes stand for."""
+
+    def per_anchor(self, value: Any, like: Tensor) -> Tensor:
+        """A number, ``(B, 1)`` or ``(B, 2)`` -> ``(D, P)``."""
+
+    def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
+        """``(D, P)`` -> ``(B, 2)``."""
+
+    def sweep(self, state: State, anchors: Tensor, scale: Tensor, bounded: bool) -> Sweep:
+        """Anchors before the network."""
+
+    def working_state(self, training: bool) -> dict[str, Tensor]:
+        """The pending copy if there is one, else the committed state."""
+
+    def state_on(self, device: torch.device, state: State) -> dict[str, Tensor]:
+        """The state with its tensors on the device."""
+
+    def knows_something(self, state: State) -> bool:
+        """Whether a prediction means anything."""
+
+    def choose(self, good: Tensor, new: State, old: State) -> dict[str, Tensor]:
+        """``new`` where a flag on the device is true, else ``old``."""
 
 
 # exp of more, squared, would leave float32 in the optimizer's sums.
@@ -69,7 +106,7 @@ class Batch:
     eps: Any
 
     @classmethod
-    def of(cls, normalizer: NeuralNormalizer, call: Call, anchors: Tensor) -> Batch:
+    def of(cls, normalizer: Learner, call: Call, anchors: Tensor) -> Batch:
         """From the statistics of a call."""
         pairs, per_anchor, like = call.pairs, normalizer.per_anchor, call.pairs.positive
         tau, eps = per_anchor(call.tau, like), call.hyper("eps")
@@ -102,9 +139,7 @@ class Prediction:
         alpha: ``(B, 2)``.
     """
 
-    def __init__(
-        self, normalizer: NeuralNormalizer, call: Call, batch: Batch, sweep: Sweep, parameters: list[Tensor]
-    ) -> None:
+    def __init__(self, normalizer: Learner, call: Call, batch: Batch, sweep: Sweep, parameters: list[Tensor]) -> None:
         self._normalizer, self._call, self._batch, self._sweep = normalizer, call, batch, sweep
         self._log_partition = sweep.predict(parameters)
         self.alpha = self._per_sample(batch.alpha(self._log_partition + batch.nan))
@@ -157,7 +192,7 @@ class Training:
         before: the prediction asked for (of the very first batch, that of the queue with it), or ``None``.
     """
 
-    def __init__(self, normalizer: NeuralNormalizer, call: Call, look_first: bool = False) -> None:
+    def __init__(self, normalizer: Learner, call: Call, look_first: bool = False) -> None:
         self._normalizer, self._call = normalizer, call
         hyper = call.hyper.of_first_group()
         self.state: State = normalizer.state_on(call.features[0].device, normalizer.working_state(call.training))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, parse, sizes
 from compopt.normalizers import MovingAverageEstimator
 from compopt.presets.options import CommonOptions, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual

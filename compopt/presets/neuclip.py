@@ -9,7 +9,7 @@ import torch
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, parse, sizes
 from compopt.normalizers import NeuralNormalizer
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual

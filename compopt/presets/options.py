@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 
 from compopt.contrastive import ContrastiveEstimator
-from compopt.ranks import ProcessGroup
+from compopt.distributed.ranks import ProcessGroup
 
 
 class CommonOptions(TypedDict, total=False):

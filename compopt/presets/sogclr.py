@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
-from compopt.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, parse, sizes
 from compopt.normalizers import MovingAverageEstimator
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature

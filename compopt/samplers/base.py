@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from compopt import checks, inputs
-from compopt.control import OBSERVE
-from compopt.meeting import Meeting
-from compopt.ranks import Part, ProcessGroup, Ranks
+from compopt import checks
+from compopt.checks import inputs
+from compopt.distributed.control import OBSERVE
+from compopt.distributed.handshake import Meeting
+from compopt.distributed.ranks import Part, ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.orders import Orders
 from compopt.samplers.planner import Planner

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from compopt import draws
+from compopt import rng as draws
 
 
 class Orders:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from compopt import collectives, control
-from compopt.forgotten import warn
-from compopt.ranks import Ranks
+from compopt.distributed import collectives, control
+from compopt.distributed.ranks import Ranks
+from compopt.estimator.forgotten import warn
 from compopt.samplers.background import Job
+from compopt.samplers.bank import FeatureBank
 
-if TYPE_CHECKING:
-    from compopt.samplers.base import BankSampler
+
+class Planned(Protocol):
+    """A sampler whose epochs are planned in pieces."""
+
+    bank: FeatureBank
+
+    def random_plan(self, epoch: int, unseen: Tensor) -> Tensor:
+        """Random batches, those without features first."""
+
+    def work(self, epoch: int) -> list[Any]:
+        """The pieces of an epoch's plan."""
+
+    def do(self, piece: Any) -> Tensor:
+        """One of them."""
+
+    def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """The plan, and its metrics."""
 
 
 class Planner:
@@ -31,7 +47,7 @@ class Planner:
         metrics: of the newest plan.
     """
 
-    def __init__(self, sampler: BankSampler, ranks: Ranks) -> None:
+    def __init__(self, sampler: Planned, ranks: Ranks) -> None:
         self._sampler, self._bank = sampler, sampler.bank
         with control.doing("the construction of a sampler"):
             self._group = ranks.new_host_group()

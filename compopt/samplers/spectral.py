@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.ranks import ProcessGroup
+from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers import clustering
 from compopt.samplers.base import BankSampler
 from compopt.samplers.pairs import pair_weights

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,18 @@ from torch import Tensor
 from compopt.stores.base import RowStore, Ticket
 from compopt.stores.journal import Entry, Journal, Query
 
-if TYPE_CHECKING:
-    from compopt.stores.offloaded import OffloadedRows
+
+class Source(Protocol):
+    """Who issued a ticket: rows that can be read anew."""
+
+    def check(self) -> None:
+        """Raise what a thread of its own ran into; start threads anew after a fork."""
+
+    def forget(self, ticket: Fetched) -> None:
+        """Hand it no more commits."""
+
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Committed rows, now."""
 
 
 class Fetched(Ticket):
@@ -26,7 +36,7 @@ class Fetched(Ticket):
     or takes commits off the queue, holds the lock; the main thread alone appends to the queue, without it.
     """
 
-    def __init__(self, source: OffloadedRows, rows: Tensor, device: torch.device) -> None:
+    def __init__(self, source: Source, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
         self.future: Future[Read] | None = None
         self._later: deque[Entry] = deque()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt.rows import Column, RowLayout
+from compopt.stores.layout import Column, RowLayout
 
 FORMAT = 1
 READY, LOADING = "ready", "loading"

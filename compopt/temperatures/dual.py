@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.component import Call, Temperature
-from compopt.groups import GroupSpec, Hyper, SampleGroups
-from compopt.rows import Column
+from compopt.estimator.component import Call, Temperature
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.stores.layout import Column
 
 # iSogCLR, appendix C, and its authors' code (max_grad)
 DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {

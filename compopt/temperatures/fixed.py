@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.autograd import lower_bound
-from compopt.component import Temperature
-from compopt.groups import Hyper
-from compopt.inputs import check_tau
+from compopt.checks.inputs import check_tau
+from compopt.estimator.component import Temperature
+from compopt.estimator.groups import Hyper
+from compopt.kernel.autograd import lower_bound
 
 LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from compopt.collectives import ProcessGroup
+from compopt.distributed.collectives import ProcessGroup
 
 CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
 # What a rank may be doing when it sends a message, which carries the number.

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compopt.anchors import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
-from compopt.strips import RunningSums, Side, Strip
+from compopt.kernel.statistics import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.sums import RunningSums, Side, Strip
 
 # Rows per strip on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_STRIP_ROWS = 512

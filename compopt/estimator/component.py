@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
-from compopt.rows import Column
+from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
+from compopt.stores.layout import Column
 
 if TYPE_CHECKING:
-    from compopt.anchors import AnchorStatistics
-    from compopt.negatives.encoder import Encoder
-    from compopt.weights import PairWeights
+    from compopt.kernel.features import Encoder
+    from compopt.kernel.sampled import PairWeights
+    from compopt.kernel.statistics import AnchorStatistics
 
 
 @dataclass

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compopt.anchors import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
-from compopt.kernel import CPU_STRIP_ROWS
-from compopt.ranks import Ranks
-from compopt.strips import RunningSums, Side, Strip
+from compopt.distributed.ranks import Ranks
+from compopt.kernel.local import CPU_STRIP_ROWS
+from compopt.kernel.statistics import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.sums import RunningSums, Side, Strip
 
 
 class _Panel:
@@ -117,7 +117,7 @@ class GatheredPairs(AnchorStatistics):
         own: this rank's ``z1, z2``, ``(b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, 2)``.
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.anchors.AnchorStatistics`.
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.AnchorStatistics`.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
         distinct, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.Pairs`.

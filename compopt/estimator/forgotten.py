@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from compopt.attach import Attachments
-from compopt.monitor import Monitor
+from compopt.estimator.async_checks import Monitor
+from compopt.estimator.attach import Attachments
 
 # Calls without a commit, if that is also so many times the longest window so far (accumulation may be long)
 PATIENCE, WINDOWS = 256, 8

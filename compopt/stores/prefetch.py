@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compopt.control import PREFETCH, doing
-from compopt.ranks import ProcessGroup, Ranks
+from compopt.distributed.control import PREFETCH, doing
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import Ticket
-from compopt.table import RowTable
+from compopt.stores.table import RowTable
 
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4

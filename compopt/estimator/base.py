@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from compopt import checkpoint
-from compopt.attach import Attachments
-from compopt.component import Component
-from compopt.context import in_backward, in_checkpoint
-from compopt.control import doing
-from compopt.deposits import COUNT, Deposit
-from compopt.exclusive import Exclusive
-from compopt.forgotten import Forgotten
-from compopt.groups import Groups, SampleGroups
-from compopt.hooks import Hooks
-from compopt.inputs import check_index
-from compopt.lookahead import Lookahead
-from compopt.monitor import Monitor
-from compopt.placement import Placement
-from compopt.ranks import Ranks
-from compopt.reader import Reader
-from compopt.rows import Column
-from compopt.table import RowTable
-from compopt.visit import Visit
+from compopt.checks.context import in_backward, in_checkpoint
+from compopt.checks.inputs import check_index
+from compopt.data.prefetch_loader import PrefetchLoader
+from compopt.distributed.control import doing
+from compopt.distributed.ranks import Ranks
+from compopt.estimator import state_dict as checkpoint
+from compopt.estimator.async_checks import Monitor
+from compopt.estimator.attach import Attachments
+from compopt.estimator.batch import Visit
+from compopt.estimator.component import Component
+from compopt.estimator.exclusive import Exclusive
+from compopt.estimator.forgotten import Forgotten
+from compopt.estimator.groups import Groups, SampleGroups
+from compopt.estimator.hooks import Hooks
+from compopt.estimator.reader import Reader
+from compopt.stores.deposits import COUNT, Deposit
+from compopt.stores.layout import Column
+from compopt.stores.placement import Placement
+from compopt.stores.table import RowTable
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -226,9 +226,9 @@ class Estimator(Hooks):
     def prefetch(self, source: Tensor, index: Any = -1, index2: Any = None) -> None: ...
 
     @overload
-    def prefetch(self, source: Iterable[T], index: Any = -1, index2: Any = None) -> Lookahead[T]: ...
+    def prefetch(self, source: Iterable[T], index: Any = -1, index2: Any = None) -> PrefetchLoader[T]: ...
 
-    def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> Lookahead[Any] | None:
+    def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> PrefetchLoader[Any] | None:
         """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
 
         Values are those committed at the time of the call, whatever was committed in between. Worth it where rows
@@ -251,9 +251,9 @@ class Estimator(Hooks):
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
             raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
-        if self._table is None:  # nothing to read, so no index is asked for; the loader can all that a Lookahead can
-            return cast(Lookahead[Any], source)
-        return Lookahead(source, self._prefetch, self._forget_prefetched, index, index2)
+        if self._table is None:  # nothing to read, so no index is asked for; the loader do it all
+            return cast(PrefetchLoader[Any], source)
+        return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}

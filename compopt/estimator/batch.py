@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.groups import Hyper, SampleGroups
+from compopt.estimator.groups import Hyper, SampleGroups
 
 
 @dataclass

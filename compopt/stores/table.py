@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.deposits import COUNT, Deposit, merge
-from compopt.placement import Placement
-from compopt.ranks import Ranks
-from compopt.rows import Column, RowLayout
+from compopt.distributed.ranks import Ranks
 from compopt.stores import Rows, RowStore
+from compopt.stores.deposits import COUNT, Deposit, merge
+from compopt.stores.layout import Column, RowLayout
+from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.draws import below, scramble_, streams
-from compopt.rows import RowLayout
+from compopt.rng import below, scramble_, streams
+from compopt.stores.layout import RowLayout
 
 COUNT = "count"
 

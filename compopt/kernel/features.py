@@ -1,17 +1,42 @@
-"""Features of samples that are not in the batch."""
+"""Features as the kernel takes them: normalised, without a graph, those of samples outside the batch included."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from compopt import objective
-from compopt.context import refuse_tangent
-from compopt.inputs import check_features
+from compopt.checks.context import refuse_tangent
+from compopt.checks.inputs import check_features
+from compopt.kernel.statistics import MASKED
+
+NORM_MIN = 1e-12  # as F.normalize
+# Similarities of rows below this norm stay above what stands for "not a pair".
+NORM_MAX = math.sqrt(-MASKED)
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
+
+
+def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    """Features in working precision without their graph, normalised if asked for, and the norms they had.
+
+    A bad row is NaN throughout: one with a NaN or an infinity, one whose norm overflows (it would be normalised to
+    zero), or, not normalised, one whose norm reaches 1e15. A row too short to be normalised is a zero row.
+    """
+    z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    if not normalize:
+        return torch.where(norm < NORM_MAX, z, torch.nan), None
+    norm = norm.masked_fill_(norm.isinf(), torch.nan).clamp_(min=NORM_MIN)
+    return z / norm, norm
+
+
+def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
+    """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
+    radial = torch.linalg.vecdot(gradient, unit).unsqueeze(1)
+    return gradient.addcmul_(radial, unit, value=-1).div_(norm)
 
 
 class Encoder:
@@ -47,7 +72,7 @@ class Encoder:
             torch.autocast(device.type, dtype=autocast_dtype, enabled=enabled),
         ):
             given = self._checked(self._encode(indices), len(indices))
-        self._prepared = [(z, *objective.prepare(z, self._normalize)) for z in given]
+        self._prepared = [(z, *prepare(z, self._normalize)) for z in given]
         dtype = torch.promote_types(self._like.dtype, torch.float32)
         first, second = self._prepared[0][1], self._prepared[-1][1]
         return second.to(dtype), first.to(dtype)
@@ -91,6 +116,4 @@ class Encoder:
             if z.requires_grad:
                 self.outputs.append(z)
                 gradient = gradient.to(unit.dtype)
-                self.gradients.append(
-                    gradient if norm is None else objective.through_normalization(gradient, unit, norm)
-                )
+                self.gradients.append(gradient if norm is None else through_normalization(gradient, unit, norm))

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compopt import checkpoint as states
-from compopt import checks, manifest
-from compopt.control import doing
-from compopt.manifest import STATE, Checkpoint, File
-from compopt.table import BLOCK_ROWS, RowTable
+from compopt import checks
+from compopt.checkpoint import manifest
+from compopt.checkpoint.manifest import STATE, Checkpoint, File
+from compopt.distributed.control import doing
+from compopt.estimator import state_dict as states
+from compopt.stores.table import BLOCK_ROWS, RowTable
 
 if TYPE_CHECKING:
-    from compopt.estimator import Estimator
+    from compopt.estimator.base import Estimator
 
 # safetensors makes what it reads on the default device, which may be another one.
 _HOST = torch.device("cpu")

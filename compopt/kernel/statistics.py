@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compopt.strips import RunningSums
+from compopt.kernel.sums import RunningSums
 
 # Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
 MASKED = -1e30

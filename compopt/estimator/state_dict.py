@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from compopt.component import Component
-from compopt.groups import SampleGroups
-from compopt.table import RowTable
+from compopt.estimator.component import Component
+from compopt.estimator.groups import SampleGroups
+from compopt.stores.table import RowTable
 
 FORMAT_VERSION = 1
 KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")

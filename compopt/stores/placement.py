@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from compopt import checks
-from compopt.control import doing
-from compopt.ranks import ProcessGroup, Ranks
-from compopt.rows import RowLayout
+from compopt.distributed.control import doing
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import Rows, check_offload, describe, open_rows
+from compopt.stores.layout import RowLayout
 
 
 @dataclass(frozen=True)

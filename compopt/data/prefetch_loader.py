@@ -7,12 +7,12 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from compopt.inputs import INTEGERS
+from compopt.checks.inputs import INTEGERS
 
 T = TypeVar("T")
 
 
-class Lookahead(Generic[T]):
+class PrefetchLoader(Generic[T]):
     """The batches of a loader, unchanged and in order, each announced before its predecessor is handed out.
 
     While the loop trains on batch k, batch k + 1 has been taken from the loader and its rows are under way. The

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.control import CALL, FIRST_LENGTH, Doing
-from compopt.ranks import Ranks
+from compopt.distributed.control import CALL, FIRST_LENGTH, Doing
+from compopt.distributed.ranks import Ranks
 
 KEYS = ("index", "index2", "group")
 # What must be equal on all ranks, and what to say when it is not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,12 +12,22 @@ from torch import Tensor
 
 from compopt import checks
 
-if TYPE_CHECKING:
-    from compopt.component import Component
-
 Groups = list[dict[str, Any]]
 #: A number of samples, or one mapping per data set: ``[{"n": 3_000_000, "gamma": 0.9}, {"n": 12_000_000}]``.
 GroupSpec = int | Sequence[Mapping[str, Any]]
+
+
+class HasHyperParameters(Protocol):
+    """A component as its hyper-parameters see it."""
+
+    own_defaults: dict[str, Any]
+    own_groups: Groups
+
+    def fill(self, group: dict[str, Any], mode: str) -> None:
+        """Replace ``None`` by the default of the mode, in place."""
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a bad hyper-parameter of one group."""
 
 
 def sizes(n: Any) -> Groups:
@@ -149,7 +159,7 @@ class SampleGroups:
     """
 
     def __init__(
-        self, components: Mapping[str, Component], mode: str, given: Sequence[Mapping[str, Any]] | None = None
+        self, components: Mapping[str, HasHyperParameters], mode: str, given: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._components, self._mode = components, mode
         keys = [key for part in components.values() for key in part.own_defaults]

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.deposits import COUNT
-from compopt.groups import SampleGroups
-from compopt.inputs import check_range, distinct_values
-from compopt.meeting import KEYS, Meeting, Samples
-from compopt.monitor import Monitor
-from compopt.prefetch import Fetch, Prefetcher
-from compopt.ranks import Ranks
+from compopt.checks.inputs import check_range, distinct_values
+from compopt.distributed.handshake import KEYS, Meeting, Samples
+from compopt.distributed.ranks import Ranks
+from compopt.estimator.async_checks import Monitor
+from compopt.estimator.batch import Visit
+from compopt.estimator.groups import SampleGroups
 from compopt.stores import Ticket
-from compopt.table import RowTable
-from compopt.visit import Visit
+from compopt.stores.deposits import COUNT
+from compopt.stores.prefetch import Fetch, Prefetcher
+from compopt.stores.table import RowTable
 
 ROW_KEYS = KEYS[:2]  # index, index2; a group is no row
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compopt import collectives, control
-from compopt.control import Caller, Control, Doing, ProcessGroup
+from compopt.distributed import collectives, control
+from compopt.distributed.control import Caller, Control, Doing, ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Ranks:
 
         Args:
             message: :meth:`blank`, filled.
-            now: the operation; ``None``: that of :func:`compopt.control.doing`.
+            now: the operation; ``None``: that of :func:`compopt.distributed.control.doing`.
 
         Raises:
             RuntimeError: on every rank, if they are in different ones; a rank did not come.
