@@ -63,7 +63,7 @@ def compositional_loss(
     inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))
     if inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
-    log_u, visit = estimator._update(inner.log(), index)
+    log_u, batch = estimator._update(inner.log(), index)
     with torch.enable_grad():
         u = log_u.exp().requires_grad_()
         value = f(u).mean()
@@ -71,4 +71,4 @@ def compositional_loss(
     if not (torch.is_grad_enabled() and g.requires_grad):
         return value.detach()
     # frameworks average gradients over ranks; this rank's share of the global mean must survive that
-    return with_gradients(value.detach(), [g], [(slope[visit.own] * len(visit.sizes)).to(g.dtype)])
+    return with_gradients(value.detach(), [(g, (slope[batch.own] * len(batch.sizes)).to(g.dtype))])

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.batch import Batch
 from compopt.checks.context import refuse_tangent, refuse_transforms
 from compopt.checks.inputs import check_features, check_tau, check_vector, tau_facts
 from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
-from compopt.estimator.base import Estimator
-from compopt.estimator.batch import Visit
-from compopt.estimator.component import Component, Normalizer, Temperature
-from compopt.estimator.groups import parse
-from compopt.evaluation import Evaluation, Summary, features_of_all, statistics, tau_of_all
+from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
+from compopt.estimator.groups import Hyper, parse
 from compopt.kernel.autograd import with_gradients
-from compopt.kernel.features import Encode, Encoder, prepare, through_normalization
+from compopt.kernel.distributed import GatheredPairs
+from compopt.kernel.features import Encode, Encoder, Features
+from compopt.kernel.local import Pairs
+from compopt.kernel.statistics import AnchorStatistics
+from compopt.objective import Objective, Summary, reduce_like
 from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
@@ -115,7 +119,7 @@ class ContrastiveEstimator(Estimator):
         super().__init__(parts, mode=mode, dtype=dtype, placement=placement, sample_groups=groups)
         self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
-            part.joined(self._groups, owner=self)
+            part.joined(self._groups, Setting(self, mode, dtype, normalize, self._ranks))
         self._warned_rho = False
         self._shown: dict[str, Tensor] = {}
         self._last: Summary | None = None
@@ -163,32 +167,25 @@ class ContrastiveEstimator(Estimator):
         that the encoders are does no harm.
         """
         refuse_transforms()
-        with self._reader.meeting.guard():
+        with self._handshake.guard():
             for name, value in (("z1", z1), ("z2", z2), ("tau", tau)):
                 refuse_tangent(name, value)
             keys, tau = self._check_call(z1, z2, index, index2, group, tau)
             self.normalizer.check_encode(encode, keys)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
-            (a, norm1), (b, norm2) = (prepare(z, self.normalize) for z in (z1, z2))
-            visit = self._enter(keys, a, b, tau, {"encode": int(encode is not None)})
-            temperature = self._temperature(visit, tau, a)
-            learned = [temperature] if isinstance(temperature, Tensor) and temperature.requires_grad else []
-            inputs = [z1, z2] if z1.requires_grad or z2.requires_grad else []
-            if not torch.is_grad_enabled():
-                inputs, learned = [], []
+            own = (Features.of(z1, self.normalize), Features.of(z2, self.normalize))
+            values = {"z1": own[0].unit, "z2": own[1].unit}
+            if isinstance(tau, Tensor) and tau.dim():
+                values["tau"] = tau.detach().to(z1.device)
+            batch = self._read(keys, values, {**tau_facts(tau), "encode": int(encode is not None)}, least=2)
+            temperature = self._temperature(batch, tau)
+            graph = torch.is_grad_enabled()
             with torch.no_grad():
-                value, gradients = self._evaluate(a, b, temperature, visit, bool(inputs), learned, encoder)
-                for at, (unit, norm) in enumerate(((a, norm1), (b, norm2))):
-                    if norm is not None and inputs:
-                        gradients[at] = through_normalization(gradients[at], unit, norm)
-        encoded = [] if encoder is None else encoder.features
-        self._reader.monitor.watch_features(value, a, b, *encoded)
-        value = visit.guard(value)
-        if encoder is not None and torch.is_grad_enabled():
-            learned = learned + encoder.outputs
-            gradients += [gradient * self._ranks.size for gradient in encoder.gradients]
-        return with_gradients(value, inputs + learned, gradients) if inputs or learned else value
+                value, gradients = self._evaluate(batch, own, temperature, encoder, graph)
+        encoded = [] if encoder is None else [z.unit for z in encoder.encoded]
+        self._async_checks.watch_features(value, own[0].unit, own[1].unit, *encoded)
+        return with_gradients(batch.guard(value), gradients)
 
     def feature_gradients(
         self,
@@ -259,52 +256,135 @@ class ContrastiveEstimator(Estimator):
             tau = check_tau(tau, len(z1))
         return keys, tau
 
-    def _enter(
-        self, keys: dict[str, Tensor], a: Tensor, b: Tensor, tau: Tensor | float | None, facts: dict[str, int]
-    ) -> Visit:
-        """Meet the other ranks, read rows; the global batch must hold two samples."""
-        payload = [] if self._ranks.size == 1 else [a, b]
-        if payload and isinstance(tau, Tensor) and tau.dim():
-            payload.append(tau.detach().to(a.device))
-        visit = self._visit(keys, a, payload, {**tau_facts(tau), **facts})
-        for name, key in visit.keys.items():
-            flag = self._reader.monitor.two_samples(name, key)
-            if flag is not None:
-                visit.bad = flag if visit.bad is None else visit.bad | flag
-        if visit.depositing:
-            for part in (self.normalizer, self.temperature):
-                part.move(a.device)
-        return visit
-
-    def _temperature(self, visit: Visit, tau: Tensor | float | None, z: Tensor) -> float | Tensor:
+    def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
-            tau = self.temperature.value(visit.columns, visit.hypers("temperature"), visit.depositing)
+            tau = self.temperature.value(batch.columns, self._hyper("temperature", batch), batch.depositing)
             refuse_tangent("the temperature", tau)
-        return tau.to(z.device) if isinstance(tau, Tensor) else tau
+        return tau.to(batch.rows.device) if isinstance(tau, Tensor) else tau
+
+    def _hyper(self, role: str, batch: Batch) -> Hyper:
+        """Hyper-parameters of one part for the samples of a batch."""
+        return self._groups.hyper(role, batch.rows, batch.dtype)
+
+    # -- pairs, alpha, proposals, value, gradients -------------------------------------------------------------
 
     def _evaluate(
         self,
-        a: Tensor,
-        b: Tensor,
-        tau: float | Tensor,
-        visit: Visit,
-        features: bool,
-        learned: list[Tensor],
+        batch: Batch,
+        own: tuple[Features, Features],
+        temperature: float | Tensor,
         encoder: Encoder | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Value, and its gradients with respect to the features (if asked for) and to a learned temperature."""
-        constant = tau_of_all(visit, tau)
-        pairs = statistics(self, visit, a, b, constant, moments=bool(learned) or self.temperature.learns)
+        graph: bool,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """DESIGN.md, section 2, in its order; gradients in pairs with the tensors that they belong to.
+
+        Args:
+            batch: the samples of all ranks.
+            own: this rank's features.
+            temperature: perhaps with a graph; of all samples, or, if it came with the call, of this rank's.
+            encoder: for samples outside the batch.
+            graph: whether anything wants gradients at all.
+        """
+        constant = temperature.detach() if isinstance(temperature, Tensor) else temperature
+        tau = batch.values.get("tau", constant)
+        learned = isinstance(temperature, Tensor) and temperature.requires_grad and graph
+        pairs = self._pairs(batch, own, tau, moments=learned or self.temperature.learns)
         self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
-        found = Evaluation(self, visit, pairs, constant, features_of_all(self, visit, a, b), encoder)
-        found.decide()
-        if visit.depositing:
-            self._deposit(visit, found.proposals(), found.valid())
-        value = found.value().to(a.dtype)
-        gradients = found.feature_gradients(features) + [found.tau_gradient(tensor) for tensor in learned]
-        self._last, self._shown = found.summary(), found.estimate.metrics
+        call = self._call(batch, pairs, tau, encoder)
+        estimate = self.normalizer.estimate(call)  # alpha, or weights; a network learns here
+        call = replace(call, hyper=self._hyper("temperature", batch))
+        objective = Objective(pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau)
+        if batch.depositing:
+            moved = self.temperature.update(call, objective.tau_gradient()) if self.temperature.learns else {}
+            self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
+        value = objective.value().to(own[0].unit.dtype)
+        gradients = self._feature_gradients(objective, batch, own, encoder, graph)
+        if learned and isinstance(temperature, Tensor):
+            gradients.append((temperature, self._tau_gradient(objective, batch, temperature)))
+        if encoder is not None and graph:
+            gradients += [(z, gradient * self._ranks.size) for z, gradient in encoder.gradients]
+        count = batch.count if batch.block is not None else objective.alpha.new_ones((1, 1))
+        self._last, self._shown = Summary(objective.alpha, tau, pairs.sides, count), estimate.metrics
         return value, gradients
+
+    def _pairs(
+        self, batch: Batch, own: tuple[Features, Features], tau: float | Tensor, moments: bool
+    ) -> AnchorStatistics:
+        """The kernel: all pairs of the batch, or those of this rank's anchors.
+
+        Args:
+            batch: the samples of all ranks.
+            own: this rank's features.
+            tau: temperatures of the whole batch.
+            moments: a temperature's derivative will be asked for.
+        """
+        z1, z2 = own[0].unit, own[1].unit
+        keys = list(batch.keys.values())
+        options: dict[str, Any] = {
+            "distinct": batch.distinct,
+            "unimodal": self.mode == "unimodal",
+            "bounded": self.normalize,
+            "chunk_size": self.chunk_size,
+            "moments": moments,
+        }
+        if self._ranks.size == 1:
+            return Pairs(z1, z2, tau, keys, **options)
+        return GatheredPairs((z1, z2), batch.features, tau, keys, self._ranks, batch.sizes, **options)
+
+    def _call(self, batch: Batch, pairs: AnchorStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
+        """What the normalizer is shown."""
+        return Call(
+            batch,
+            pairs,
+            tau,
+            self._hyper("normalizer", batch),
+            chunk_size=self.chunk_size,
+            encoder=encoder,
+            t=self.t,
+            window=self.pending,
+            unimodal=self.mode == "unimodal",
+        )
+
+    def _valid(self, pairs: AnchorStatistics) -> Tensor | None:
+        """Anchors without any negative (possible with index2 and group) propose nothing."""
+        if len(pairs.keys) == 1:
+            return None
+        valid = pairs.count > 0
+        return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
+
+    def _feature_gradients(
+        self,
+        objective: Objective,
+        batch: Batch,
+        own: tuple[Features, Features],
+        encoder: Encoder | None,
+        graph: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of the own features, if they want any. What other ranks wait for is computed nevertheless."""
+        wanted, ranks = graph and any(z.given.requires_grad for z in own), self._ranks.size
+        elsewhere = ranks > 1 or (encoder is not None and encoder.wants_gradients)
+        found: tuple[Tensor, ...] = ()
+        if wanted or (objective.estimate.weights is not None and elsewhere):
+            found = objective.feature_gradients()
+        through_alpha = objective.alpha_gradients() if wanted or ranks > 1 else None
+        if not wanted:
+            return []
+        for gradient, rest in zip(found, through_alpha or (), strict=False):
+            gradient.add_(rest[batch.own])
+        found = tuple(gradient * ranks for gradient in found) if ranks > 1 else found
+        return [z.pull_back(gradient) for z, gradient in zip(own, found, strict=True)]
+
+    def _tau_gradient(self, objective: Objective, batch: Batch, tau: Tensor) -> Tensor:
+        """For a temperature with a graph: a scalar gets the whole gradient, a tensor per sample this rank's part.
+
+        A part is multiplied by the number of ranks, as feature gradients are; the whole is the same on all ranks
+        and survives an average as it is.
+        """
+        g = objective.tau_gradient()
+        if tau.dim() == 0 or self._ranks.size == 1:
+            return reduce_like(g, tau)
+        return reduce_like(g[batch.own], tau) * (len(tau) * self._ranks.size / len(g))
 
     # -- what the user should hear -----------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from compopt import checks
 from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.control import doing
-from compopt.evaluation import Evaluation
 from compopt.functional import mean_of_views
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.local import Pairs
@@ -87,7 +86,7 @@ def global_gradient(
             pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size)
             alpha = _exact(pairs, mode, views).expand(-1, 2)
             gradients = pairs.gradients(alpha, a.new_full((), 1 / alpha.numel()))
-        loss = with_gradients(a.new_zeros(()), [a, b], list(gradients))
+        loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients, strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
     return g1, g2
 
@@ -122,9 +121,9 @@ def normalizer_error(
     """
     with torch.no_grad():
         n = len(z1)
-        visit = est._reader.look(torch.arange(n, device="cpu"), z1)
-        tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
-        views = "averaged" if "log_u" in visit.columns else "separate"
+        seen = est._look(torch.arange(n, device="cpu"), z1)
+        tau = est._temperature(seen, None)
+        views = "averaged" if est.normalizer.averages_views else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(n, generator=generator, device="cpu")[
@@ -133,10 +132,10 @@ def normalizer_error(
         order = order.to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
         exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
-        stored = est.normalizer.stored(visit.columns, (a, b), tau, visit.hypers("normalizer"))
+        stored = est.normalizer.stored(seen.columns, (a, b), tau, est._hyper("normalizer", seen))
         if stored is not None:
-            seen = visit.columns["count"] > 0 if est._table is not None else torch.ones_like(stored, dtype=torch.bool)
-            return (stored[order] - exact)[seen.expand_as(stored)[order]].square().mean()
+            visited = seen.count > 0 if seen.block is not None else torch.ones_like(stored, dtype=torch.bool)
+            return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
         errors = []
@@ -168,9 +167,9 @@ def gradient_error(
     """
     n = len(z1)
     with torch.no_grad():
-        visit = est._reader.look(torch.arange(n, device="cpu"), z1)
-        tau = est.temperature.value(visit.columns, visit.hypers("temperature"), False)
-        views = "averaged" if "log_u" in visit.columns else "separate"
+        seen = est._look(torch.arange(n, device="cpu"), z1)
+        tau = est._temperature(seen, None)
+        views = "averaged" if est.normalizer.averages_views else "separate"
     exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size))
     total, batches = torch.zeros_like(exact), 0
     training = est.training
@@ -243,9 +242,7 @@ def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
 
 def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
     """What the (stateless) normalizer makes of one batch, ``(B, 2)``."""
-    visit = est._reader.look(rows, a)
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
+    batch = est._look(rows, a, {"z1": a, "z2": b})
     pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
-    found = Evaluation(est, visit, pairs, own, (a, b))
-    found.decide()
-    return found.alpha
+    return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand(-1, 2)

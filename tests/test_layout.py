@@ -11,12 +11,12 @@ import pytest
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the ground up. A room imports rooms of lower floors, and no others.
 FLOORS = [
-    {"checks", "functional", "rng"},
+    {"batch", "checks", "functional", "rng"},
     {"distributed", "data"},
     {"kernel", "stores"},
     {"estimator"},
     {"checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
-    {"evaluation", "integrations", "normalizers"},
+    {"integrations", "normalizers"},
     {"compositional", "contrastive"},
     {"diagnostics", "presets"},
 ]

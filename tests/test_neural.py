@@ -123,7 +123,7 @@ def test_found_inf_on_the_device_keeps_the_state_but_for_the_host_s_counters():
     est.step()
     before = extra(est)
     run(est, *batch(1))
-    est.normalizer.promote(torch.tensor(1.0))
+    est.normalizer.commit_state(torch.tensor(1.0))
     after = extra(est)
     for name in ("prototypes", "queue", "queue_active", "optimizer.prototypes.sum"):
         assert torch.equal(before[name], after[name]), name
@@ -168,7 +168,7 @@ def test_slots_of_a_skipped_window_are_filled_before_they_count():
         z1, z2 = features(8, 8, t, dtype=torch.float32)
         est(z1, z2, torch.arange(8))
         if t == 0:
-            est.normalizer.promote(torch.tensor(1.0))
+            est.normalizer.commit_state(torch.tensor(1.0))
             est.t, est._pending = 1, 0
         else:
             est.step()

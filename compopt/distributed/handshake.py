@@ -30,8 +30,8 @@ assert HEADER <= FIRST_LENGTH
 
 
 @dataclass
-class Samples:
-    """The samples of one call, over all ranks in the order of the ranks.
+class Agreement:
+    """What the ranks know of each other's samples in one call, in the order of the ranks.
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``group``, ``(B,)`` int64.
@@ -48,7 +48,7 @@ class Samples:
     written: int = 0
 
 
-class Meeting:
+class Handshake:
     """One small all-gather of host integers per call: sizes, indices, refusals. With one rank, none.
 
     The message has room for a fixed number of samples; a larger batch makes all ranks meet once more with room
@@ -83,7 +83,7 @@ class Meeting:
 
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int = 0, written: int = 0
-    ) -> Samples:
+    ) -> Agreement:
         """Everybody's samples.
 
         Raises:
@@ -92,7 +92,7 @@ class Meeting:
         """
         size = len(keys["index"])
         if self.ranks.size == 1:
-            return Samples(dict(keys), [size], slice(0, size), ticket, written)
+            return Agreement(dict(keys), [size], slice(0, size), ticket, written)
         keys = {name: key.cpu() for name, key in keys.items()}
         now = Doing(self.operation, facts.get("t"))
         table = self.ranks.open(self._message(keys, facts, ticket, written), now)
@@ -104,7 +104,7 @@ class Meeting:
         sizes = table[:, SIZE].tolist()
         first = sum(sizes[: self.ranks.rank])
         tickets = table[:, TICKET].tolist()
-        return Samples(
+        return Agreement(
             {name: self._unpack(table, sizes, KEYS.index(name)) for name in keys},
             sizes,
             slice(first, first + size),

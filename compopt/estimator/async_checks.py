@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Monitor:
+class AsyncChecks:
     """Small integers copied to the host asynchronously and handed to a callback once they have arrived.
 
     On the CPU there is nothing to wait for and the callback runs at once.

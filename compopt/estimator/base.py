@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from compopt.batch import COUNT, Batch
 from compopt.checks.context import in_backward, in_checkpoint
 from compopt.checks.inputs import check_index
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
+from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as checkpoint
-from compopt.estimator.async_checks import Monitor
+from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
-from compopt.estimator.batch import Visit
 from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, SampleGroups
 from compopt.estimator.hooks import Hooks
-from compopt.estimator.reader import Reader
-from compopt.stores.deposits import COUNT, Deposit
+from compopt.estimator.reader import BatchReader
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
 from compopt.stores.table import RowTable
@@ -91,7 +91,6 @@ class Estimator(Hooks):
         self._ranks = Ranks(placement.process_group)
         self._table = self._make_table(placement)
         self._connect()
-        self._deposits: list[Deposit] = []
         self._pending = 0
         self._state = Exclusive()
         self._attachments = Attachments()
@@ -136,7 +135,10 @@ class Estimator(Hooks):
 
     def _connect(self) -> None:
         initial = {c.name: (role, c.initial) for role, own in self._columns().items() for c in own if c.initial}
-        self._reader = Reader(self._groups, self._table, self._ranks, Monitor(), self.dtype, self._identity, initial)
+        self._handshake, self._async_checks = Handshake(self._ranks), AsyncChecks()
+        self._reader = BatchReader(
+            self._groups, self._table, self._handshake, self._async_checks, self.dtype, self._identity, initial
+        )
 
     def _options(self) -> dict[str, Any]:
         """What decides the meaning of the state beside the parts and their hyper-parameters."""
@@ -158,24 +160,32 @@ class Estimator(Hooks):
         """What each part keeps per sample, by role."""
         return {role: part.columns(DIRECTIONS[self.mode], self.dtype) for role, part in self._components.items()}
 
-    def _visit(
+    def _read(
         self,
         keys: Mapping[str, Tensor],
-        like: Tensor,
-        payload: Sequence[Tensor] = (),
+        values: Mapping[str, Tensor],
         facts: Mapping[str, int] | None = None,
-    ) -> Visit:
-        """The committed rows of a call, and what it sends along, over all ranks; ``facts`` must be alike there."""
+        least: int = 1,
+    ) -> Batch:
+        """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         self._stand_alone()
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
             self._drop_skipped()
-            with self._reader.meeting.guard():  # a warning may be an error
+            with self._handshake.guard():  # a warning may be an error
                 self._forgotten.positions(keys["index"], self.n)
-                self._forgotten.learned(list(self.parameters()), self._attachments, self._reader.monitor)
+                self._forgotten.learned(list(self.parameters()), self._attachments, self._async_checks)
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
-        return self._reader.visit(keys, like, payload, depositing, progress)
+        batch = self._reader.read(keys, values, depositing, progress, least)
+        if depositing:
+            for part in self._components.values():
+                part.move(batch.rows.device)
+        return batch
+
+    def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
+        """Committed rows without a call, in the dtype and on the device of ``like``; collective only on shards."""
+        return self._reader.look(index, like, values)
 
     def _refuse_checkpoint(self) -> None:
         """Inside a checkpointed function: it runs again in backward, where a call would repeat what it did.
@@ -196,7 +206,7 @@ class Estimator(Hooks):
         )
         if in_backward():  # the other ranks may not be
             raise RuntimeError(message)
-        with self._reader.meeting.guard():
+        with self._handshake.guard():
             raise RuntimeError(message)
 
     def _stand_alone(self) -> None:
@@ -218,7 +228,7 @@ class Estimator(Hooks):
         with doing("read()", self.t), self._state.copying():
             rows = self._reader.agree(lambda: check_index("index", index)).cpu()
             like = torch.zeros((), dtype=self.dtype, device=self._table.store.device)
-            columns = self._reader.look(rows, like).columns
+            columns = self._look(rows, like).columns
         columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
         return {name: value.clone() for name, value in columns.items()}
 
@@ -270,19 +280,10 @@ class Estimator(Hooks):
         """Calls whose proposals wait for :meth:`step`."""
         return self._pending
 
-    def _deposit(self, visit: Visit, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
+    def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
         """Keep the proposals of one call, ``(B, D)`` each, until the commit."""
-        if visit.old is not None:
-            if visit.rows.shape[1] == 2:
-                proposals = {k: v.repeat_interleave(2, dim=0) for k, v in proposals.items()}
-                own = torch.eye(2, dtype=torch.bool, device=visit.rows.device).repeat(len(visit.rows), 1)
-                valid = own if valid is None else own & valid.repeat_interleave(2, dim=0)
-            if visit.bad is not None:
-                valid = torch.ones_like(visit.columns[COUNT], dtype=torch.bool) if valid is None else valid
-                valid = valid & ~visit.bad
-            values = {name: value.detach() for name, value in proposals.items()}
-            host_rows = None if visit.host_rows is None else visit.host_rows.flatten()
-            self._deposits.append(Deposit(visit.rows.flatten(), visit.old, values, valid, visit.distinct, host_rows))
+        if self._table is not None:
+            self._table.deposit(batch, proposals, valid)
         elif not any(part.has_pending_state for part in self._components.values()):
             return  # a stateless estimator has nothing to commit
         self._pending += 1
@@ -303,12 +304,11 @@ class Estimator(Hooks):
             return
         self._run("step_pre", (), {})
         with self._state.writing(), torch.no_grad():
-            if self._table is not None and self._deposits:
-                self._table.commit(self._deposits, found_inf)
+            if self._table is not None:
+                self._table.commit(found_inf)
             for part in self._components.values():
-                part.promote(found_inf)
+                part.commit_state(found_inf)
             self._forgotten.committed(self._pending)
-            self._deposits.clear()
             self._pending = 0
             self.t += 1
         self._run("step_post", (), {})
@@ -316,10 +316,11 @@ class Estimator(Hooks):
     def discard(self) -> None:
         """Forget everything pending: call it when an update was skipped."""
         with self._state.writing():
-            self._deposits.clear()
             self._pending = 0
+            if self._table is not None:
+                self._table.discard()
             for part in self._components.values():
-                part.forget()
+                part.discard_state()
 
     def _drop_skipped(self) -> None:
         """What is pending belongs to an update that an attached engine has skipped since."""
@@ -417,7 +418,7 @@ class Estimator(Hooks):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
         hooks: dict[str, Any] = {family: OrderedDict() for family in self._hooks}
-        return {**self.__dict__, "_hooks": hooks, "_reader": None}
+        return {**self.__dict__, "_hooks": hooks, "_reader": None, "_handshake": None, "_async_checks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_state": Exclusive(), **state})

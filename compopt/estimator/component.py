@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.batch import Batch
+from compopt.distributed.ranks import Ranks
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.stores.layout import Column
 
@@ -25,38 +27,60 @@ class Call:
     """What one forward pass shows to a component.
 
     Attributes:
-        rows: committed columns by name, ``(B, D)`` (``(B, 1)`` in unimodal mode).
-        count: visits so far, same shape.
-        hyper: the component's hyper-parameters for these rows.
+        batch: the samples of all ranks, their features and their committed rows.
+        pairs: the statistics of all pairs of anchor and negative.
         tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
-        pairs: the statistics of the batch.
-        features: ``z1, z2`` of the whole batch over all ranks as the pairs see them, ``(B, d)``.
-        keys: ``index`` and, if given, ``index2`` and ``group`` of the whole batch, ``(B,)`` int64.
-        own: this rank's part of the batch.
-        sizes: samples of every rank.
+        hyper: the component's hyper-parameters for these rows.
         chunk_size: anchors that may be held at a time, or ``None``.
         encoder: features of samples outside the batch, if the caller can give them.
         t: commits so far.
         window: calls since the last commit.
-        training: what the call proposes may be committed.
         unimodal: rows are shared by both views.
     """
 
-    rows: Mapping[str, Tensor]
-    count: Tensor
-    hyper: Hyper
-    tau: float | Tensor
+    batch: Batch
     pairs: AnchorStatistics
-    features: tuple[Tensor, Tensor]
-    keys: Mapping[str, Tensor]
-    own: slice
-    sizes: Sequence[int]
+    tau: float | Tensor
+    hyper: Hyper
     chunk_size: int | None
     encoder: Encoder | None
     t: int
     window: int
-    training: bool
     unimodal: bool
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """Committed columns by name, ``(B, 2)``, or ``(B, 1)`` in unimodal mode."""
+        return self.batch.columns
+
+    @property
+    def count(self) -> Tensor:
+        """Visits so far, shaped as the columns."""
+        return self.batch.count
+
+    @property
+    def training(self) -> bool:
+        """What the call proposes may be committed."""
+        return self.batch.depositing
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a component may know of the estimator that it becomes a part of.
+
+    Attributes:
+        owner: the estimator.
+        mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
+        dtype: of the rows.
+        normalize: features are L2-normalised.
+        ranks: whose batches form the global batch.
+    """
+
+    owner: object
+    mode: str
+    dtype: torch.dtype
+    normalize: bool
+    ranks: Ranks
 
 
 @dataclass
@@ -87,7 +111,7 @@ class Component(ABC):
     """One part of an estimator: hyper-parameters per sample group, columns, and state that is not rows.
 
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
-    copy (:meth:`propose_state`) that later passes of the window continue; only :meth:`promote` commits it.
+    copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
@@ -120,9 +144,9 @@ class Component(ABC):
         if self.owner is not None:
             raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
 
-    def joined(self, groups: SampleGroups, owner: object) -> None:
-        """This part now belongs to ``owner``, and its groups are merged into ``groups``."""
-        self.owner = owner
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        """This part now belongs to ``setting.owner``, and its groups are merged into ``groups``."""
+        self.owner = setting.owner
         self.own_groups = groups.groups
 
     @abstractmethod
@@ -160,21 +184,21 @@ class Component(ABC):
 
     @property
     def has_pending_state(self) -> bool:
-        """A pending copy waits for :meth:`promote`."""
+        """A pending copy waits for :meth:`commit_state`."""
         return self._pending_state is not None
 
     def working_state(self, training: bool) -> dict[str, Tensor]:
         """The pending copy if there is one (training), else the committed state."""
         return self._pending_state if training and self._pending_state is not None else self.state
 
-    def propose_state(self, **tensors: Tensor) -> None:
+    def deposit_state(self, **tensors: Tensor) -> None:
         """Deposit new values; if any of them is not finite, all keep their previous values."""
         before = self.working_state(True)
         finite = torch.stack([new.isfinite().all() for new in tensors.values()]).all()
         accepted = {name: torch.where(finite, new, before[name]) for name, new in tensors.items()}
         self._pending_state = {**before, **accepted}
 
-    def promote(self, found_inf: Tensor | None) -> None:
+    def commit_state(self, found_inf: Tensor | None) -> None:
         """Commit the pending copy, unless ``found_inf`` (on the device) is positive."""
         if self._pending_state is None:
             return
@@ -184,7 +208,7 @@ class Component(ABC):
             self.state[name] = new
         self._pending_state = None
 
-    def forget(self) -> None:
+    def discard_state(self) -> None:
         """Drop the pending copy."""
         self._pending_state = None
 
@@ -223,7 +247,13 @@ class Component(ABC):
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves."""
+    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+
+    Attributes:
+        averages_views: in unimodal mode one ``alpha_i`` serves both views (SogCLR's objective V2, else V1).
+    """
+
+    averages_views: bool = False
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
         """Refuse an ``encode`` that cannot be used, or its absence; ``given``: index and what else came along."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from compopt.estimator.async_checks import Monitor
+from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
 
 # Calls without a commit, if that is also so many times the longest window so far (accumulation may be long)
@@ -71,7 +71,7 @@ class Forgotten:
         if self._graded is not None:
             self._graded_since |= _have_gradients(parameters)
 
-    def learned(self, parameters: Sequence[Parameter], attached: Attachments, monitor: Monitor) -> None:
+    def learned(self, parameters: Sequence[Parameter], attached: Attachments, async_checks: AsyncChecks) -> None:
         """A call; what it found in the parameters that the user's optimizer should learn."""
         if self._graded is None or not (self._graded_since or _have_gradients(parameters)):
             return
@@ -86,7 +86,7 @@ class Forgotten:
             return
         with torch.no_grad():
             idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
-        monitor.watch(idle.to(torch.int32), lambda found: _warn_learned(calls) if found else None)
+        async_checks.watch(idle.to(torch.int32), lambda found: _warn_learned(calls) if found else None)
 
     # -- batch positions ---------------------------------------------------------------------------------------
 

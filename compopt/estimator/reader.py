@@ -4,105 +4,111 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compopt.batch import COUNT, Batch
 from compopt.checks.inputs import check_range, distinct_values
-from compopt.distributed.handshake import KEYS, Meeting, Samples
-from compopt.distributed.ranks import Ranks
-from compopt.estimator.async_checks import Monitor
-from compopt.estimator.batch import Visit
+from compopt.distributed.handshake import KEYS, Agreement, Handshake
+from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
 from compopt.stores import Ticket
-from compopt.stores.deposits import COUNT
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
 ROW_KEYS = KEYS[:2]  # index, index2; a group is no row
 
 
-class Reader:
+class BatchReader:
     """Checks indices, learns the global batch and fetches its committed rows.
 
-    Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Meeting`), one
-    all-gather of the payload and the own rows; with shards one all-reduce of the global batch's rows instead of
+    Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Handshake`), one
+    all-gather of the call's values and the own rows; with shards one all-reduce of the global batch's rows instead of
     the latter.
+
+    Args:
+        groups: sizes and hyper-parameters of the data sets.
+        table: the rows; ``None`` for an estimator without any.
+        handshake: with the other ranks.
+        async_checks: what is learned on the device and refused later.
+        dtype: of the rows.
+        identity: what must be alike on all ranks beside the sample groups.
+        initial: by column, the part and the hyper-parameter that a row shows before its first visit.
     """
 
     def __init__(
         self,
         groups: SampleGroups,
         table: RowTable | None,
-        ranks: Ranks,
-        monitor: Monitor,
+        handshake: Handshake,
+        async_checks: AsyncChecks,
         dtype: torch.dtype,
         identity: Callable[[], object],
         initial: Mapping[str, tuple[str, str]],
     ) -> None:
-        self.groups, self.table, self.ranks, self.monitor, self.dtype = groups, table, ranks, monitor, dtype
-        self.meeting = Meeting(ranks)
-        self.prefetcher = None if table is None else Prefetcher(table, ranks)
+        self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
+        self.async_checks, self.ranks = async_checks, handshake.ranks
+        self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
         self._device = torch.device("cpu")
-        self._identity, self._crc = identity, 0
+        self._identity, self._initial = identity, initial
         self._described: object = None
-        self._initial = initial  # column -> role and hyper-parameter that a row shows before its first visit
+        self._crc = 0
 
-    def visit(
+    def read(
         self,
         keys: Mapping[str, Tensor],
-        like: Tensor,
-        payload: Sequence[Tensor],
+        values: Mapping[str, Tensor],
         depositing: bool,
-        progress: Mapping[str, int],
-    ) -> Visit:
+        facts: Mapping[str, int],
+        least: int = 1,
+    ) -> Batch:
         """Meet the other ranks and read.
 
         Args:
             keys: this rank's ``index`` and, if given, ``index2`` and ``group``, ``(b,)`` int64.
-            like: a tensor of this rank's batch; its device and dtype are those of the call.
-            payload: what to gather along, ``(b, ...)`` each.
+            values: what the call brings beside, ``(b, ...)`` each; device and dtype of the first are those of the call.
             depositing: the call may move rows to the features' device.
-            progress: what must be equal on all ranks.
+            facts: what must be equal on all ranks.
+            least: 2 refuses a global batch without two distinct samples.
         """
-        self._device = like.device
-        with self.meeting.guard():
+        like = next(iter(values.values()))
+        self._device = device = like.device
+        with self.handshake.guard():
             self.ranks.check_alive()
-            self.monitor.poll()
+            self.async_checks.poll()
             self.groups.check()
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
-            rows, bad = self._rows(keys, like.device)
-            fetch = None if self.prefetcher is None else self.prefetcher.find(_on_host(keys))
-            if self.table is not None:
-                self.table.rows.ready()
-                if depositing:
-                    self.table.store.to(like.device)
-            own = self._fetch_own(rows, _on_host(keys), fetch)
-        written = 0 if self.table is None else self.table.rows.written
-        facts = {**progress, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
+            rows, bad = self._in_range(keys, device)
+            host_rows = _on_host(keys)
+            fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
+            own = self._fetch_own(rows, host_rows, fetch, depositing)
+        facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
         facts["configuration"] = self._fingerprint() if self.ranks.size > 1 else 0
-        samples = self.meeting.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
-        old, everyone = self._gather(samples, fetch, own, list(payload), like.device)
+        written = 0 if self.table is None else self.table.rows.written
+        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
+        block, everyone = self._gather(agreed, fetch, own, values)
         if self.ranks.size > 1:
-            rows, _ = self._rows(samples.keys, like.device)
-        return self._seen(samples, rows, old, everyone, bad, like, depositing)
+            rows, host_rows = _stack(agreed.keys, device), _on_host(agreed.keys)
+        batch = self._batch(agreed, everyone, rows, host_rows, block, bad, like, depositing)
+        for name, key in batch.keys.items() if least == 2 else ():
+            batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key))
+        return batch
 
-    def look(self, index: Tensor, like: Tensor | None = None) -> Visit:
+    def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
-        like = torch.zeros((), dtype=self.dtype, device="cpu") if like is None else like
-        rows, bad = self.agree(lambda: self._rows({"index": index}, like.device))
-        samples = Samples({"index": index}, [len(index)], slice(0, len(index)))
-        old = None
-        if self.table is not None:
-            old = (
-                self._look_sharded(index, like.device)
-                if self.table.sharded
-                else self._fetch_own(rows, index[:, None], None)
-            )
-        return self._seen(samples, rows, old, [], bad, like, False)
+        keys = {"index": index}
+        rows, bad = self.agree(lambda: self._in_range(keys, like.device))
+        block = None
+        if self.table is not None and self.table.sharded:
+            block = self._look_sharded(index, like.device)
+        elif self.table is not None:
+            block = self._fetch_own(rows, index[:, None], None, False)
+        alone = Agreement(keys, [len(index)], slice(0, len(index)))
+        return self._batch(alone, dict(values or {}), rows, _on_host(keys), block, bad, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
@@ -127,17 +133,15 @@ class Reader:
             self._described = self.groups.checked
         return self._crc
 
-    def _rows(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _in_range(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not."""
-        given = {name: keys[name] for name in ROW_KEYS if name in keys}
-        flags = [check_range(name, key, self.groups.n) for name, key in given.items()]
-        rows = torch.stack([key.to(device, non_blocking=True) for key in given.values()], dim=1)
         bad: Tensor | None = None
-        for flag in flags:
-            if flag is not None:
-                bad = flag.to(device) if bad is None else bad | flag.to(device)
+        for name in ROW_KEYS:
+            flag = check_range(name, keys[name], self.groups.n) if name in keys else None
+            bad = _either(bad, None if flag is None else flag.to(device))
+        rows = _stack(keys, device)
         if bad is not None:
-            self.monitor.watch(bad.to(torch.int32), self._refuse_index)
+            self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
             rows = rows.clamp(0, (self.groups.n or 1) - 1)
         return rows, bad
 
@@ -148,9 +152,16 @@ class Reader:
                 f"indices, not batch positions, and pass them on the CPU to learn of this at once"
             )
 
-    def _fetch_own(self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None) -> Tensor | None:
+    def _fetch_own(
+        self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
+    ) -> Tensor | None:
         """Rows of this rank's samples, ``(b, R * words)``; shards first need to know everybody's."""
-        if self.table is None or self.table.sharded:
+        if self.table is None:
+            return None
+        self.table.rows.ready()
+        if depositing:
+            self.table.store.to(rows.device)
+        if self.table.sharded:
             return None
         if fetch is not None:
             block = fetch.ticket().take()
@@ -159,19 +170,20 @@ class Reader:
         return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
 
     def _gather(
-        self, samples: Samples, fetch: Fetch | None, own: Tensor | None, payload: list[Tensor], device: torch.device
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Rows of the global batch and everybody's payload."""
-        if self.table is None:
-            return None, self.ranks.gather(payload, samples.sizes)
-        self.table.rows.acknowledge(samples.written)
-        if own is not None:
-            *everyone, old = self.ranks.gather([*payload, own], samples.sizes)
-            return old, everyone
-        rows = _on_host(samples.keys)
-        assert rows is not None
-        ticket = None if fetch is None or samples.ticket == 0 else fetch.ticket()
-        return self._read_sharded(rows.flatten(), ticket, device), self.ranks.gather(payload, samples.sizes)
+        self, agreed: Agreement, fetch: Fetch | None, own: Tensor | None, values: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Rows of the global batch and everybody's values."""
+        if self.table is not None:
+            self.table.rows.acknowledge(agreed.written)
+        block: Tensor | None = None
+        if own is None and self.table is not None:
+            rows = _on_host(agreed.keys)
+            assert rows is not None
+            ticket = None if fetch is None or agreed.ticket == 0 else fetch.ticket()
+            block = self._read_sharded(rows.flatten(), ticket, self._device)
+        everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
+        block = block if own is None else everyone.pop()
+        return block, dict(zip(values, everyone, strict=True))
 
     def _read_sharded(self, rows: Tensor, ticket: Ticket | None, device: torch.device) -> Tensor:
         assert self.table is not None
@@ -189,44 +201,53 @@ class Reader:
         block = self._read_sharded(torch.cat(indices), None, device)
         return block.split([len(other) for other in indices])[self.ranks.rank]
 
-    def _seen(
+    def _batch(
         self,
-        samples: Samples,
+        agreed: Agreement,
+        values: dict[str, Tensor],
         rows: Tensor,
-        old: Tensor | None,
-        payload: list[Tensor],
+        host_rows: Tensor | None,
+        block: Tensor | None,
         bad: Tensor | None,
         like: Tensor,
         depositing: bool,
-    ) -> Visit:
+    ) -> Batch:
         dtype = torch.promote_types(torch.promote_types(like.dtype, torch.float32), self.dtype)
         columns = {COUNT: torch.zeros_like(rows, dtype=torch.int32)}
-        if self.table is not None and old is not None:
-            old = old.view(-1, self.table.layout.words)
-            columns = self.table.unpack(rows, old, dtype)
+        if self.table is not None and block is not None:
+            block = block.view(-1, self.table.layout.words)
+            columns = self.table.unpack(rows, block, dtype)
             for name, (role, key) in self._initial.items():
                 unseen = self.groups.hyper(role, rows, dtype)(key)
                 columns[name] = torch.where(columns[COUNT] == 0, unseen, columns[name])
-        keys = samples.keys
-        distinct = len(keys) == 1 and distinct_values(keys["index"]) == len(rows)
-        return Visit(
-            self.groups,
-            {name: key.to(rows.device, non_blocking=True) for name, key in keys.items()},
-            samples.sizes,
-            samples.own,
-            rows,
-            _on_host(keys),
-            columns,
-            old,
-            payload,
-            distinct,
-            bad,
-            dtype,
-            depositing,
+        keys = {name: key.to(rows.device, non_blocking=True) for name, key in agreed.keys.items()}
+        return Batch(
+            keys=keys,
+            values=values,
+            sizes=agreed.sizes,
+            own=agreed.own,
+            rows=rows,
+            host_rows=host_rows,
+            columns=columns,
+            block=block,
+            distinct=len(keys) == 1 and distinct_values(agreed.keys["index"]) == len(rows),
+            bad=bad,
+            dtype=dtype,
+            depositing=depositing,
         )
+
+
+def _stack(keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Row numbers ``(b, R)`` on a device."""
+    return torch.stack([keys[name].to(device, non_blocking=True) for name in ROW_KEYS if name in keys], dim=1)
 
 
 def _on_host(keys: Mapping[str, Tensor]) -> Tensor | None:
     """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
-    rows = [keys[name] for name in ROW_KEYS if name in keys]
-    return torch.stack(rows, dim=1) if all(row.device.type == "cpu" for row in rows) else None
+    given = [keys[name] for name in ROW_KEYS if name in keys]
+    return _stack(keys, given[0].device) if all(key.device.type == "cpu" for key in given) else None
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """One flag of two, on the device."""
+    return one if other is None else other if one is None else one | other

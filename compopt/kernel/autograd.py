@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,13 +35,17 @@ class _ClosedForm(torch.autograd.Function):
         return (None, None, *(None for _ in gradients), *scaled)
 
 
-def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """``value`` as a node of the graph of ``inputs`` with the given gradients, cast to their dtypes only when scaled.
+def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``value`` as a node of the graph of some tensors, given in pairs with their gradients; without any, itself.
+
+    Gradients are cast to the tensors' dtypes only when scaled.
 
     A backward pass with ``create_graph=True`` raises: the weights are estimates, and their derivative is not that of
     the objective.
     """
-    return _ClosedForm.apply(value, len(gradients), *gradients, *inputs)
+    if not pairs:
+        return value
+    return _ClosedForm.apply(value, len(pairs), *(gradient for _, gradient in pairs), *(tensor for tensor, _ in pairs))
 
 
 class _LowerBound(torch.autograd.Function):

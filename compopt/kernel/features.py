@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,30 @@ def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tenso
     return gradient.addcmul_(radial, unit, value=-1).div_(norm)
 
 
+@dataclass(frozen=True)
+class Features:
+    """Features of one modality or view, as the caller has them and as the kernel takes them.
+
+    Attributes:
+        given: ``(b, d)``, perhaps with a graph.
+        unit: in working precision, without a graph, normalised if that was asked for.
+        norm: what they were divided by, ``(b, 1)``; ``None``: nothing.
+    """
+
+    given: Tensor
+    unit: Tensor
+    norm: Tensor | None
+
+    @classmethod
+    def of(cls, z: Tensor, normalize: bool) -> Features:
+        """What :func:`prepare` makes of ``z``."""
+        return cls(z, *prepare(z, normalize))
+
+    def pull_back(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The given features, and their gradient from that of ``unit``, which is overwritten."""
+        return self.given, gradient if self.norm is None else through_normalization(gradient, self.unit, self.norm)
+
+
 class Encoder:
     """The user's ``encode`` as the estimator calls it: once, with the caller's autocast and gradient modes.
 
@@ -50,8 +75,8 @@ class Encoder:
         unimodal: one tensor serves both directions.
 
     Attributes:
-        outputs: what ``encode`` returned and wants gradients for.
-        gradients: of each of them, once :meth:`receive` was called.
+        encoded: what ``encode`` returned, one per modality; empty before it was called.
+        gradients: pairs of what it returned and its gradient, where that wants one, once :meth:`receive` was called.
     """
 
     def __init__(self, encode: Encode, like: Tensor, normalize: bool, unimodal: bool) -> None:
@@ -59,9 +84,8 @@ class Encoder:
         device = like.device.type
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._grad = torch.is_grad_enabled()
-        self._prepared: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self.outputs: list[Tensor] = []
-        self.gradients: list[Tensor] = []
+        self.encoded: list[Features] = []
+        self.gradients: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Features of these samples as anchors of direction 1 and 2 see them: of modality 2 and 1, without graph."""
@@ -72,9 +96,9 @@ class Encoder:
             torch.autocast(device.type, dtype=autocast_dtype, enabled=enabled),
         ):
             given = self._checked(self._encode(indices), len(indices))
-        self._prepared = [(z, *prepare(z, self._normalize)) for z in given]
+        self.encoded = [Features.of(z, self._normalize) for z in given]
         dtype = torch.promote_types(self._like.dtype, torch.float32)
-        first, second = self._prepared[0][1], self._prepared[-1][1]
+        first, second = self.encoded[0].unit, self.encoded[-1].unit
         return second.to(dtype), first.to(dtype)
 
     def _checked(self, made: object, count: int) -> list[Tensor]:
@@ -98,22 +122,16 @@ class Encoder:
         return given
 
     @property
-    def features(self) -> list[Tensor]:
-        """What was encoded, if anything, prepared: of every modality."""
-        return [unit for _, unit, _ in self._prepared]
-
-    @property
     def wants_gradients(self) -> bool:
         """Whether anything that was encoded does."""
-        return any(z.requires_grad for z, _, _ in self._prepared)
+        return any(z.given.requires_grad for z in self.encoded)
 
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
         """Gradients with respect to what :meth:`__call__` returned, for the backward pass."""
         second, first = by_direction
-        for (z, unit, norm), gradient in zip(
-            self._prepared, [first + second] if self._unimodal else [first, second], strict=True
-        ):
-            if z.requires_grad:
-                self.outputs.append(z)
-                gradient = gradient.to(unit.dtype)
-                self.gradients.append(gradient if norm is None else through_normalization(gradient, unit, norm))
+        gradients = [first + second] if self._unimodal else [first, second]
+        self.gradients = [
+            z.pull_back(gradient.to(z.unit.dtype))
+            for z, gradient in zip(self.encoded, gradients, strict=True)
+            if z.given.requires_grad
+        ]

@@ -81,12 +81,12 @@ class Chains(PairWeights):
 
     def __init__(self, call: Call, rules: Rules, ranks: Ranks) -> None:
         self._call, self._rules, self._ranks, self._pairs = call, rules, ranks, call.pairs
-        own, (z1, z2) = call.own, call.features
+        own, (z1, z2) = call.batch.own, call.batch.features
         self._batch, self._views = len(z1), 2 if call.unimodal else 1
         self._anchors = [z1[own], z2[own]]
         self._candidates = [torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1]
-        index = call.keys["index"]
-        self._samples = [Samples(names) for names in (call.keys.get("index2", index), index)]
+        index = call.batch.keys["index"]
+        self._samples = [Samples(names) for names in (call.batch.keys.get("index2", index), index)]
         self._scale = scale_of(call.tau, z1, self._batch)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
@@ -182,9 +182,9 @@ class Chains(PairWeights):
         self._known = totals.outside if self.outside.encoded else torch.zeros_like(totals.outside)
         self.visits = totals.inside + self._known
         mean_h = (totals.dot + torch.where(self._known > 0, self._known * fresh, 0)) / self.visits
-        mean_h = mean_h - self._pairs.positive[self._call.own]
+        mean_h = mean_h - self._pairs.positive[self._call.batch.own]
         # a temperature whose anchor has no usable visit learns from the batch
-        batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[self._call.own]
+        batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[self._call.batch.own]
         self.sum_wh = torch.where(self.visits > 0, mean_h, batch)
         self.score = torch.where(self._stayed, fresh, self.score)
         if self._call.unimodal:
@@ -193,7 +193,7 @@ class Chains(PairWeights):
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def gradients(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        coefficient = self._pairs.real(coefficient.expand(self._batch, 2))[self._call.own]
+        coefficient = self._pairs.real(coefficient.expand(self._batch, 2))[self._call.batch.own]
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
@@ -207,7 +207,7 @@ class Chains(PairWeights):
             of_both = torch.stack((of_candidates[0] + of_candidates[1]).chunk(2))
         else:
             of_both = torch.stack(of_candidates[::-1])
-        of_both = self._ranks.sum(of_both)[:, self._call.own]
+        of_both = self._ranks.sum(of_both)[:, self._call.batch.own]
         pull = coefficient.sum(1, keepdim=True)
         z1, z2 = self._anchors
         return (

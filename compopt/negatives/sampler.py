@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, SampleGroups
 from compopt.negatives.chains import Chains, Rules
 from compopt.stores.layout import Column
@@ -124,9 +123,9 @@ class MCMCNegativeSampler(Normalizer):
     def structure(self) -> dict[str, Any]:
         return {"proposals": self.proposals}
 
-    def joined(self, groups: SampleGroups, owner: Any) -> None:
-        super().joined(groups, owner)
-        self._ranks: Ranks = owner._ranks
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self._ranks = setting.ranks
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
@@ -155,7 +154,7 @@ class MCMCNegativeSampler(Normalizer):
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
         failed = torch.full_like(totals.inside, float(error is not None))
         own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
-        sample, score, everyone = self._ranks.gather(own, call.sizes)
+        sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
         chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)
         if error is not None:
             raise error
@@ -176,4 +175,4 @@ class MCMCNegativeSampler(Normalizer):
         """``(b, 2)``."""
         value, like = call.hyper("burn_in"), call.pairs.positive
         value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
-        return value.expand(like.shape)[call.own]
+        return value.expand(like.shape)[call.batch.own]

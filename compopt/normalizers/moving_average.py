@@ -12,12 +12,12 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
+from compopt.batch import Batch
 from compopt.checks.context import refuse_transforms
 from compopt.checks.inputs import check_vector
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
-from compopt.estimator.batch import Visit
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
@@ -87,6 +87,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
         [0.0, 0.6201]
     """
 
+    averages_views = True
+
     def __init__(
         self,
         n: GroupSpec,
@@ -133,8 +135,8 @@ class MovingAverageEstimator(Normalizer, Estimator):
                 "ContrastiveEstimator, whose rows hold the columns of all its parts"
             )
 
-    def joined(self, groups: SampleGroups, owner: object) -> None:
-        super().joined(groups, owner)
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
         self._groups = groups  # shown here, too
         if self._table is None:
             return
@@ -203,27 +205,24 @@ class MovingAverageEstimator(Normalizer, Estimator):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        log_u, visit = self._update(log_g, index)
-        return log_u[visit.own]
+        log_u, batch = self._update(log_g, index)
+        return log_u[batch.own]
 
-    def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Visit]:
+    def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
         """Updated averages of the batch over all ranks, ``(B,)``."""
         refuse_transforms()
         self._stand_alone()
-        with self._reader.meeting.guard():
+        with self._handshake.guard():
             if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
                 got = getattr(log_g, "dtype", type(log_g))
                 raise TypeError(f"log_g must be a floating-point tensor (B,), got {got}")
             if log_g.dim() != 1:
                 raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
             keys = {"index": check_vector("index", index, len(log_g))}
-        visit = self._visit(keys, log_g, [log_g.detach()])
-        log_u = F.moving_average(
-            visit.columns["log_u"],
-            F.add_eps(visit.payload[0].to(visit.dtype)[:, None], visit.hyper("normalizer", "eps")),
-            visit.hyper("normalizer", "gamma"),
-            first=visit.columns["count"] == 0,
-        )
-        if visit.depositing:
-            self._deposit(visit, {"log_u": log_u})
-        return visit.guard(log_u[:, 0]), visit
+        batch = self._read(keys, {"log_g": log_g.detach()})
+        hyper = self._groups.hyper("normalizer", batch.rows, batch.dtype)
+        new = F.add_eps(batch.values["log_g"].to(batch.dtype)[:, None], hyper("eps"))
+        log_u = F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.count == 0)
+        if batch.depositing:
+            self._deposit(batch, {"log_u": log_u})
+        return batch.guard(log_u[:, 0]), batch

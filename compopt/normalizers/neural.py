@@ -12,7 +12,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.distributed.ranks import Part, Ranks
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.functional_optimizer import Rule
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
@@ -133,19 +133,19 @@ class NeuralNormalizer(Normalizer):
             "seed": self.seed,
         }
 
-    def joined(self, groups: SampleGroups, owner: Any) -> None:
-        super().joined(groups, owner)
-        self._shared = owner.mode == "unimodal"  # one network for both views
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self._shared = setting.mode == "unimodal"  # one network for both views
         networks = 1 if self._shared else 2
-        self._ranks, self._dtype, self.unit_features = owner._ranks, owner.dtype, owner.normalize
+        self._ranks, self._dtype, self.unit_features = setting.ranks, setting.dtype, setting.normalize
         if self.architecture == "prototype" and self.prototypes < self._ranks.size:
             raise ValueError(
                 f"prototypes={self.prototypes} cannot be split over {self._ranks.size} ranks; give at least one to each"
             )
         self.network = ARCHITECTURES[self.architecture](networks, self.dim, self.prototypes, self._ranks)
-        self.state = dict(zip(self.network.names, self.network.initial(owner.dtype, self.seed), strict=True))
+        self.state = dict(zip(self.network.names, self.network.initial(setting.dtype, self.seed), strict=True))
         if self.network.restarts:
-            queue = Queue.empty(networks, self.prototypes, self.dim, self.part, owner.dtype)
+            queue = Queue.empty(networks, self.prototypes, self.dim, self.part, setting.dtype)
             self.state |= zip(QUEUE, (queue.features, queue.active, queue.place), strict=True)
 
     @property
@@ -226,7 +226,7 @@ class NeuralNormalizer(Normalizer):
     def split(self) -> bool:
         return self._ranks.size > 1 and self.network.restarts
 
-    def promote(self, found_inf: Tensor | None) -> None:
+    def commit_state(self, found_inf: Tensor | None) -> None:
         if self._pending_state is None:
             return
         new, self._pending_state = self._pending_state, None

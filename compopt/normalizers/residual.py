@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column
@@ -129,9 +129,9 @@ class ResidualNormalizer(Normalizer):
     def structure(self) -> dict[str, Any]:
         return {**self.neural.structure(), "prediction": self.prediction, "first": self.first}
 
-    def joined(self, groups: SampleGroups, owner: Any) -> None:
-        super().joined(groups, owner)
-        self.neural.joined(groups, owner)
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self.neural.joined(groups, setting)
 
     @property
     def has_state(self) -> bool:
@@ -145,11 +145,11 @@ class ResidualNormalizer(Normalizer):
     def has_pending_state(self) -> bool:
         return self.neural.has_pending_state
 
-    def promote(self, found_inf: Tensor | None) -> None:
-        self.neural.promote(found_inf)
+    def commit_state(self, found_inf: Tensor | None) -> None:
+        self.neural.commit_state(found_inf)
 
-    def forget(self) -> None:
-        self.neural.forget()
+    def discard_state(self) -> None:
+        self.neural.discard_state()
 
     def move(self, device: torch.device) -> None:
         self.neural.move(device)

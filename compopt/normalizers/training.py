@@ -166,7 +166,7 @@ class Prediction:
     def _feature_gradients(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of ``sum_i weight_i alpha_i`` with respect to the features of the whole batch."""
         normalizer, batch = self._normalizer, self._batch
-        a, b = self._call.features
+        a, b = self._call.batch.features
         weight = weight * batch.share(self._log_partition, batch.alpha(self._log_partition))
         by_direction = self._sweep.feature_gradients(weight).reshape(2, *a.shape).to(a.dtype)
         if not normalizer.unit_features:
@@ -195,8 +195,8 @@ class Training:
     def __init__(self, normalizer: Learner, call: Call, look_first: bool = False) -> None:
         self._normalizer, self._call = normalizer, call
         hyper = call.hyper.of_first_group()
-        self.state: State = normalizer.state_on(call.features[0].device, normalizer.working_state(call.training))
-        anchors, others = normalizer.anchors(call.features)
+        self.state: State = normalizer.state_on(call.batch.features[0].device, normalizer.working_state(call.training))
+        anchors, others = normalizer.anchors(call.batch.features)
         self._batch = Batch.of(normalizer, call, anchors)
         skip = anchors.device.type == "cpu" and not self._batch.finite
         self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None

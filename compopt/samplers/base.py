@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from compopt import checks
 from compopt.checks import inputs
 from compopt.distributed.control import OBSERVE
-from compopt.distributed.handshake import Meeting
+from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Part, ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.orders import Orders
@@ -69,7 +69,7 @@ class BankSampler(Sampler[list[int]]):
         self.bank = FeatureBank(self.n, dtype, offload)
         self.orders = Orders(self.n, self.batch_size, self.seed)
         self._join(process_group, rank, world_size)
-        self._planner, self._meeting = Planner(self, self._ranks), Meeting(self._ranks, OBSERVE)
+        self._planner, self._handshake = Planner(self, self._ranks), Handshake(self._ranks, OBSERVE)
         self._position, self._warned = Position(), False
 
     def _join(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:
@@ -191,7 +191,7 @@ class BankSampler(Sampler[list[int]]):
         """
         if not self._apart:
             self._ranks.check_alive()
-        with self._meeting.guard():
+        with self._handshake.guard():
             inputs.check_features(z1, z2, least=0)
             index = inputs.check_vector("index", index, len(z1)).cpu().long()
             inputs.check_range("index", index, self.n)
@@ -231,7 +231,7 @@ class BankSampler(Sampler[list[int]]):
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         """Features of this rank's samples, on all ranks; the samples of all."""
         rows = self.bank.rounded(z1, z2)
-        samples = self._meeting.exchange({"index": index}, {"width": rows.shape[2]})
+        samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2]})
         self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
         return samples.keys["index"]
 
@@ -254,7 +254,7 @@ class BankSampler(Sampler[list[int]]):
         for index in torch.arange(self.n, device="cpu").split(chunk_size):
             own = self._ranks.part(len(index)).of(index)
             asked = own if len(own) else index[:1]
-            with self._meeting.guard():
+            with self._handshake.guard():
                 z1, z2 = encode(asked)
                 inputs.check_features(z1, z2, least=0)
                 inputs.check_vector("index", asked, len(z1))

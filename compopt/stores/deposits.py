@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compopt.batch import COUNT, Batch
 from compopt.rng import below, scramble_, streams
 from compopt.stores.layout import RowLayout
-
-COUNT = "count"
 
 
 @dataclass
 class Deposit:
-    """What one forward call would write.
+    """What one call would write; it holds none of the batch's features.
 
     Attributes:
         rows: row numbers, ``(R,)`` int64, on the features' device.
@@ -32,7 +31,28 @@ class Deposit:
     proposals: dict[str, Tensor]
     valid: Tensor | None
     distinct: bool
-    host_rows: Tensor | None = None
+    host_rows: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
+        """One call's deposit.
+
+        Args:
+            batch: the samples, and their rows as read.
+            proposals: new values by column, ``(B, D)``.
+            valid: which directions of which sample propose anything, ``(B, D)`` or ``(B, 1)``; ``None``: all.
+        """
+        assert batch.block is not None
+        if batch.rows.shape[1] == 2:  # index2: each direction writes a row of its own
+            proposals = {name: value.repeat_interleave(2, dim=0) for name, value in proposals.items()}
+            own = torch.eye(2, dtype=torch.bool, device=batch.rows.device).repeat(len(batch.rows), 1)
+            valid = own if valid is None else own & valid.repeat_interleave(2, dim=0)
+        if batch.bad is not None:
+            valid = torch.ones_like(batch.count, dtype=torch.bool) if valid is None else valid
+            valid = valid & ~batch.bad
+        values = {name: value.detach() for name, value in proposals.items()}
+        host_rows = None if batch.host_rows is None else batch.host_rows.flatten()
+        return cls(batch.rows.flatten(), batch.block, values, valid, batch.distinct, host_rows)
 
 
 def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt.batch import COUNT, Batch
 from compopt.distributed.ranks import Ranks
 from compopt.stores import Rows, RowStore
-from compopt.stores.deposits import COUNT, Deposit, merge
+from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.placement import Placement
 
@@ -48,6 +49,7 @@ class RowTable:
         self.rows: Rows = placement.open(self._local_count(self.n), self.layout, ranks)
         # A file of which another rank may be the writer; on shards every rank has its own.
         self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
+        self._deposits: list[Deposit] = []
 
     @property
     def sharded(self) -> bool:
@@ -152,19 +154,30 @@ class RowTable:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def commit(self, deposits: Sequence[Deposit], found_inf: Tensor | None) -> None:
-        """Write a window of deposits, unless ``found_inf`` (on the device) is positive."""
-        rows, old, new = merge(deposits, self.layout)
+    def deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
+        """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""
+        self._deposits.append(Deposit.of(batch, proposals, valid))
+
+    def commit(self, found_inf: Tensor | None) -> None:
+        """Write what was deposited, unless ``found_inf`` (on the device) is positive."""
+        if not self._deposits:
+            return
+        rows, old, new = merge(self._deposits, self.layout)
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
         if self.sharded:
-            picked = self._pick_owned(rows, deposits)
+            picked = self._pick_owned(rows)
             rows, new = self.local(rows[picked]), new[picked]
         self.rows.commit(rows, new)
+        self._deposits.clear()
 
-    def _pick_owned(self, rows: Tensor, deposits: Sequence[Deposit]) -> Tensor:
+    def discard(self) -> None:
+        """Drop what was deposited."""
+        self._deposits.clear()
+
+    def _pick_owned(self, rows: Tensor) -> Tensor:
         """Positions of the rows that this process holds; their number is known on the host, so nothing waits."""
-        count = sum(len(self.owned(d.host_rows)) for d in deposits if d.host_rows is not None)
+        count = sum(len(self.owned(d.host_rows)) for d in self._deposits if d.host_rows is not None)
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 

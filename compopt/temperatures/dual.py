@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.estimator.component import Call, Temperature
+from compopt.estimator.component import Call, Setting, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.stores.layout import Column
 
@@ -125,8 +125,8 @@ class TemperatureDual(Temperature):
             group["tau_init"] = min(max(group["tau_init"], group["tau_min"]), group["tau_max"])
         self.check(group)
 
-    def joined(self, groups: SampleGroups, owner: object) -> None:
-        super().joined(groups, owner)
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
         if self.mode == "individual":
             return
         tau = groups.groups[0]["tau_init"]
@@ -182,7 +182,7 @@ class TemperatureDual(Temperature):
             hyper.of_first_group(), state["tau"], gradient, state["exp_avg"], state.get("exp_avg_sq"), updates
         )
         second = {} if v is None else {"exp_avg_sq": v}
-        self.propose_state(tau=tau, exp_avg=m, updates=updates, **second)
+        self.deposit_state(tau=tau, exp_avg=m, updates=updates, **second)
 
     def _move(
         self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Tensor

@@ -1,0 +1,61 @@
+"""The samples of one call: what every step from the arguments to the rows reads, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COUNT = "count"
+
+
+@dataclass
+class Batch:
+    """The global batch of one call: the samples of all ranks, in the order of the ranks.
+
+    ``B`` is the number of samples on all ranks together, ``D`` that of directions which have columns of their own (2
+    in bimodal mode, else 1).
+
+    Attributes:
+        keys: ``index`` and, if given, ``index2`` and ``group``, ``(B,)`` int64, on the features' device.
+        values: what the call brought, by name, ``(B, ...)`` each: the features ``z1`` and ``z2`` as the kernel takes
+            them, and ``tau`` if there is one per sample.
+        sizes: samples of every rank.
+        own: where this rank's samples are.
+        rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
+        host_rows: the same on the CPU, ``None`` where asking would wait for a device.
+        columns: committed values, ``(B, D)``, with ``count``, the visits so far.
+        block: the rows as they are stored, ``(B * R, words)``; ``None`` without rows.
+        distinct: the host knows that no sample occurs twice, and that nothing but the index excludes pairs.
+        bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
+        dtype: in which the call computes.
+        depositing: the call is in training mode with gradients enabled.
+    """
+
+    keys: dict[str, Tensor]
+    values: dict[str, Tensor]
+    sizes: list[int]
+    own: slice
+    rows: Tensor
+    host_rows: Tensor | None
+    columns: dict[str, Tensor]
+    block: Tensor | None
+    distinct: bool
+    bad: Tensor | None
+    dtype: torch.dtype
+    depositing: bool
+
+    @property
+    def count(self) -> Tensor:
+        """Visits so far, ``(B, D)``."""
+        return self.columns[COUNT]
+
+    @property
+    def features(self) -> tuple[Tensor, Tensor]:
+        """``z1, z2`` of all ranks, ``(B, d)`` each."""
+        return self.values["z1"], self.values["z2"]
+
+    def guard(self, value: Tensor) -> Tensor:
+        """Make a value NaN if the device found the batch to be bad."""
+        return value if self.bad is None else torch.where(self.bad, torch.nan, value)
