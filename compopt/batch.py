@@ -18,7 +18,7 @@ class Batch:
     in bimodal mode, else 1).
 
     Attributes:
-        keys: ``index`` and, if given, ``index2`` and ``group``, ``(B,)`` int64, on the features' device.
+        keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
         values: what the call brought, by name, ``(B, ...)`` each: the features ``z1`` and ``z2`` as the kernel takes
             them, and ``tau`` if there is one per sample.
         sizes: samples of every rank.
@@ -56,6 +56,6 @@ class Batch:
         """``z1, z2`` of all ranks, ``(B, d)`` each."""
         return self.values["z1"], self.values["z2"]
 
-    def guard(self, value: Tensor) -> Tensor:
+    def nan_if_bad(self, value: Tensor) -> Tensor:
         """Make a value NaN if the device found the batch to be bad."""
         return value if self.bad is None else torch.where(self.bad, torch.nan, value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import refuse_tangent, refuse_transforms
-from compopt.checks.inputs import check_features, check_tau, check_vector, tau_facts
+from compopt.checks.inputs import check_features, check_tau, check_vector, one_name, tau_facts
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
@@ -23,7 +23,7 @@ from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, Features
 from compopt.kernel.local import Pairs
-from compopt.kernel.statistics import AnchorStatistics
+from compopt.kernel.statistics import PairStatistics
 from compopt.objective import Objective, Summary, reduce_like
 from compopt.stores.placement import Placement
 
@@ -141,6 +141,7 @@ class ContrastiveEstimator(Estimator):
         encode: Encode | None = None,
         *,
         tau: Tensor | float | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """The estimated objective of a batch, ready for ``backward()``.
 
@@ -151,12 +152,13 @@ class ContrastiveEstimator(Estimator):
                 bad one makes the loss NaN and raises at a later call). Equal indices are never negatives of each
                 other. May be left out if nothing is kept per sample and no sample repeats.
             index2: rows of the second modality, if it has its own (several captions per image), ``(B,)``.
-            group: samples of equal group are not each other's negatives, ``(B,)`` integers.
+            group: an older name of ``labels``.
             encode: for samplers whose negatives may lie outside the batch: from data-set positions, ``(m,)`` int64 on
                 the CPU, to features ``(m, d)`` of those samples (bimodal: a pair of them), with a graph. Called at most
                 once.
             tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
+            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates).
 
         Returns:
             0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
@@ -170,7 +172,7 @@ class ContrastiveEstimator(Estimator):
         with self._handshake.guard():
             for name, value in (("z1", z1), ("z2", z2), ("tau", tau)):
                 refuse_tangent(name, value)
-            keys, tau = self._check_call(z1, z2, index, index2, group, tau)
+            keys, tau = self._check_call(z1, z2, index, index2, group, labels, tau)
             self.normalizer.check_encode(encode, keys)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
@@ -185,7 +187,7 @@ class ContrastiveEstimator(Estimator):
                 value, gradients = self._evaluate(batch, own, temperature, encoder, graph)
         encoded = [] if encoder is None else [z.unit for z in encoder.encoded]
         self._async_checks.watch_features(value, own[0].unit, own[1].unit, *encoded)
-        return with_gradients(batch.guard(value), gradients)
+        return with_gradients(batch.nan_if_bad(value), gradients)
 
     def feature_gradients(
         self,
@@ -197,6 +199,7 @@ class ContrastiveEstimator(Estimator):
         encode: Encode | None = None,
         *,
         tau: Tensor | float | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and its gradients with respect to ``z1`` and ``z2``, for cached-feature accumulation.
 
@@ -205,7 +208,7 @@ class ContrastiveEstimator(Estimator):
         call.
 
         Args:
-            z1, z2, index, index2, group, tau: as in a call.
+            z1, z2, index, index2, group, tau, labels: as in a call.
             encode: refused: its features would get no gradient.
 
         Returns:
@@ -221,7 +224,7 @@ class ContrastiveEstimator(Estimator):
             refuse_tangent(name, z)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
-            loss = self(z1, z2, index, index2, group, tau=tau)
+            loss = self(z1, z2, index, index2, group, tau=tau, labels=labels)
             g1, g2 = torch.autograd.grad(loss, (z1, z2))
         return loss.detach(), g1, g2
 
@@ -234,6 +237,7 @@ class ContrastiveEstimator(Estimator):
         index: Tensor | None,
         index2: Tensor | None,
         group: Tensor | None,
+        labels: Tensor | None,
         tau: Tensor | float | None,
     ) -> tuple[dict[str, Tensor], Tensor | float | None]:
         """Refuse what one rank can refuse by itself; the keys by which pairs are excluded, and tau."""
@@ -246,8 +250,11 @@ class ContrastiveEstimator(Estimator):
             index = torch.arange(len(z1), device="cpu") + self._ranks.rank * _FAR
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-        given = {"index": index, "index2": index2, "group": group}
+        one_name(labels, group)
+        given = {"index": index, "index2": index2, "group": group, "labels": labels}
         keys = {name: check_vector(name, key, len(z1)) for name, key in given.items() if key is not None}
+        if "group" in keys:
+            keys["labels"] = keys.pop("group")
         if tau is not None:
             if self.temperature.learns:
                 raise ValueError(
@@ -310,7 +317,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(
         self, batch: Batch, own: tuple[Features, Features], tau: float | Tensor, moments: bool
-    ) -> AnchorStatistics:
+    ) -> PairStatistics:
         """The kernel: all pairs of the batch, or those of this rank's anchors.
 
         Args:
@@ -332,7 +339,7 @@ class ContrastiveEstimator(Estimator):
             return Pairs(z1, z2, tau, keys, **options)
         return GatheredPairs((z1, z2), batch.features, tau, keys, self._ranks, batch.sizes, **options)
 
-    def _call(self, batch: Batch, pairs: AnchorStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
+    def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
         """What the normalizer is shown."""
         return Call(
             batch,
@@ -346,8 +353,8 @@ class ContrastiveEstimator(Estimator):
             unimodal=self.mode == "unimodal",
         )
 
-    def _valid(self, pairs: AnchorStatistics) -> Tensor | None:
-        """Anchors without any negative (possible with index2 and group) propose nothing."""
+    def _valid(self, pairs: PairStatistics) -> Tensor | None:
+        """Anchors without any negative (possible with index2 and labels) propose nothing."""
         if len(pairs.keys) == 1:
             return None
         valid = pairs.count > 0

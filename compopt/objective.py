@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compopt.estimator.component import Estimate
 from compopt.functional import Scalar, temperature_gradient
-from compopt.kernel.statistics import AnchorStatistics
-from compopt.kernel.sums import RunningSums
+from compopt.kernel.log_sum_exp import OnlineLogSumExp
+from compopt.kernel.statistics import PairStatistics
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Objective:
         multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
     """
 
-    pairs: AnchorStatistics
+    pairs: PairStatistics
     estimate: Estimate
     tau: Scalar
     rho: Scalar
@@ -106,7 +106,7 @@ class Summary:
 
     alpha: Tensor
     tau: float | Tensor
-    sides: list[RunningSums]
+    sides: list[OnlineLogSumExp]
     count: Tensor
 
     def metrics(self) -> dict[str, Tensor]:

@@ -226,7 +226,7 @@ def prefetch_alone(est):
         index = torch.arange(OWN)
         est.prefetch(index)
         fetch = est._reader.prefetcher.find(index[:, None])
-        fetch.ticket()
+        fetch.claim()
 
 
 def alone_after_the_opening(est):

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from compopt.samplers import clustering
 from compopt.samplers.ordered import highest
-from compopt.samplers.pairs import batch_losses, normalized_affinity, pair_weights
+from compopt.samplers.pairs import batch_losses, normalized_affinity, edge_weights
 from tests.helpers import features, generator, near
 
 
@@ -43,7 +43,7 @@ def naive_loss(z1, z2, batch, tau, labels=None):
 @pytest.mark.parametrize("tau", [0.05, 0.1, 1.0])
 def test_weights_are_their_definition(batch_size, tau):
     z1, z2 = unit(7, 4, seed=1)
-    w = pair_weights(z1, z2, tau, batch_size)
+    w = edge_weights(z1, z2, tau, batch_size)
     want = [[0.0 if a == b else naive_weight(z1, z2, a, b, tau, batch_size) for b in range(7)] for a in range(7)]
     near(w, want, rtol=1e-12)
     assert torch.equal(w, w.T)
@@ -52,7 +52,7 @@ def test_weights_are_their_definition(batch_size, tau):
 def test_equal_labels_add_no_weight():
     z1, z2 = unit(6, 4, seed=2)
     labels = torch.tensor([0, 1, 0, 2, 1, 3])
-    plain, w = pair_weights(z1, z2, 0.1, 4), pair_weights(z1, z2, 0.1, 4, labels)
+    plain, w = edge_weights(z1, z2, 0.1, 4), edge_weights(z1, z2, 0.1, 4, labels)
     twins = labels[:, None] == labels
     assert (w[twins] == 0).all() and torch.equal(w[~twins], plain[~twins])
 
@@ -74,7 +74,7 @@ def test_the_weights_bound_the_loss(tau):
     for batch_size in (2, 8):
         batches = torch.randperm(40, generator=generator(1)).view(-1, batch_size)
         losses = batch_losses(z1[batches], z2[batches], tau)
-        w = pair_weights(z1, z2, tau, batch_size)
+        w = edge_weights(z1, z2, tau, batch_size)
         pairs = batch_size * (batch_size - 1)
         bound = torch.stack([w[batch][:, batch].sum() / 2 / (2 * pairs) for batch in batches])
         assert (bound <= losses + 1e-12).all()
@@ -84,7 +84,7 @@ def test_the_weights_bound_the_loss(tau):
 
 def test_the_affinity_is_normalized_as_ng_does():
     z1, z2 = unit(9, 4, seed=5)
-    w = pair_weights(z1, z2, 0.3, 4)
+    w = edge_weights(z1, z2, 0.3, 4)
     a = torch.exp(w).fill_diagonal_(0.0)
     d = a.sum(1).rsqrt()
     near(normalized_affinity(w), d[:, None] * a * d, rtol=1e-12)
@@ -93,7 +93,7 @@ def test_the_affinity_is_normalized_as_ng_does():
 def test_the_affinity_of_small_temperatures_is_finite():
     """exp(w) leaves float32, and even float64, here."""
     z1, z2 = (z.float() for z in unit(30, 4, seed=6, spread=2.0))
-    w = pair_weights(z1, z2, 0.003, 8)
+    w = edge_weights(z1, z2, 0.003, 8)
     assert torch.exp(w.double()).isinf().any()
     affinity = normalized_affinity(w)
     assert affinity.isfinite().all() and float(affinity.max()) <= 1 + 1e-5
@@ -112,7 +112,7 @@ def test_sizes_are_exact(sizes, kind):
         z1[3:], z2[3:] = normalize(z1[:1] + 0.05 * z1[3:], dim=1), normalize(z2[:1] + 0.05 * z2[3:], dim=1)
     if kind == "equal":
         z1[:], z2[:] = z1[0], z1[0]
-    clusters = clustering.spectral_clusters(pair_weights(z1, z2, 0.1, 4), sizes, seed=0)
+    clusters = clustering.spectral_clusters(edge_weights(z1, z2, 0.1, 4), sizes, seed=0)
     assert clusters.dtype == torch.int64
     assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
 
@@ -150,7 +150,7 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
     z1, z2 = (
         normalize(centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64), dim=1) for _ in range(2)
     )
-    w = pair_weights(z1, z2, 0.2, 3)
+    w = edge_weights(z1, z2, 0.2, 3)
     best = max(sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(9, 3))
     clusters = clustering.spectral_clusters(w, [3, 3, 3], seed=0)
     assert kept(w, clusters) == pytest.approx(best, rel=1e-12)
@@ -161,7 +161,7 @@ def test_random_weights_are_cut_better_than_at_random():
     shares = []
     for seed in range(10):
         z1, z2 = unit(8, 3, seed=seed, spread=1.5)
-        w = pair_weights(z1, z2, 0.2, 4)
+        w = edge_weights(z1, z2, 0.2, 4)
         values = [
             sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(8, 4)
         ]
@@ -188,7 +188,7 @@ def test_the_assignment_is_the_cheapest_for_its_centres():
 
 def test_the_same_seed_gives_the_same_clusters():
     z1, z2 = unit(60, 5, seed=8)
-    w = pair_weights(z1, z2, 0.1, 6)
+    w = edge_weights(z1, z2, 0.1, 6)
     a, b = (clustering.spectral_clusters(w, [6] * 10, seed=3) for _ in range(2))
     assert torch.equal(a, b)
 

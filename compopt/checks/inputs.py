@@ -64,6 +64,13 @@ def distinct_values(value: Tensor) -> int | None:
     return int(np.unique(value.numpy()).size)
 
 
+def one_name(labels: Any, group: Any) -> Any:
+    """``labels``, which ``group`` is the older name of; ``None`` if neither is given."""
+    if labels is not None and group is not None:
+        raise TypeError("labels and group are two names of one argument, and both are given; keep labels")
+    return group if labels is None else labels
+
+
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:
     """Two floating-point matrices ``(B, d)`` of one shape, dtype and device, at least so many rows."""
     for name, z in (("z1", z1), ("z2", z2)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from compopt.distributed.control import CALL, FIRST_LENGTH, Doing
 from compopt.distributed.ranks import Ranks
 
-KEYS = ("index", "index2", "group")
+KEYS = ("index", "index2", "labels")
 # What must be equal on all ranks, and what to say when it is not.
 FACTS = {
     "width": "the feature dimension",
@@ -24,7 +24,7 @@ FACTS = {
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
     "tau": "the value of tau= (its bits)",
 }
-REFUSED, SIZE, KINDS, TICKET, WRITTEN = range(1, 6)  # after the number of the operation
+REFUSED, SIZE, KINDS, PREFETCHED, WRITTEN = range(1, 6)  # after the number of the operation
 HEADER = 6 + len(FACTS)
 assert HEADER <= FIRST_LENGTH
 
@@ -34,17 +34,17 @@ class Agreement:
     """What the ranks know of each other's samples in one call, in the order of the ranks.
 
     Attributes:
-        keys: ``index`` and, if given, ``index2`` and ``group``, ``(B,)`` int64.
+        keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64.
         sizes: samples of every rank.
         own: where this rank's are.
-        ticket: number of the prefetched rows that every rank holds for these samples; 0: some do not.
+        prefetched: number of the prefetched rows that every rank holds for these samples; 0: some do not.
         written: commits that every rank has in its store.
     """
 
     keys: dict[str, Tensor]
     sizes: list[int]
     own: slice
-    ticket: int = 0
+    prefetched: int = 0
     written: int = 0
 
 
@@ -82,7 +82,7 @@ class Handshake:
             raise error from other
 
     def exchange(
-        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int = 0, written: int = 0
+        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, written: int = 0
     ) -> Agreement:
         """Everybody's samples.
 
@@ -92,30 +92,30 @@ class Handshake:
         """
         size = len(keys["index"])
         if self.ranks.size == 1:
-            return Agreement(dict(keys), [size], slice(0, size), ticket, written)
+            return Agreement(dict(keys), [size], slice(0, size), prefetched, written)
         keys = {name: key.cpu() for name, key in keys.items()}
         now = Doing(self.operation, facts.get("t"))
-        table = self.ranks.open(self._message(keys, facts, ticket, written), now)
+        table = self.ranks.open(self._message(keys, facts, prefetched, written), now)
         self._compare(table)
         most = int(table[:, SIZE].max())
         if most > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * most)
-            table = self.ranks.open(self._message(keys, facts, ticket, written), now)
+            table = self.ranks.open(self._message(keys, facts, prefetched, written), now)
         sizes = table[:, SIZE].tolist()
         first = sum(sizes[: self.ranks.rank])
-        tickets = table[:, TICKET].tolist()
+        numbers = table[:, PREFETCHED].tolist()
         return Agreement(
             {name: self._unpack(table, sizes, KEYS.index(name)) for name in keys},
             sizes,
             slice(first, first + size),
-            ticket if all(other == ticket for other in tickets) else 0,
+            prefetched if all(other == prefetched for other in numbers) else 0,
             int(table[:, WRITTEN].min()),
         )
 
-    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], ticket: int, written: int) -> Tensor:
+    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int, written: int) -> Tensor:
         message = self.ranks.blank()
         size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        header = [0, 0, size, kinds, ticket, written, *(facts.get(name, 0) for name in FACTS)]
+        header = [0, 0, size, kinds, prefetched, written, *(facts.get(name, 0) for name in FACTS)]
         message[:HEADER] = torch.tensor(header, device="cpu")
         room = _room(message)
         if size <= room:

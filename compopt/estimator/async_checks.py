@@ -51,7 +51,8 @@ class AsyncChecks:
         values = key.numpy()
         if values[0] == values.min() == values.max():
             raise ValueError(
-                f"{name} is {values[0]} for the whole batch; a batch must have at least two distinct samples"
+                f"{'labels (or group)' if name == 'labels' else name} is {values[0]} for the whole batch; a batch must "
+                f"have at least two distinct samples"
             )
         return None
 
@@ -67,8 +68,8 @@ class AsyncChecks:
 def _refuse_batch(one_sample: int) -> None:
     if one_sample:
         raise ValueError(
-            "an index, index2 or group of an earlier call was one value for the whole batch (its loss was NaN); a "
-            "batch must have at least two distinct samples"
+            "an index, index2 or labels (group) of an earlier call was one value for the whole batch (its loss was "
+            "NaN); a batch must have at least two distinct samples"
         )
 
 

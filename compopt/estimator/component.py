@@ -18,8 +18,8 @@ from compopt.stores.layout import Column
 
 if TYPE_CHECKING:
     from compopt.kernel.features import Encoder
-    from compopt.kernel.sampled import PairWeights
-    from compopt.kernel.statistics import AnchorStatistics
+    from compopt.kernel.sampled import SampledPairs
+    from compopt.kernel.statistics import PairStatistics
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Call:
     """
 
     batch: Batch
-    pairs: AnchorStatistics
+    pairs: PairStatistics
     tau: float | Tensor
     hyper: Hyper
     chunk_size: int | None
@@ -101,7 +101,7 @@ class Estimate:
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
     slack: Tensor | None = None
-    weights: PairWeights | None = None
+    weights: SampledPairs | None = None
     positive_weight: Tensor | None = None
     through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)

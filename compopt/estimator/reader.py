@@ -19,7 +19,7 @@ from compopt.stores import Ticket
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
-ROW_KEYS = KEYS[:2]  # index, index2; a group is no row
+ROW_KEYS = KEYS[:2]  # index, index2; labels are no rows
 
 
 class BatchReader:
@@ -68,7 +68,7 @@ class BatchReader:
         """Meet the other ranks and read.
 
         Args:
-            keys: this rank's ``index`` and, if given, ``index2`` and ``group``, ``(b,)`` int64.
+            keys: this rank's ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
             values: what the call brings beside, ``(b, ...)`` each; device and dtype of the first are those of the call.
             depositing: the call may move rows to the features' device.
             facts: what must be equal on all ranks.
@@ -164,7 +164,7 @@ class BatchReader:
         if self.table.sharded:
             return None
         if fetch is not None:
-            block = fetch.ticket().take()
+            block = fetch.claim().take()
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
         return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
@@ -179,7 +179,7 @@ class BatchReader:
         if own is None and self.table is not None:
             rows = _on_host(agreed.keys)
             assert rows is not None
-            ticket = None if fetch is None or agreed.ticket == 0 else fetch.ticket()
+            ticket = None if fetch is None or agreed.prefetched == 0 else fetch.claim()
             block = self._read_sharded(rows.flatten(), ticket, self._device)
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
         block = block if own is None else everyone.pop()

@@ -2,15 +2,15 @@ r"""The pair-weight kernel: statistics and closed-form gradients of all pairs of
 
 One matrix ``S = X Y^T`` serves both directions: its rows are the anchors of direction 1 and its columns those
 of direction 2 (bimodal), or its rows are both views at once (unimodal: ``X = Y = [Z1; Z2]``). The sweep goes
-over strips of rows that fit the cache:
+over blocks of rows that fit the cache:
 
-1. :class:`Pairs` computes ``S`` strip by strip, exponentiates it in place against a running maximum per anchor
+1. :class:`Pairs` computes ``S`` block by block, exponentiates it in place against a running maximum per anchor
    and keeps ``log sum_{j in N_i} exp(h_ij / tau_i)``;
 2. the estimators turn those sums into log-normalizers ``alpha``;
-3. :meth:`Pairs.gradients` scales the kept strips into the coefficient matrix ``A`` and multiplies:
+3. :meth:`Pairs.gradients` scales the kept blocks into the coefficient matrix ``A`` and multiplies:
    ``dL/dX = A Y``, ``dL/dY = A^T X``.
 
-Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host), or strips of
+Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host), or blocks of
 ``chunk_size`` rows that are computed a second time in step 3. Nothing of size ``P x Q`` outlives the call, and
 autograd records none of it. There is no host synchronisation.
 """
@@ -22,14 +22,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compopt.kernel.statistics import MASKED, AnchorStatistics, is_uniform, same_sample, scale_of
-from compopt.kernel.sums import RunningSums, Side, Strip
+from compopt.kernel.log_sum_exp import Block, Exponentials, OnlineLogSumExp
+from compopt.kernel.statistics import MASKED, PairStatistics, is_uniform, same_sample, scale_of
 
-# Rows per strip on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
-CPU_STRIP_ROWS = 512
+# Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
+CPU_BLOCK_ROWS = 512
 
 
-class Pairs(AnchorStatistics):
+class Pairs(PairStatistics):
     """All pairs of one batch: sums per anchor now, gradients once the log-normalizers are known.
 
     Args:
@@ -40,7 +40,7 @@ class Pairs(AnchorStatistics):
         distinct: True if it is known on the host that the first key has no repeats and that it is the only one.
         unimodal: both views of the other samples are candidates (otherwise the other modality's features).
         bounded: True if features have norm at most one.
-        chunk_size: rows per strip, recomputed rather than stored; ``None`` stores all.
+        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h`` (temperature gradients need it).
     """
 
@@ -66,11 +66,11 @@ class Pairs(AnchorStatistics):
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform
         self.recompute = chunk_size is not None
-        self.strip_rows = chunk_size or (CPU_STRIP_ROWS if z1.device.type == "cpu" else len(self.x))
+        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if z1.device.type == "cpu" else len(self.x))
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
         self._row_buffer = 0 if self.uniform or (unimodal and not moments) else 1
         self._buffers: list[Tensor] = []
-        self._strips: list[Strip] = []
+        self._blocks: list[Block] = []
         self._spare: Tensor | None = None
         self.positive = (z1 * z2).sum(1, keepdim=True).expand(-1, 2)
         self._sweep()
@@ -93,11 +93,11 @@ class Pairs(AnchorStatistics):
         return self._row_values(per_anchor) if self.unimodal else per_anchor[:, 1]
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, len(self.x), self.strip_rows):
-            yield start, min(start + self.strip_rows, len(self.x))
+        for start in range(0, len(self.x), self.block_rows):
+            yield start, min(start + self.block_rows, len(self.x))
 
     def _mask(self, s: Tensor, start: int, value: float) -> Tensor | None:
-        """Overwrite the entries of a strip that are not negative pairs; their number per row, if it varies."""
+        """Overwrite the entries of a block that are not negative pairs; their number per row, if it varies."""
         if self.distinct:
             for offset in (-self.batch, 0, self.batch) if self.unimodal else (0,):
                 if -len(s) < offset + start < s.shape[1]:
@@ -114,34 +114,34 @@ class Pairs(AnchorStatistics):
     # -- the sweep ---------------------------------------------------------------------------------------------
 
     def _buffer(self, which: int, start: int, stop: int) -> Tensor:
-        """Rows of a work matrix: its own rows when strips are stored, the same few rows when recomputed."""
+        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed."""
         while len(self._buffers) <= which:
-            rows = min(self.strip_rows, len(self.x)) if self.recompute else len(self.x)
+            rows = min(self.block_rows, len(self.x)) if self.recompute else len(self.x)
             self._buffers.append(self.x.new_empty(rows, len(self.y)))
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
     def _scratch(self, rows: int) -> Tensor:
-        """One strip of work space, the same for all strips: fresh pages would cost as much as the arithmetic."""
+        """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
         if self._spare is None:
-            self._spare = self.x.new_empty(min(self.strip_rows, len(self.x)), len(self.y))
+            self._spare = self.x.new_empty(min(self.block_rows, len(self.x)), len(self.y))
         return self._spare[:rows]
 
     def _sweep(self) -> None:
         self._scale = scale_of(self.tau, self.x, self.batch)
-        self._rows = RunningSums(self._row_values(self._scale), self.moments)
-        self._columns = None if self.unimodal else RunningSums(self._scale[:, 1], self.moments)
+        self._rows = OnlineLogSumExp(self._row_values(self._scale), self.moments)
+        self._columns = None if self.unimodal else OnlineLogSumExp(self._scale[:, 1], self.moments)
         excluded = self.x.new_zeros(0 if self.distinct else 2, len(self.y))
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
             if same is not None:
                 excluded[0, start:stop] = same.sum(1)
                 excluded[1] += same.sum(0)
-            strip = self._exponentiate(s, start, stop, None if self._columns is None else self._columns.shift)
-            self._rows.add_rows(strip)
-            if self._columns is not None and strip.columns is not None:
-                self._columns.add_columns(strip.columns)
+            block = self._exponentiate(s, start, stop, None if self._columns is None else self._columns.shift)
+            self._rows.add_rows(block)
+            if self._columns is not None and block.columns is not None:
+                self._columns.add_columns(block.columns)
             if not self.recompute:
-                self._strips.append(strip)
+                self._blocks.append(block)
         self.sides = [self._rows] if self._columns is None else [self._rows, self._columns]
         self._collect(excluded)
 
@@ -166,24 +166,24 @@ class Pairs(AnchorStatistics):
         torch.mm(x, self.y.T, out=s)
         return s, self._mask(s, start, MASKED)
 
-    def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Strip:
-        """Turn a strip of similarities into exponentials for both sides, in place where it can."""
+    def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Block:
+        """Turn a block of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
-            shared = Side(s.exp_(), None, None)
-            return Strip(start, stop, shared, None if self.unimodal else shared)
+            shared = Exponentials(s.exp_(), None, None)
+            return Block(start, stop, shared, None if self.unimodal else shared)
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
         e.mul_(self._rows.scale[start:stop, None]).exp_()
-        rows = Side(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
+        rows = Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
         if self._columns is None:
-            return Strip(start, stop, rows, None)
+            return Block(start, stop, rows, None)
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
-            return Strip(start, stop, rows, Side(s.sub_(top).mul_(self._columns.scale).exp_(), top, None))
+            return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._columns.scale).exp_(), top, None))
         e = torch.sub(s, top, out=self._scratch(len(s))).mul_(self._columns.scale).exp_()
         dot = torch.linalg.vecdot(e, s, dim=0)
-        return Strip(start, stop, rows, Side(s.copy_(e), top, dot))
+        return Block(start, stop, rows, Exponentials(s.copy_(e), top, dot))
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -194,49 +194,49 @@ class Pairs(AnchorStatistics):
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
         log_factor = -(self.positive * self._scale) - alpha - self.log_count
         grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
-        for strip in self._recomputed() if self.recompute else iter(self._strips):
-            a = self._combine(strip, log_factor, coefficient)
-            torch.mm(a, self.y, out=grad_x[strip.start : strip.stop])
+        for block in self._recomputed() if self.recompute else iter(self._blocks):
+            a = self._combine(block, log_factor, coefficient)
+            torch.mm(a, self.y, out=grad_x[block.start : block.stop])
             if self.recompute and not self.symmetric:
-                grad_y.addmm_(a.T, self.x[strip.start : strip.stop])
-        if not self.recompute and not self.symmetric:  # the strips are the rows of one matrix: one large product
+                grad_y.addmm_(a.T, self.x[block.start : block.stop])
+        if not self.recompute and not self.symmetric:  # the blocks are the rows of one matrix: one large product
             torch.mm(self._buffers[self._row_buffer].T, self.x, out=grad_y)
         return self._with_positives(grad_x, grad_y, self.pull(alpha, coefficient, positive_weight))
 
     def release(self) -> None:
-        self._strips.clear()
+        self._blocks.clear()
         self._buffers.clear()
         self._spare = None
 
-    def _recomputed(self) -> Iterator[Strip]:
+    def _recomputed(self) -> Iterator[Block]:
         column_shift: Tensor | None = None
         for start, stop in self._bounds():
             s, _ = self._similarities(start, stop)
-            strip = self._exponentiate(s, start, stop, column_shift)
-            column_shift = None if strip.columns is None else strip.columns.shift
-            yield strip
+            block = self._exponentiate(s, start, stop, column_shift)
+            column_shift = None if block.columns is None else block.columns.shift
+            yield block
 
-    def _combine(self, strip: Strip, log_factor: Tensor, coefficient: Tensor) -> Tensor:
-        """Scale one strip into coefficients ``A_ij``, in place."""
+    def _combine(self, block: Block, log_factor: Tensor, coefficient: Tensor) -> Tensor:
+        """Scale one block into coefficients ``A_ij``, in place."""
 
         def factor(values: Tensor, logs: Tensor, shift: Tensor | None, scale: Tensor) -> Tensor:
             return values * (logs if shift is None else logs + shift * scale).exp()
 
-        own = slice(strip.start, strip.stop)
+        own = slice(block.start, block.stop)
         by_row = factor(
             self._row_values(coefficient)[own],
             self._row_values(log_factor)[own],
-            strip.rows.shift,
+            block.rows.shift,
             self._rows.scale[own],
         )[:, None]
         if self.unimodal and not self.symmetric:
-            return strip.rows.exp.mul_(by_row)
-        shift = None if strip.columns is None else strip.columns.shift
+            return block.rows.exp.mul_(by_row)
+        shift = None if block.columns is None else block.columns.shift
         scale = self._rows.scale if self._columns is None else self._columns.scale
         by_column = factor(self._column_values(coefficient), self._column_values(log_factor), shift, scale)
-        if strip.columns is None or strip.columns.exp is strip.rows.exp:
-            return strip.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
-        return strip.rows.exp.mul_(by_row).add_(strip.columns.exp.mul_(by_column))
+        if block.columns is None or block.columns.exp is block.rows.exp:
+            return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
+        return block.rows.exp.mul_(by_row).add_(block.columns.exp.mul_(by_column))
 
     def _with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
         """Add the ``-grad s_ii`` terms; in unimodal mode add the two roles of each row first."""

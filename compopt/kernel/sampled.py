@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 
-class PairWeights(ABC):
+class SampledPairs(ABC):
     """Weights ``w_ij`` that a sampler decided, in place of ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compopt.kernel.sums import RunningSums
+from compopt.kernel.log_sum_exp import OnlineLogSumExp
 
 # Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
 MASKED = -1e30
@@ -16,7 +16,7 @@ MASKED = -1e30
 MAX_UNSHIFTED_SCALE = 40.0
 
 
-class AnchorStatistics(ABC):
+class PairStatistics(ABC):
     """Statistics of all anchors of the (global) batch, ``(B, 2)`` each, a column per direction.
 
     Attributes:
@@ -41,7 +41,7 @@ class AnchorStatistics(ABC):
     log_count: Tensor
     log_sum: Tensor
     mean_h: Tensor | None
-    sides: list[RunningSums]
+    sides: list[OnlineLogSumExp]
 
     @abstractmethod
     def gradients(
@@ -79,7 +79,7 @@ class AnchorStatistics(ABC):
         return (coefficient * weight).sum(1, keepdim=True)
 
     def real(self, per_anchor: Tensor) -> Tensor:
-        """Zero for anchors without negatives, which group and index2 can leave."""
+        """Zero for anchors without negatives, which labels and index2 can leave."""
         return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
 
     def _count_negatives(self, candidates: int, excluded: Tensor | None, like: Tensor, batch: int) -> None:

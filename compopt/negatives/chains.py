@@ -11,7 +11,7 @@ from torch import Tensor
 from compopt import rng as draws
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call
-from compopt.kernel.sampled import PairWeights
+from compopt.kernel.sampled import SampledPairs
 from compopt.kernel.statistics import scale_of
 from compopt.negatives.candidates import Candidates, Samples
 from compopt.negatives.outside import Outside
@@ -65,7 +65,7 @@ class Totals:
         self.proposed[at] = proposed.to(inside.dtype)
 
 
-class Chains(PairWeights):
+class Chains(SampledPairs):
     """Weights ``w_ij = visits of chain i to j / all its visits``, the anchors' own part of a batch.
 
     Args:

@@ -43,7 +43,7 @@ class MCMCNegativeSampler(Normalizer):
     section 4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed
     twice as often as any view of the batch, as both of its views would be.
 
-    Repeated samples and ``group``: pairs that are not negatives are never proposed, and ``R`` is smaller.
+    Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
     Args:
         n: number of samples, or a list of sample groups.

@@ -14,7 +14,7 @@ PREFIX = "optimizer."
 _HOST = torch.device("cpu")
 
 
-class Rule:
+class FunctionalOptimizer:
     """An optimizer whose state lives with its owner, so that steps can be taken back.
 
     State tensors are named ``optimizer.<parameter>.<key>``.
@@ -82,7 +82,7 @@ class Rule:
         value = self._initial.get(name.split(".", 2)[2])
         return torch.full_like(like, 0 if value is None else value.flatten()[0].item())
 
-    def start(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], lr: float) -> Steps:
+    def start(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], lr: float) -> OptimizerSteps:
         """Begin steps on copies of ``parameters``, from (a copy of) ``state``."""
         device = next(iter(parameters.values())).device.type
         if self._optimizer is None or self._device != device:
@@ -91,7 +91,7 @@ class Rule:
             self._device = device
         copies = {name: value.clone() for name, value in parameters.items()}
         states = {name: self._state_of(name, value, state) for name, value in copies.items()}
-        return Steps(self._optimizer, copies, states, lr)
+        return OptimizerSteps(self._optimizer, copies, states, lr)
 
     def _state_of(self, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> dict[str, Any]:
         prefix = f"{PREFIX}{name}."
@@ -115,7 +115,7 @@ class Rule:
         return {**self.__dict__, "_optimizer": None}  # it holds nothing between batches
 
 
-class Steps:
+class OptimizerSteps:
     """Some steps of an optimizer on tensors of its owner's.
 
     Attributes:

@@ -225,4 +225,4 @@ class MovingAverageEstimator(Normalizer, Estimator):
         log_u = F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.count == 0)
         if batch.depositing:
             self._deposit(batch, {"log_u": log_u})
-        return batch.guard(log_u[:, 0]), batch
+        return batch.nan_if_bad(log_u[:, 0]), batch

@@ -14,7 +14,7 @@ from compopt import functional as F
 from compopt.distributed.ranks import Part, Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.normalizers.functional_optimizer import Rule
+from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 from compopt.normalizers.training import OBJECTIVES, QUEUE, Training
@@ -111,7 +111,7 @@ class NeuralNormalizer(Normalizer):
         self.objective, self.architecture = objective, architecture
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
-        self.rule = Rule(optimizer)
+        self.optimizer = FunctionalOptimizer(optimizer)
         super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps})
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ class NeuralNormalizer(Normalizer):
             "prototypes": self.prototypes,
             "objective": self.objective,
             "architecture": self.architecture,
-            "optimizer": self.rule.name,
+            "optimizer": self.optimizer.name,
             "reset_optimizer": self.reset_optimizer,
             "through_alpha": self.through_alpha,
             "seed": self.seed,
@@ -234,12 +234,13 @@ class NeuralNormalizer(Normalizer):
 
     def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``new`` where a flag on the device is true, else ``old``; the host's counters are the new ones."""
-        return {
-            name: value
-            if on_host(name, value)
-            else torch.where(good.to(value.device), value, old[name] if name in old else self.rule.initial(name, value))
-            for name, value in new.items()
-        }
+        chosen = {}
+        for name, value in new.items():
+            if not on_host(name, value):
+                before = old[name] if name in old else self.optimizer.initial(name, value)
+                value = torch.where(good.to(value.device), value, before)
+            chosen[name] = value
+        return chosen
 
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a prediction means anything (the host's count of the queue)."""
@@ -261,9 +262,11 @@ class NeuralNormalizer(Normalizer):
         }
 
     def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not Rule.owns(name)}
-        if any(Rule.owns(name) for name in state):  # the optimizer's tensors exist from the first batch on
-            shapes |= self.rule.shapes({name: shapes[name] for name in self.network.names})
+        shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not FunctionalOptimizer.owns(name)}
+        if any(
+            FunctionalOptimizer.owns(name) for name in state
+        ):  # the optimizer's tensors exist from the first batch on
+            shapes |= self.optimizer.shapes({name: shapes[name] for name in self.network.names})
         return shapes
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
@@ -288,4 +291,4 @@ class NeuralNormalizer(Normalizer):
 
 def on_host(name: str, value: Tensor) -> bool:
     """Whether the host reads it in every call, on whichever device the rest is."""
-    return name == "queue_place" or (Rule.owns(name) and value.dim() == 0)
+    return name == "queue_place" or (FunctionalOptimizer.owns(name) and value.dim() == 0)

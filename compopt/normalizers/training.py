@@ -13,7 +13,7 @@ from compopt import functional as F
 from compopt.distributed.ranks import Part
 from compopt.estimator.component import Call
 from compopt.kernel.features import NORM_MIN, through_normalization
-from compopt.normalizers.functional_optimizer import Rule
+from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import Network, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 
@@ -25,7 +25,7 @@ class Learner(Protocol):
     """The normalizer that learns: its settings, and how it arranges samples, directions and ranks."""
 
     network: Network
-    rule: Rule
+    optimizer: FunctionalOptimizer
     objective: str
     reset_optimizer: bool
     through_alpha: bool
@@ -230,7 +230,7 @@ class Training:
         if queue.is_due(self._call.t, restart_every) or (pushed.full and not queue.full):
             prototypes, pushed = pushed.features, pushed.restarted(self._call.t)
             if self._normalizer.reset_optimizer:
-                self.state = {name: value for name, value in self.state.items() if not Rule.owns(name)}
+                self.state = {name: value for name, value in self.state.items() if not FunctionalOptimizer.owns(name)}
         else:
             prototypes = queue.fill(self.state["prototypes"], written, self._normalizer.part)
         entries = zip(QUEUE, (pushed.features, pushed.active, pushed.place), strict=True)
@@ -240,7 +240,7 @@ class Training:
         """So many steps of the network's optimizer on this batch."""
         batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         parameters = {name: self.state[name] for name in self._normalizer.network.names}
-        steps = self._normalizer.rule.start(parameters, self.state, lr)
+        steps = self._normalizer.optimizer.start(parameters, self.state, lr)
         for _ in range(updates):
             log_partition = sweep.predict(steps.parameters)
             alpha = batch.alpha(log_partition)

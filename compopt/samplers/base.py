@@ -48,6 +48,7 @@ class BankSampler(Sampler[list[int]]):
         tau: float,
         seed: int,
         labels: Tensor | None,
+        group: Tensor | None,
         background: bool,
         lead: float,
         dtype: torch.dtype,
@@ -65,6 +66,7 @@ class BankSampler(Sampler[list[int]]):
         checks.flag("background", background)
         checks.unit_interval("lead", lead)
         self.tau, self.seed, self.background, self.lead = float(tau), int(seed), background, float(lead)
+        labels = inputs.one_name(labels, group)
         self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu().long().clone()
         self.bank = FeatureBank(self.n, dtype, offload)
         self.orders = Orders(self.n, self.batch_size, self.seed)

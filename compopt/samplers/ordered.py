@@ -47,6 +47,7 @@ class OrderedBatchSampler(BankSampler):
         seed: of the candidates, together with the epoch.
         labels, background, lead, dtype, offload, process_group, rank, world_size: as in
             :class:`~compopt.samplers.SpectralBatchSampler`.
+        group: an older name of ``labels``.
 
     State, communication, metrics: as there; also ``coverage``, ``kept_loss`` and ``candidate_loss``, the mean losses of
     the newest plan's batches and of its candidates in nats.
@@ -82,6 +83,7 @@ class OrderedBatchSampler(BankSampler):
         process_group: ProcessGroup | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        group: Tensor | None = None,
     ) -> None:
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
@@ -92,6 +94,7 @@ class OrderedBatchSampler(BankSampler):
             tau=tau,
             seed=seed,
             labels=labels,
+            group=group,
             background=background,
             lead=lead,
             dtype=dtype,

@@ -47,7 +47,7 @@ def batch_losses(
     return (rows + columns).sum(1) / (~absent).sum(1).clamp(min=1) / 2  # an absent sample's own terms are log 1
 
 
-def pair_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
+def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
     """``w``: ``(m, m)``, symmetric; its diagonal, which no pair is, is 0.
 
     Args:

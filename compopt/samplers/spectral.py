@@ -12,7 +12,7 @@ from compopt import checks
 from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers import clustering
 from compopt.samplers.base import BankSampler
-from compopt.samplers.pairs import pair_weights
+from compopt.samplers.pairs import edge_weights
 
 
 class Group(NamedTuple):
@@ -52,13 +52,13 @@ class SpectralBatchSampler(BankSampler):
 
     *Samples without finite features* are dealt to batches at random.
 
-    *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, and ``group=`` to
-    the estimator.
+    *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, here and to the
+    estimator.
 
     Args:
         n: number of samples; indices are 0 .. n - 1.
         batch_size: ``B``, over all ranks.
-        group: batches per group, ``k``.
+        group: batches per group, ``k``; a tensor ``(n,)`` is taken for ``labels``, as the estimators' ``group`` is.
         tau: temperature of the weights.
         sharpness: of the affinity.
         seed: of groups, k-means and the order of batches, together with the epoch.
@@ -111,7 +111,7 @@ class SpectralBatchSampler(BankSampler):
         self,
         n: int,
         batch_size: int,
-        group: int = 40,
+        group: int | Tensor = 40,
         tau: float = 0.1,
         seed: int = 0,
         drop_last: bool = False,
@@ -126,7 +126,8 @@ class SpectralBatchSampler(BankSampler):
         world_size: int | None = None,
     ) -> None:
         clustering.require()
-        self.group = checks.count("group", group)
+        named = group if isinstance(group, Tensor) and group.dim() else None
+        self.group = checks.count("group", 40 if named is not None else group)
         checks.flag("drop_last", drop_last)
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
@@ -136,6 +137,7 @@ class SpectralBatchSampler(BankSampler):
             tau=tau,
             seed=seed,
             labels=labels,
+            group=named,
             background=background,
             lead=lead,
             dtype=dtype,
@@ -196,7 +198,7 @@ class SpectralBatchSampler(BankSampler):
     def _clusters(self, samples: Tensor, sizes: list[int], seed: int) -> Tensor:
         """The cluster of every sample, ``(m,)``."""
         z1, z2, labels = self.read(samples)
-        weights = pair_weights(z1, z2, self.tau, self.batch_size, labels)
+        weights = edge_weights(z1, z2, self.tau, self.batch_size, labels)
         return clustering.spectral_clusters(weights.mul_(self.sharpness), sizes, seed)
 
     def _do_without(self, piece: Group) -> Tensor:

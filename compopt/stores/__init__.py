@@ -1,4 +1,4 @@
-"""Where rows live: stores hold rows of 16-byte words, ``Rows`` is how a table reads and commits them."""
+"""Where rows live: stores hold rows of 16-byte words, ``RowAccess`` is how a table reads and commits them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.disk import DiskStore
 from compopt.stores.host import HostStore
 from compopt.stores.memory import DirectRows, MemoryStore
@@ -20,7 +20,7 @@ __all__ = [
     "MemoryStore",
     "OffloadedRows",
     "RowStore",
-    "Rows",
+    "RowAccess",
     "Ticket",
     "check_offload",
     "describe",
@@ -50,7 +50,7 @@ def open_rows(
     name: str = "rows",
     description: Mapping[str, Any] | None = None,
     writer: bool = True,
-) -> Rows:
+) -> RowAccess:
     """The rows of one process, placed where ``offload`` says.
 
     Args:

@@ -57,7 +57,7 @@ class RowStore(ABC):
 
 
 class Ticket(ABC):
-    """Rows under way, see :meth:`Rows.prefetch`."""
+    """Rows under way, see :meth:`RowAccess.prefetch`."""
 
     @abstractmethod
     def take(self) -> Tensor:
@@ -67,7 +67,7 @@ class Ticket(ABC):
         """Nobody will take it."""
 
 
-class Rows(ABC):
+class RowAccess(ABC):
     """How a table reaches a store: every read sees every commit made before it, whatever runs in between."""
 
     store: RowStore

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.base import RowAccess, RowStore, Ticket
 
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
@@ -104,7 +104,7 @@ class MemoryStore(TensorStore):
                 self._table = self._table.to(device)
 
 
-class DirectRows(Rows):
+class DirectRows(RowAccess):
     """Rows beside the features: a read is one kernel, and prefetching has nothing to hide."""
 
     def __init__(self, store: RowStore) -> None:
@@ -125,7 +125,7 @@ class DirectRows(Rows):
 class _Later(Ticket):
     """Fetches when it is taken, so that it sees everything committed until then."""
 
-    def __init__(self, source: Rows, rows: Tensor, device: torch.device) -> None:
+    def __init__(self, source: RowAccess, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
 
     def take(self) -> Tensor:

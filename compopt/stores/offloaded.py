@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.stores.base import Rows, RowStore, Ticket
+from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.fetched import Fetched, gather, to_device
 from compopt.stores.journal import Entry, Journal, Query
 
@@ -19,7 +19,7 @@ from compopt.stores.journal import Entry, Journal, Query
 JOURNAL_LIMIT = 64
 
 
-class OffloadedRows(Rows):
+class OffloadedRows(RowAccess):
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
 
     *Journal.* A commit is appended to a journal, on the features' device, and is done; a writer thread copies it to

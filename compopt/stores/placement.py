@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from compopt import checks
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores import Rows, check_offload, describe, open_rows
+from compopt.stores import RowAccess, check_offload, describe, open_rows
 from compopt.stores.layout import RowLayout
 
 
@@ -37,14 +37,14 @@ class Placement:
         if self.offload_dir is not None:  # a later chdir moves nothing
             object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
 
-    def open(self, n: int, layout: RowLayout, ranks: Ranks) -> Rows:
+    def open(self, n: int, layout: RowLayout, ranks: Ranks) -> RowAccess:
         """The rows of this process; collective for ``"disk"``.
 
         Shards have a file each. Otherwise the ranks that see the same folder of the same machine share one file,
         which the first of them creates and writes.
         """
 
-        def rows(name: str = "rows", writer: bool = True) -> Rows:
+        def rows(name: str = "rows", writer: bool = True) -> RowAccess:
             return open_rows(
                 n,
                 layout.words,
@@ -60,7 +60,7 @@ class Placement:
         with doing("the construction of an estimator"):
             return self._open_files(ranks, rows)
 
-    def _open_files(self, ranks: Ranks, rows: Callable[..., Rows]) -> Rows:
+    def _open_files(self, ranks: Ranks, rows: Callable[..., RowAccess]) -> RowAccess:
         if self.shard:
             return ranks.agree(lambda: rows(f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"))
         assert self.offload_dir is not None

@@ -27,13 +27,13 @@ class Fetch:
     Attributes:
         number: equal on all ranks for the same batch.
         rows: this rank's row numbers, ``(b, R)``, on the CPU.
-        ticket: the rows that this process reads for it; waits until it is known which these are.
+        claim: gives the ticket for the rows that this process reads; waits until it is known which these are.
         dropped: nobody will take it, and no read may begin for it.
     """
 
     number: int
     rows: Tensor
-    ticket: Callable[[], Ticket] = field(init=False)
+    claim: Callable[[], Ticket] = field(init=False)
     dropped: bool = False
 
 
@@ -64,7 +64,7 @@ class Prefetcher:
             return
         self._started += 1
         fetch = Fetch(self._started, rows)
-        fetch.ticket = self._begin(fetch, device)
+        fetch.claim = self._begin(fetch, device)
         self._under_way.append(fetch)
         while len(self._under_way) > MOST:
             self._drop(self._under_way.popleft())
@@ -111,4 +111,4 @@ class Prefetcher:
         with self._issuing:
             fetch.dropped = True
         if not self._table.sharded:  # a shard's exchange may still wait for other ranks: let it end by itself
-            fetch.ticket().drop()
+            fetch.claim().drop()

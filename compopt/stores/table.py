@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compopt.batch import COUNT, Batch
 from compopt.distributed.ranks import Ranks
-from compopt.stores import Rows, RowStore
+from compopt.stores import RowAccess, RowStore
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.placement import Placement
@@ -46,7 +46,7 @@ class RowTable:
     ) -> None:
         self.layout, self.n, self._ranks = RowLayout(tuple(columns)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows: Rows = placement.open(self._local_count(self.n), self.layout, ranks)
+        self.rows: RowAccess = placement.open(self._local_count(self.n), self.layout, ranks)
         # A file of which another rank may be the writer; on shards every rank has its own.
         self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
         self._deposits: list[Deposit] = []

@@ -1,4 +1,4 @@
-"""Streaming log-sum-exp over strips of a similarity matrix, for row anchors and column anchors."""
+"""Streaming log-sum-exp over blocks of a similarity matrix, for row anchors and column anchors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-class Side(NamedTuple):
-    """One strip of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
+class Exponentials(NamedTuple):
+    """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
 
-    ``dot`` is the sum of ``s_ij exp(...)`` over the strip's candidates, or ``None``.
+    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``.
     """
 
     exp: Tensor
@@ -19,20 +19,20 @@ class Side(NamedTuple):
     dot: Tensor | None
 
 
-class Strip(NamedTuple):
+class Block(NamedTuple):
     """Matrix rows ``start`` to ``stop``; ``columns`` is ``None`` where columns are no anchors (unimodal)."""
 
     start: int
     stop: int
-    rows: Side
-    columns: Side | None
+    rows: Exponentials
+    columns: Exponentials | None
 
 
 # Anchors per side over which the effective number of negatives is measured.
 SPREAD_ANCHORS = 128
 
 
-class RunningSums:
+class OnlineLogSumExp:
     """Sums over candidates for the anchors of one side, against a maximum that may still grow.
 
     ``norms`` holds ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
@@ -45,11 +45,11 @@ class RunningSums:
         self.dot = scale.new_zeros(len(scale)) if moments else None
         self.shift: Tensor | None = None
 
-    def add_rows(self, strip: Strip) -> None:
-        """Anchors ``start`` to ``stop`` have met all their candidates in this strip."""
-        own, side = slice(strip.start, strip.stop), strip.rows
+    def add_rows(self, block: Block) -> None:
+        """Anchors ``start`` to ``stop`` have met all their candidates in this block."""
+        own, side = slice(block.start, block.stop), block.rows
         torch.sum(side.exp, 1, out=self.total[own])
-        if strip.start < SPREAD_ANCHORS:
+        if block.start < SPREAD_ANCHORS:
             first = self.norms[own]
             torch.linalg.vector_norm(side.exp[: len(first)], dim=1, out=first)
         if side.shift is not None:
@@ -58,7 +58,7 @@ class RunningSums:
         if self.dot is not None and side.dot is not None:
             self.dot[own] = side.dot
 
-    def add_columns(self, side: Side) -> None:
+    def add_columns(self, side: Exponentials) -> None:
         """All anchors have met some more candidates."""
         if self.shift is not None and side.shift is not None:
             shrink = ((self.shift - side.shift) * self.scale).exp_()
