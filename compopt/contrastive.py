@@ -1,4 +1,25 @@
-"""Contrastive objectives: any normalizer with any temperature, one kernel."""
+"""Contrastive objectives: any normalizer with any temperature, one kernel.
+
+The way of ``index``, from the call to its rows and back; helpers of the same class are part of a hop:
+
+1. ``ContrastiveEstimator.__call__``
+2. ``check_vector``: one integer per sample
+3. ``Estimator._read``: training or not, what must be alike on all ranks
+4. ``BatchReader.read``: makes the ``Batch``
+5. ``check_range``: below ``n``
+6. ``RowAccess.fetch``, or ``Prefetcher.find`` where the rows are under way
+7. ``RowStore.gather``: the rows as they are stored
+8. ``Handshake.exchange``: whose samples the global batch has
+9. ``RowTable.unpack``: columns by name
+10. ``AsyncChecks.two_samples``
+11. ``Pairs.__init__``: which pairs are anchor and negative; from here on it is ``Batch.rows`` that counts
+12. ``RowTable.deposit``: proposals wait for the optimizer's step
+13. ``RowTable.commit``: several proposals for a row become one
+14. ``RowAccess.commit``
+15. ``RowStore.scatter``
+
+Features go from 1 to ``Features.of``, through 3, 4 and 8 into ``Batch.values``, and into 11.
+"""
 
 from __future__ import annotations
 

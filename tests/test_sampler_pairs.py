@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from compopt.samplers import clustering
 from compopt.samplers.ordered import highest
-from compopt.samplers.pairs import batch_losses, normalized_affinity, edge_weights
+from compopt.samplers.pairs import batch_losses, edge_weights, normalized_affinity
 from tests.helpers import features, generator, near
 
 
