@@ -45,7 +45,7 @@ from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, Features
 from compopt.kernel.local import Pairs
 from compopt.kernel.statistics import PairStatistics
-from compopt.objective import Objective, Summary, reduce_like
+from compopt.objective import Objective, Summary
 from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
@@ -305,7 +305,7 @@ class ContrastiveEstimator(Estimator):
         encoder: Encoder | None,
         graph: bool,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """DESIGN.md, section 2, in its order; gradients in pairs with the tensors that they belong to.
+        """Pairs, then alpha or weights, proposals, the value, its gradients; these in pairs with their tensors.
 
         Args:
             batch: the samples of all ranks.
@@ -322,14 +322,18 @@ class ContrastiveEstimator(Estimator):
         call = self._call(batch, pairs, tau, encoder)
         estimate = self.normalizer.estimate(call)  # alpha, or weights; a network learns here
         call = replace(call, hyper=self._hyper("temperature", batch))
-        objective = Objective(pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau)
+        objective = Objective(
+            batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, self._ranks.size
+        )
         if batch.depositing:
-            moved = self.temperature.update(call, objective.tau_gradient()) if self.temperature.learns else {}
+            moved = self.temperature.update(call, objective.tau_gradients()) if self.temperature.learns else {}
             self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
         value = objective.value().to(own[0].unit.dtype)
-        gradients = self._feature_gradients(objective, batch, own, encoder, graph)
+        wanted = graph and any(z.given.requires_grad for z in own)
+        elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
+        gradients = objective.feature_gradients(own, wanted, elsewhere)
         if learned and isinstance(temperature, Tensor):
-            gradients.append((temperature, self._tau_gradient(objective, batch, temperature)))
+            gradients.append(objective.temperature_gradient(temperature))
         if encoder is not None and graph:
             gradients += [(z, gradient * self._ranks.size) for z, gradient in encoder.gradients]
         count = batch.count if batch.block is not None else objective.alpha.new_ones((1, 1))
@@ -380,39 +384,6 @@ class ContrastiveEstimator(Estimator):
             return None
         valid = pairs.count > 0
         return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
-
-    def _feature_gradients(
-        self,
-        objective: Objective,
-        batch: Batch,
-        own: tuple[Features, Features],
-        encoder: Encoder | None,
-        graph: bool,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Of the own features, if they want any. What other ranks wait for is computed nevertheless."""
-        wanted, ranks = graph and any(z.given.requires_grad for z in own), self._ranks.size
-        elsewhere = ranks > 1 or (encoder is not None and encoder.wants_gradients)
-        found: tuple[Tensor, ...] = ()
-        if wanted or (objective.estimate.weights is not None and elsewhere):
-            found = objective.feature_gradients()
-        through_alpha = objective.alpha_gradients() if wanted or ranks > 1 else None
-        if not wanted:
-            return []
-        for gradient, rest in zip(found, through_alpha or (), strict=False):
-            gradient.add_(rest[batch.own])
-        found = tuple(gradient * ranks for gradient in found) if ranks > 1 else found
-        return [z.pull_back(gradient) for z, gradient in zip(own, found, strict=True)]
-
-    def _tau_gradient(self, objective: Objective, batch: Batch, tau: Tensor) -> Tensor:
-        """For a temperature with a graph: a scalar gets the whole gradient, a tensor per sample this rank's part.
-
-        A part is multiplied by the number of ranks, as feature gradients are; the whole is the same on all ranks
-        and survives an average as it is.
-        """
-        g = objective.tau_gradient()
-        if tau.dim() == 0 or self._ranks.size == 1:
-            return reduce_like(g, tau)
-        return reduce_like(g[batch.own], tau) * (len(tau) * self._ranks.size / len(g))
 
     # -- what the user should hear -----------------------------------------------------------------------------
 

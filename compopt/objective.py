@@ -1,4 +1,4 @@
-"""The estimated objective of a batch: its value and its gradients in closed form, DESIGN.md section 2."""
+"""The estimated objective of a batch: its value, and its gradients in closed form."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compopt import functional as F
+from compopt.batch import Batch
 from compopt.estimator.component import Estimate
-from compopt.functional import Scalar, temperature_gradient
+from compopt.functional import Scalar
+from compopt.kernel.features import Features
 from compopt.kernel.log_sum_exp import OnlineLogSumExp
 from compopt.kernel.statistics import PairStatistics
 
@@ -17,19 +20,26 @@ from compopt.kernel.statistics import PairStatistics
 class Objective:
     r"""``mean of tau_i (alpha_i + rho_i)`` over samples and directions, or the mean of ``alpha_i``.
 
+    Gradients of what every rank has a part of are multiplied by the number of ranks, for wrappers that average them;
+    those of what is the same on all ranks survive an average as they are.
+
     Attributes:
-        pairs: the statistics of all pairs of the global batch.
+        batch: the samples of all ranks.
+        pairs: the statistics of all their pairs.
         estimate: what the normalizer made of them.
         tau: temperatures of the global batch, without a graph: a number, 0-d, ``(B, 1)`` or ``(B, 2)``.
         rho: radius of the KL constraint, per anchor or the same for all.
         multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
+        ranks: how many there are.
     """
 
+    batch: Batch
     pairs: PairStatistics
     estimate: Estimate
     tau: Scalar
     rho: Scalar
     multiply_tau: bool
+    ranks: int
 
     @property
     def alpha(self) -> Tensor:
@@ -41,7 +51,7 @@ class Objective:
         terms = self.tau * (self.alpha + self.rho) if self.multiply_tau else self.alpha
         return self.pairs.real(terms).mean()
 
-    def tau_gradient(self) -> Tensor:
+    def tau_gradients(self) -> Tensor:
         """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments.
 
         ``estimate.slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's
@@ -56,20 +66,54 @@ class Objective:
             sum_wh = sum_wh - (estimate.positive_weight - pairs.sum_weights(alpha)) * pairs.positive
         if estimate.slack is not None and self.multiply_tau:
             alpha = alpha + estimate.slack
-        return pairs.real(temperature_gradient(alpha, self.rho, sum_wh, self.tau, self.multiply_tau))
+        return pairs.real(F.temperature_gradient(alpha, self.rho, sum_wh, self.tau, self.multiply_tau))
 
-    def alpha_slope(self) -> Tensor:
+    def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """A temperature with a graph, and its gradient: the mean of ``G``, summed to its shape.
+
+        A scalar gets the whole gradient, a tensor per sample this rank's part.
+        """
+        g = self.tau_gradients()
+        if tau.dim() == 0:
+            return tau, (g / g.numel()).sum().to(tau.dtype)
+        g = g[self.batch.own]
+        return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * (
+            len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
+        )
+
+    def feature_gradients(
+        self, own: tuple[Features, Features], wanted: bool, elsewhere: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """This rank's features with their gradients, weights held as estimated; uses up the pairs.
+
+        Args:
+            own: this rank's features.
+            wanted: whether they get any; without, what other ranks or other features wait for is computed nevertheless.
+            elsewhere: whether weights of the normalizer's have gradients for others.
+        """
+        gradients: tuple[Tensor, ...] = ()
+        if wanted or (self.estimate.weights is not None and elsewhere):
+            gradients = self._weighted()
+        by_alpha: tuple[Tensor, ...] = ()
+        if self.estimate.through_alpha is not None and (wanted or self.ranks > 1):
+            by_alpha = self.estimate.through_alpha(self._alpha_slope())
+        if not wanted:
+            return []
+        for gradient, rest in zip(gradients, by_alpha, strict=False):
+            gradient.add_(rest[self.batch.own])
+        if self.ranks > 1:
+            gradients = tuple(gradient * self.ranks for gradient in gradients)
+        return [z.pull_back(gradient) for z, gradient in zip(own, gradients, strict=True)]
+
+    def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, 2)``."""
         like = self.pairs.positive
         factor = self.tau if self.multiply_tau else 1.0
         slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
         return self.pairs.real(slope.expand(like.shape)) / like.numel()
 
-    def feature_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients with respect to this rank's features, weights held as estimated; uses up the pairs.
-
-        Collective where the normalizer gives the weights.
-        """
+    def _weighted(self) -> tuple[Tensor, Tensor]:
+        """``sum_i (tau_i w_ij / 2B) grad h_ij`` of this rank's features."""
         alpha = self.alpha.to(self.pairs.positive.dtype)
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / self.tau
@@ -80,17 +124,6 @@ class Objective:
             return self.estimate.weights.gradients(coefficient)
         weight = self.estimate.positive_weight
         return self.pairs.gradients(alpha, coefficient, None if weight is None else weight.to(alpha.dtype))
-
-    def alpha_gradients(self) -> tuple[Tensor, Tensor] | None:
-        """What the features of the whole batch get by way of ``alpha``; ``None``: it is held constant. Collective."""
-        through = self.estimate.through_alpha
-        return None if through is None else through(self.alpha_slope())
-
-
-def reduce_like(gradient: Tensor, tau: Tensor) -> Tensor:
-    """Mean of ``G`` over the anchors, summed to the shape that ``tau`` was broadcast from."""
-    gradient = gradient / gradient.numel()
-    return (gradient.sum_to_size(tau.shape) if tau.dim() else gradient.sum()).to(tau.dtype)
 
 
 @dataclass
