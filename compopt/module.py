@@ -36,9 +36,7 @@ class EstimatorModule(nn.Module):
 
     def _learnables(self) -> Iterator[tuple[str, nn.Module]]:
         """Roles and modules of the parts that the user's optimizer learns."""
-        for role, part in self.est._components.items():
-            if part.learnable is not None:
-                yield role, part.learnable
+        yield from self.est.learnables().items()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The estimator's call."""
@@ -59,18 +57,11 @@ class EstimatorModule(nn.Module):
             return new if new.dtype == tensor.dtype else tensor.to(new.device)
 
         super()._apply(moved, recurse)
-        before = self._device()
+        before = self.est.device
         after = fn(torch.empty(0, device=before)).device
         if after != before:
             self.est.to(after)
         return self
-
-    def _device(self) -> torch.device:
-        """Where state that is no parameter is."""
-        if self.est._table is not None:
-            return self.est._table.store.device
-        states = (value for part in self.est._components.values() for value in part.state.values())
-        return next((value.device for value in states), torch.device("cpu"))
 
     def extra_repr(self) -> str:
         return f"{type(self.est).__name__}, n={self.est.n}"
@@ -146,10 +137,10 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
-    est._stand_alone()
+    est.check_stands_alone()
     if not state:
         return EstimatorModule(est)
-    if any(part.split for part in est._components.values()) or (est._table is not None and est._table.split):
+    if est.split:
         raise ValueError(
             "the state of this estimator is on all ranks together, and state_dict() of a module is called on one; use "
             "as_module(est, state=False), and compopt.save(est, directory) on every rank"

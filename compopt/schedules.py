@@ -38,7 +38,7 @@ class Schedule:
 
     def _apply(self) -> None:
         values = [plain_value(self.key, self.fn(self.t)) for _ in self.est.sample_groups]
-        with self.est._state.writing():
+        with self.est.between_commits():
             for group, value in zip(self.est.sample_groups, values, strict=True):
                 group[self.key] = value
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import in_backward, in_checkpoint
@@ -20,12 +19,10 @@ from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as checkpoint
 from compopt.estimator.async_checks import AsyncChecks
-from compopt.estimator.attach import Attachments
+from compopt.estimator.commits import Commits
 from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
-from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, SampleGroups
-from compopt.estimator.hooks import Hooks
 from compopt.estimator.reader import BatchReader
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
@@ -39,7 +36,7 @@ T = TypeVar("T")
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 
 
-class Estimator(Hooks):
+class Estimator(Commits):
     r"""State per sample beside any torch optimizer, with the manners of ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
@@ -84,17 +81,12 @@ class Estimator(Hooks):
             raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
         self.mode, self.dtype = mode, dtype
         self.training = True
-        self.t = 0
         self._components = dict(components)
         self._groups = SampleGroups(self._components, mode, sample_groups)
         placement = placement or Placement()
         self._ranks = Ranks(placement.process_group)
         self._table = self._make_table(placement)
         self._connect()
-        self._pending = 0
-        self._state = Exclusive()
-        self._attachments = Attachments()
-        self._forgotten = Forgotten()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -119,7 +111,7 @@ class Estimator(Hooks):
         Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
         is as it was. With several ranks collective.
         """
-        self._stand_alone()
+        self.check_stands_alone()
         with doing("add_sample_group()", self.t), self._state.writing():
             self._groups.add(group)
             try:
@@ -168,7 +160,7 @@ class Estimator(Hooks):
         least: int = 1,
     ) -> Batch:
         """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
-        self._stand_alone()
+        self.check_stands_alone()
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
@@ -209,9 +201,6 @@ class Estimator(Hooks):
         with self._handshake.guard():
             raise RuntimeError(message)
 
-    def _stand_alone(self) -> None:
-        """A hook, called first by whatever a part of another estimator leaves to its owner."""
-
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Committed values by column.
 
@@ -222,7 +211,7 @@ class Estimator(Hooks):
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
             ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
-        self._stand_alone()
+        self.check_stands_alone()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), self._state.copying():
@@ -255,7 +244,7 @@ class Estimator(Hooks):
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
         """
-        self._stand_alone()
+        self.check_stands_alone()
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
@@ -272,79 +261,6 @@ class Estimator(Hooks):
     def _forget_prefetched(self) -> None:
         if self._reader.prefetcher is not None:
             self._reader.prefetcher.drop_all()
-
-    # -- deposit and commit ------------------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> int:
-        """Calls whose proposals wait for :meth:`step`."""
-        return self._pending
-
-    def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
-        """Keep the proposals of one call, ``(B, D)`` each, until the commit."""
-        if self._table is not None:
-            self._table.deposit(batch, proposals, valid)
-        elif not any(part.has_pending_state for part in self._components.values()):
-            return  # a stateless estimator has nothing to commit
-        self._pending += 1
-        self._forgotten.pending(self._pending, self._attachments)
-
-    def step(self) -> None:
-        """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
-        self._stand_alone()
-        self._commit(None)
-
-    def _commit(self, found_inf: Tensor | None) -> None:
-        self._drop_skipped()
-        self._forgotten.updated(list(self.parameters()))
-        if not self._pending:
-            return
-        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() > 0:
-            self.discard()
-            return
-        self._run("step_pre", (), {})
-        with self._state.writing(), torch.no_grad():
-            if self._table is not None:
-                self._table.commit(found_inf)
-            for part in self._components.values():
-                part.commit_state(found_inf)
-            self._forgotten.committed(self._pending)
-            self._pending = 0
-            self.t += 1
-        self._run("step_post", (), {})
-
-    def discard(self) -> None:
-        """Forget everything pending: call it when an update was skipped."""
-        with self._state.writing():
-            self._pending = 0
-            if self._table is not None:
-                self._table.discard()
-            for part in self._components.values():
-                part.discard_state()
-
-    def _drop_skipped(self) -> None:
-        """What is pending belongs to an update that an attached engine has skipped since."""
-        if self._attachments.skipped():
-            self.discard()
-
-    def attach(self, optimizer: Any) -> RemovableHandle:
-        """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
-
-        Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
-        ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
-        not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
-        because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
-        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. Attach anew to an
-        optimizer that is made anew: a warning says when nothing commits any more.
-
-        Returns:
-            A handle with ``remove()``.
-
-        Raises:
-            TypeError: no torch optimizer is inside.
-        """
-        self._stand_alone()
-        return self._attachments.add(optimizer, self._commit)
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
@@ -372,6 +288,24 @@ class Estimator(Hooks):
                 part.move(device)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are, or, without rows, other state; the CPU without any."""
+        if self._table is not None:
+            return self._table.store.device
+        states = (value for part in self._components.values() for value in part.state.values())
+        return next((value.device for value in states), torch.device("cpu"))
+
+    @property
+    def split(self) -> bool:
+        """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
+        parts = any(part.split for part in self._components.values())
+        return parts or (self._table is not None and self._table.split)
+
+    def learnables(self) -> dict[str, torch.nn.Module]:
+        """By role, the modules whose parameters the user's optimizer learns."""
+        return {role: part.learnable for role, part in self._components.items() if part.learnable is not None}
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """What the user's optimizer must learn (a learned temperature); usually empty."""
         for part in self._components.values():
@@ -393,7 +327,7 @@ class Estimator(Hooks):
         Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
         file.
         """
-        self._stand_alone()
+        self.check_stands_alone()
         self._run("state_dict_pre")
         with doing("state_dict()", self.t), self._state.copying():
             state = checkpoint.state_dict(self)
@@ -408,7 +342,7 @@ class Estimator(Hooks):
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
         """
-        self._stand_alone()
+        self.check_stands_alone()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         with doing("load_state_dict()", self.t), self._state.writing():
