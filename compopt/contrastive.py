@@ -38,7 +38,8 @@ from compopt.checks.inputs import check_features, check_tau, check_vector, one_n
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
-from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
+from compopt.estimator.call import Call, Setting
+from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.groups import Hyper, parse
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs

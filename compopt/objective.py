@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.estimator.component import Estimate
+from compopt.estimator.call import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
 from compopt.kernel.log_sum_exp import OnlineLogSumExp

@@ -1,5 +1,20 @@
-"""The contract of every estimator, and the parts it is composed of."""
+"""The contract of every estimator, and what its parts are made of: all that a new method imports."""
 
 from compopt.estimator.base import Estimator
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.groups import GroupSpec, Hyper
+from compopt.stores.layout import Column
 
-__all__ = ["Estimator"]
+__all__ = [
+    "Call",
+    "Column",
+    "Component",
+    "Estimate",
+    "Estimator",
+    "GroupSpec",
+    "Hyper",
+    "Normalizer",
+    "Setting",
+    "Temperature",
+]

@@ -3,108 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.batch import Batch
-from compopt.distributed.ranks import Ranks
+from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from compopt.kernel.features import Encoder
-    from compopt.kernel.sampled import SampledPairs
-    from compopt.kernel.statistics import PairStatistics
-
-
-@dataclass
-class Call:
-    """What one forward pass shows to a component.
-
-    Attributes:
-        batch: the samples of all ranks, their features and their committed rows.
-        pairs: the statistics of all pairs of anchor and negative.
-        tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
-        hyper: the component's hyper-parameters for these rows.
-        chunk_size: anchors that may be held at a time, or ``None``.
-        encoder: features of samples outside the batch, if the caller can give them.
-        t: commits so far.
-        window: calls since the last commit.
-        unimodal: rows are shared by both views.
-    """
-
-    batch: Batch
-    pairs: PairStatistics
-    tau: float | Tensor
-    hyper: Hyper
-    chunk_size: int | None
-    encoder: Encoder | None
-    t: int
-    window: int
-    unimodal: bool
-
-    @property
-    def rows(self) -> Mapping[str, Tensor]:
-        """Committed columns by name, ``(B, 2)``, or ``(B, 1)`` in unimodal mode."""
-        return self.batch.columns
-
-    @property
-    def count(self) -> Tensor:
-        """Visits so far, shaped as the columns."""
-        return self.batch.count
-
-    @property
-    def training(self) -> bool:
-        """What the call proposes may be committed."""
-        return self.batch.depositing
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a component may know of the estimator that it becomes a part of.
-
-    Attributes:
-        owner: the estimator.
-        mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
-        dtype: of the rows.
-        normalize: features are L2-normalised.
-        ranks: whose batches form the global batch.
-    """
-
-    owner: object
-    mode: str
-    dtype: torch.dtype
-    normalize: bool
-    ranks: Ranks
-
-
-@dataclass
-class Estimate:
-    """A normalizer's answer.
-
-    Attributes:
-        alpha: log-normalizers, ``(B, 2)`` or ``(B, 1)``.
-        proposals: new values of its columns.
-        slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
-        weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
-        positive_weight: of each anchor's positive, ``(B, 2)``, where it is not ``sum_j w_ij``.
-        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, 2)``, to gradients of the whole
-            batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
-        metrics: 0-d tensors to show.
-    """
-
-    alpha: Tensor
-    proposals: dict[str, Tensor] = field(default_factory=dict)
-    slack: Tensor | None = None
-    weights: SampledPairs | None = None
-    positive_weight: Tensor | None = None
-    through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Component(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compopt import rng as draws
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call
+from compopt.estimator.call import Call
 from compopt.kernel.sampled import SampledPairs
 from compopt.kernel.statistics import scale_of
 from compopt.negatives.candidates import Candidates, Samples

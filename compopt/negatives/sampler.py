@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, SampleGroups
 from compopt.negatives.chains import Chains, Rules
 from compopt.stores.layout import Column

@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 
 from compopt import checks
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.call import Call, Estimate
+from compopt.estimator.component import Normalizer
 
 
 class BatchNormalizer(Normalizer):

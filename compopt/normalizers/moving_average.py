@@ -17,7 +17,8 @@ from compopt.checks.context import refuse_transforms
 from compopt.checks.inputs import check_vector
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement

@@ -12,7 +12,8 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.distributed.ranks import Part, Ranks
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded

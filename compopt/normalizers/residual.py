@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column

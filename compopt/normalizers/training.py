@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compopt import functional as F
 from compopt.distributed.ranks import Part
-from compopt.estimator.component import Call
+from compopt.estimator.call import Call
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import Network, Sweep, is_bounded

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.estimator.component import Call, Setting, Temperature
+from compopt.estimator.call import Call, Setting
+from compopt.estimator.component import Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.stores.layout import Column
 
