@@ -53,7 +53,7 @@ def train(name: str, folder: Path, *options: str) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint."""
+    """The model of the last checkpoint."""
     if (folder / "last.pt").exists():
         return torch.load(folder / "last.pt")["model"]
     from safetensors.torch import load_file

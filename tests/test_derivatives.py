@@ -168,7 +168,7 @@ def dual(x):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_tangents_are_refused(grad):
-    """Of every argument that has a derivative; no_grad does not switch forward mode off."""
+    """Every argument that has a derivative is refused; no_grad does not switch forward mode off."""
     z1, z2, index = batch()
     tau = torch.tensor(0.2, dtype=torch.float64)
     est = compopt.SogCLREstimator(N, tau=0.1)

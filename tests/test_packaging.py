@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.metadata
@@ -188,3 +189,12 @@ def test_type_checkers_find_an_editable_install(tmp_path):
     wheel = build("editable", source, tmp_path)
     (name,) = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert name.endswith(".pth") and wheel.read(name).decode().strip() == str(source)
+
+
+@pytest.mark.parametrize("folder", ["compopt"])
+def test_docstrings_begin_with_what_they_describe(folder):
+    """Not with "Of": a docstring is a sentence, or a noun with what belongs to it."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                assert not (ast.get_docstring(node) or "").startswith("Of "), (path, node)

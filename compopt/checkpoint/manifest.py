@@ -202,7 +202,7 @@ def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any])
 
 
 def _body_crc(body: Mapping[str, Any]) -> int:
-    """Of everything else in the manifest, independent of how it is laid out."""
+    """Checksum of everything else in the manifest, independent of how it is laid out."""
     return zlib.crc32(json.dumps({k: v for k, v in body.items() if k != "crc32"}, sort_keys=True).encode())
 
 

@@ -28,7 +28,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """How much it is."""
+        """Number of things in this part."""
         return self.stop - self.start
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:

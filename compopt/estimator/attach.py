@@ -71,7 +71,7 @@ class SkipCounter:
 
     @staticmethod
     def of(optimizer: Any) -> SkipCounter | None:
-        """That of the first object in a chain of wrappers that counts; ``None`` where none does."""
+        """Make the counter of the first wrapper that counts skipped steps; ``None`` where none does."""
         counting = (inner for inner in _chain(optimizer) if isinstance(getattr(inner, "skipped_steps", None), int))
         engine = next(counting, None)
         return None if engine is None else SkipCounter(engine)

@@ -39,13 +39,13 @@ class Forgotten:
         self._before: list[Tensor] = []
 
     def committed(self, window: int) -> None:
-        """So many calls became one commit."""
+        """Note that a window of this many calls was committed."""
         self._longest = max(self._longest, window)
 
     # -- no commit ---------------------------------------------------------------------------------------------
 
     def pending(self, calls: int, attached: Attachments) -> None:
-        """So many calls wait for a commit."""
+        """Warn once when this many calls wait for a commit."""
         if calls < PATIENCE_GONE or self._said_pending:
             return
         gone, silent = attached.gone(), attached.listening()

@@ -86,7 +86,7 @@ def plain_value(key: str, value: Any) -> Any:
 
 
 def _types(groups: Groups) -> list[list[type]]:
-    """Of all values: 3.0 equals 3, and is no number of updates."""
+    """Types of all values: 3.0 equals 3, but is no number of updates."""
     return [[*map(type, group.values())] for group in groups]
 
 

@@ -126,7 +126,7 @@ class BatchReader:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _fingerprint(self) -> int:
-        """Of everything that all ranks must have alike; computed anew when a sample group was changed."""
+        """Fingerprint of what all ranks must have alike; computed anew when a sample group was changed."""
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
             self._crc = zlib.crc32(repr((self._identity(), values)).encode())

@@ -237,7 +237,7 @@ class Training:
         self.state = {**self.state, "prototypes": prototypes, **dict(entries)}
 
     def _update(self, updates: int, lr: float) -> None:
-        """So many steps of the network's optimizer on this batch."""
+        """Take ``updates`` steps of the network's optimizer on this batch."""
         batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         parameters = {name: self.state[name] for name in self._normalizer.network.names}
         steps = self._normalizer.optimizer.start(parameters, self.state, lr)

@@ -136,7 +136,7 @@ class BankSampler(Sampler[list[int]]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the newest plan and of this epoch, a copy."""
+        """Figures of the newest plan and of this epoch, a copy."""
         return dict(self._planner.metrics)
 
     def __iter__(self) -> Iterator[list[int]]:

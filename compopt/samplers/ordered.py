@@ -1,4 +1,4 @@
-"""Of many random batches those with the highest loss: ordered SGD."""
+"""Ordered SGD: keep the random batches with the highest loss."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Planned(Protocol):
         """The pieces of an epoch's plan."""
 
     def do(self, piece: Any) -> Tensor:
-        """One of them."""
+        """Compute one piece."""
 
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The plan, and its metrics."""
@@ -83,7 +83,7 @@ class Planner:
         return self.plans[epoch]
 
     def _warn(self, unseen: Tensor) -> None:
-        """Of samples that were observed and have no features all the same."""
+        """Warn of samples that were observed and have no features all the same."""
         samples = unseen.nonzero().flatten().tolist()
         if self._warned or not samples:
             return

@@ -100,7 +100,7 @@ class RowAccess(ABC):
         return 0
 
     def acknowledge(self, commits: int) -> None:
-        """So many commits are in the store, says who writes it."""
+        """Learn that the store holds this many commits; the rank that writes the store knows."""
         del commits
 
     @property
