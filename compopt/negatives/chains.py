@@ -107,7 +107,7 @@ class Chains(SampledPairs):
             outside.score = outside.fresh
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
-        for own in self._strips():
+        for own in self._blocks():
             walks = []
             for direction, (candidates, similarity, done) in enumerate(self._walks(own)):
                 at, last = (own, direction), done.last
@@ -122,7 +122,7 @@ class Chains(SampledPairs):
         if outside.encoded and not rules.rescore:
             outside.encode(self.totals.outside > 0, spare)
 
-    def _strips(self) -> Iterator[slice]:
+    def _blocks(self) -> Iterator[slice]:
         """Own anchors that walk at a time."""
         most = CPU_PROPOSALS if self._scale.device.type == "cpu" else DEVICE_PROPOSALS
         rows = max(1, min(self._rules.recompute or self._batch, most // (self._views * self._batch)))
@@ -220,7 +220,7 @@ class Chains(SampledPairs):
         if self._rules.recompute is None:
             yield from self._kept
             return
-        for own in self._strips():
+        for own in self._blocks():
             yield own, [done for _, _, done in self._walks(own)]
 
 
