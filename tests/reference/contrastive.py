@@ -159,11 +159,8 @@ class Reference:
     def read(self, row):
         """Committed values of one seen row under the library's column names, as lists of length D."""
         names = {}
-        if self.rows["chain"][row]:
-            for k, name in enumerate(("chain", "score")):
-                names[name] = [self.rows["chain"][row][c][k] for c in range(self.columns)]
-        elif self.normalizer.has_rows:
-            names[self.normalizer.column] = [math.log(self.rows["u"][row][c]) for c in range(self.columns)]
+        if self.normalizer.has_rows:
+            names |= self.normalizer.read(self, row)
         if self.temperature.has_rows:
             names["tau"] = [self.rows["tau"][row][c] for c in range(self.columns)]
             names["tau_exp_avg"] = [self.rows["m"][row][c] for c in range(self.columns)]

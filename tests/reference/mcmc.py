@@ -43,11 +43,15 @@ class MCMCReference(BatchReference):
     """Chains in ref.rows["chain"]: (sample, score) per row and column. Reports log ghat for alpha."""
 
     has_rows = True
-    column = None
 
     def __init__(self, burn_in=0.5, proposals="pool", rescore=False, seed=0):
         super().__init__()
         self.burn_in, self.proposals, self.rescore, self.seed = burn_in, proposals, rescore, seed
+
+    def read(self, ref, row):
+        """The sample that each chain is at, and its score."""
+        pairs = [ref.rows["chain"][row][c] for c in range(ref.columns)]
+        return {"chain": [sample for sample, _ in pairs], "score": [score for _, score in pairs]}
 
     def alphas(self, ref, anchors, taus, rows):
         """Run all chains; alpha is log ghat."""

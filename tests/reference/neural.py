@@ -188,10 +188,12 @@ class NeuralReference:
 class ResidualReference:
     """alpha = network + log ratio; the ratio exp(log(eps + ghat) - network) is averaged per sample."""
 
-    column = "log_ratio"
-
     def __init__(self, network, prediction="before", first="one", remembers=True):
         self.network, self.prediction, self.first, self.has_rows = network, prediction, first, remembers
+
+    def read(self, ref, row):
+        """The library keeps the logarithm."""
+        return {"log_ratio": [math.log(ref.rows["u"][row][c]) for c in range(ref.columns)]}
 
     def updated(self, ref, row, column, ratio):
         """The new ratio of one column of one row."""

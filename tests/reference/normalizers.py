@@ -28,7 +28,6 @@ class MovingAverageReference:
     """u <- (1 - gamma) u + gamma (eps + g); alpha uses the updated u."""
 
     has_rows = True
-    column = "log_u"
 
     def __init__(self, reference="none", eps=0.0, stale_alpha=False, first_gamma=False):
         self.reference = reference
@@ -36,6 +35,10 @@ class MovingAverageReference:
         self.eps = eps
         self.stale_alpha = stale_alpha  # mutant: alpha from the previous u
         self.first_gamma = first_gamma  # mutant: gamma also multiplies the first visit
+
+    def read(self, ref, row):
+        """The library keeps the logarithm."""
+        return {"log_u": [math.log(ref.rows["u"][row][c]) for c in range(ref.columns)]}
 
     def inner(self, anchor, tau):
         """g_i of this batch."""
