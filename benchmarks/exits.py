@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from benchmarks.machine import environment, heading, save, table
+from benchmarks.saved import save
 from compopt.samplers import OrderedBatchSampler
+from recipes.report import environment, heading, table
 
 RANKS, N, BATCH, STEPS, DIM = 2, 2000, 32, 4, 8
 SECONDS = 60.0  # after which an exit counts as hung
@@ -259,7 +260,7 @@ def report(env: dict, results: list[dict], control: dict) -> str:
     total = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     head = ["bad exits; group:", *GROUPS]
     facts = f"All exits but the control's: {total}."
-    return "\n".join([*heading("Exits of two ranks", env), ABOUT, "", *table(head, lines), facts, ""])
+    return "\n".join([*heading("Exits of two ranks", env), ABOUT, "", table(head, lines), "", facts, ""])
 
 
 def main() -> None:

@@ -27,9 +27,15 @@ from pathlib import Path
 import torch
 
 import compopt
+from benchmarks.saved import RESULTS
+from recipes.report import environment, heading, table
 
 DIM, BATCH = 8, 32
 SAVED, INSIDE = 1, 2  # what a run tells of itself: bytes of shared memory
+ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
+was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
+resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
+one would have ended the program with an error."""
 
 
 @dataclass(frozen=True)
@@ -238,25 +244,16 @@ def fresh(directory: Path) -> Path:
     return directory
 
 
-def report(lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
-    """The result file."""
-    from recipes.report import environment, markdown_table
-
-    header = ["rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
-    rows = [["method", *header]]
+def report(env: dict, lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
+    """Write the result page."""
+    head = ["method", "rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
+    rows = []
     for setting, outcome, seconds in lines:
         counts = (outcome.kills, outcome.inside_save, outcome.before_first, outcome.ends)
         resumed = f"{len(outcome.resumed_from)} of {setting.steps // setting.save_every} checkpoints"
         place = f"{setting.n:,} on {setting.offload or 'device'}"
         rows.append([setting.method, place, *map(str, counts), resumed, f"{seconds:.0f}"])
-    facts = "\n".join(f"- {key}: {value}" for key, value in environment().items())
-    path.write_text(
-        "# Killed runs\n\n"
-        "SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint\n"
-        "was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every\n"
-        "resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:\n"
-        f"one would have ended the program with an error.\n\n{markdown_table(rows)}\n\n{facts}\n"
-    )
+    path.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, rows, "ll"), ""]))
 
 
 def show(outcome: Outcome) -> None:
@@ -266,15 +263,15 @@ def show(outcome: Outcome) -> None:
 
 def main() -> None:
     """Torture every placement."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="per setting")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "faults.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "faults.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lines = []
+    env, lines = environment(), []
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         for offload in args.offload:
             setting = Setting(offload=None if offload == "none" else offload)
@@ -282,7 +279,7 @@ def main() -> None:
             outcome = torture(setting, args.kills, args.seed, Path(folder), say=show)
             lines.append((setting, outcome, time.perf_counter() - started))
             print(f"{offload}: {outcome}")
-    report(lines, args.output)
+    report(env, lines, args.output)
 
 
 if __name__ == "__main__":

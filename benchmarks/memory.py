@@ -23,7 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from benchmarks.machine import environment, heading, resident, save, table
+from benchmarks.machine import resident, status
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
 
 MIB = 2**20
 RANKS = 4
@@ -38,11 +40,11 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most, self._ended = resident()["RssAnon"], threading.Event()
+        self.most, self._ended = status("RssAnon"), threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(0.002):
-            self.most = max(self.most, resident()["RssAnon"])
+            self.most = max(self.most, status("RssAnon"))
 
     def __enter__(self) -> Peak:
         self.start()
@@ -133,7 +135,7 @@ def report(env: dict, results: list[dict]) -> str:
         ]
         for r in results
     ]
-    return "\n".join([*heading("Memory of tables and of saving them, per rank", env), ABOUT, "", *table(head, body)])
+    return "\n".join([*heading("Memory of tables and of saving them, per rank", env), ABOUT, "", table(head, body)])
 
 
 def main() -> None:

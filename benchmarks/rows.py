@@ -25,20 +25,17 @@ import torch
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import ROOT, environment, resident, save, timed
+from benchmarks.machine import resident, timed
 from benchmarks.rows_report import COLD_BATCHES, report, step_table
+from benchmarks.saved import ROOT, save
 from compopt.stores import DiskStore, OffloadedRows, RowStore, Ticket, open_rows
+from recipes.report import environment, quartiles
 
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
 QUICK = [("cpu", 10**5), ("disk", 10**7)]
 LAYOUTS = [10**5, 10**7, 2 * 10**8]
 DESCRIPTION = {"columns": {"log_u": [2, "float32"], "count": [2, "int32"]}}
 CPU = torch.device("cpu")
-
-
-def quartiles(values: list[float]) -> list[float]:
-    low, median, high = statistics.quantiles(values, n=4)
-    return [low, median, high]
 
 
 def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
@@ -277,9 +274,6 @@ def measure_layout(n: int, size: int, rounds: int) -> dict:
     return {"n": n, "seconds": {k: quartiles(v) for k, v in spent.items()}, "columns to rows": quartiles(ratio)}
 
 
-# the report ---------------------------------------------------------------------------------------
-
-
 # running ------------------------------------------------------------------------------------------
 
 
@@ -343,10 +337,9 @@ def main() -> None:
     env, results = environment(), {"tables": [], "steps": [], "training": [], "layouts": []}
     largest = [chosen[-1]] if args.quick else [("cpu", 2 * 10**8), ("disk", 10**9)]
     results["steps"] = [in_a_process(args, "step", *one) for one in largest]
-    if hasattr(compopt.SogCLREstimator, "prefetch"):
-        results["training"] = [in_a_process(args, "training", *one) for one in largest]
+    results["training"] = [in_a_process(args, "training", *one) for one in largest]
     if args.steps_only:
-        print("\n".join(line for r in (results["steps"], results["training"]) if r for line in step_table(r)))
+        print("\n\n".join(step_table(r) for r in (results["steps"], results["training"]) if r))
         return
     results["tables"] = [in_a_process(args, "table", *one) for one in chosen]
     results["layouts"] = [in_a_process(args, "layout", "none", n) for n in (LAYOUTS[:2] if args.quick else LAYOUTS)]

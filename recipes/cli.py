@@ -1,18 +1,15 @@
-"""What the recipes' command lines share: arguments, and the runs that they ask for."""
+"""The arguments that the recipes' command lines share."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from recipes import batches, launch
-from recipes.engine import Config, Control, Run, Task
 from recipes.methods import BIMODAL, HYPERPARAMETERS, METHODS
 
 
@@ -201,66 +198,3 @@ def _prepare_machine(args: argparse.Namespace) -> None:
     if args.device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> list[Run]:
-    """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
-    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
-    shared = {name: getattr(args, name) for name in names}
-    runs = []
-    for method, options in args.methods.items():
-        for seed in args.seeds:
-            config = Config(method, options, seed=seed, data=task.description, **shared)
-            runs.append(_train(Run(task, config, _control(args, task, config, error_count)), args.progress))
-    return runs
-
-
-def _control(args: argparse.Namespace, task: Task, config: Config, error_count: int) -> Control:
-    steps = task.n // (config.batch_size * config.accumulate) * config.epochs
-    own = Path(f"{config.method}-seed{config.seed}")
-    return Control(
-        eval_every=args.eval_every or max(1, steps // 8),
-        error_every=max(1, steps // error_count) if error_count else 0,
-        checkpoint_every=args.checkpoint_every,
-        max_steps=args.max_steps,
-        checkpoint=args.output_dir / own / "checkpoints",
-        resume=args.resume,
-        device=args.device,
-        placement=_placement(args, own),
-        prefetch=args.prefetch,
-        deepspeed=args.deepspeed_config,
-    )
-
-
-def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
-    """Where this run's rows live; a file that a former run has left goes, unless it is to be continued."""
-    folder = None
-    if args.offload == "disk":
-        folder = (args.offload_dir or args.output_dir) / own / "rows"
-        if launch.is_main():
-            if not args.resume:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True, exist_ok=True)
-        launch.barrier()
-    return {"offload": args.offload, "offload_dir": folder, "shard": args.shard}
-
-
-def _train(run: Run, progress: bool) -> Run:
-    """Train with a progress bar that shows the loss and the headline metric."""
-    title = METHODS[run.config.method].title
-    with tqdm(
-        total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress or not launch.is_main()
-    ) as bar:
-        run.control.on_step = lambda run: _show(bar, run)
-        run.train()
-        _show(bar, run)
-    return run
-
-
-def _show(bar: tqdm, run: Run) -> None:
-    if run.step % 10 == 0 or run.finished:
-        label = run.task.labels[run.task.headline].split()[0]
-        known = {label: f"{100 * run.final[run.task.headline]:.1f}%"} if run.final else {}
-        loss = f"{run.recent_loss:.4f}" if run.loss_count else f"{run.final.get('loss', 0.0):.4f}"
-        bar.set_postfix(loss=loss, **known, refresh=False)
-        bar.update(run.step - bar.n)

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
 
@@ -81,31 +80,54 @@ def results_folder(folder: Path) -> Iterator[Path]:
         yield Path(elsewhere)
 
 
+# The DeepSpeed configuration of this process's first accelerator, and its accumulation; one entry at most.
+_first: list[tuple[Path | None, int]] = []
+
+
 def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
-    """A fresh one for each run; all of them share one process group."""
-    AcceleratorState._reset_state()  # keeps the process group; accelerate takes no second DeepSpeed plugin otherwise
+    """A new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
+
+    Raises:
+        ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
+    """
+    first = _is_first(deepspeed, accumulate)
     options: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
         return Accelerator(cpu=device.type == "cpu", **options)
-    return _with_deepspeed(device, accumulate, deepspeed, options)
+    options |= _for_deepspeed(device)
+    if first:  # later accelerators find this plugin, and accept no other
+        config = json.loads(deepspeed.read_text())
+        options["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
+        )
+    return Accelerator(**options)
 
 
-def _with_deepspeed(device: torch.device, accumulate: int, path: Path, options: dict[str, Any]) -> Accelerator:
+def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
+    """Whether this process has made no accelerator yet; another DeepSpeed configuration raises ValueError."""
+    wanted = (deepspeed, accumulate if deepspeed else 1)
+    if not _first:
+        _first.append(wanted)
+        return True
+    if _first[0] != wanted:
+        raise ValueError(
+            f"a process keeps the DeepSpeed configuration of its first run, (file, accumulate) = {_first[0]}; start "
+            f"another process for {wanted}"
+        )
+    return False
+
+
+def _for_deepspeed(device: torch.device) -> dict[str, Any]:
+    """Prepare the environment; options of the ``Accelerator``."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
-    handlers = []
-    if device.type == "cpu":
-        # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
-        os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
-        handlers = [InitProcessGroupKwargs(backend="gloo")]
-    from accelerate import DeepSpeedPlugin
-
-    config = json.loads(path.read_text())
-    config["gradient_accumulation_steps"] = accumulate
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+    if device.type != "cpu":
+        return {}
+    # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
+    os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
+    return {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
 
 
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:

@@ -129,9 +129,10 @@ METHODS: dict[str, Method] = {
         {"tau": 0.12},
         unimodal={"tau": 0.1},
     ),
+    # decoupled contrastive learning (Yeh et al., ECCV 2022): the positive is not in the denominator
     "infonce-no-positive": Method(
-        "InfoNCE without the positive",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode, **o.placement),
+        "DCL",
+        lambda n, mode, o: compopt.DCLEstimator(tau=o.tau, mode=mode, **o.placement),
         {"tau": 0.05},
         unimodal={"tau": 0.1},
     ),
