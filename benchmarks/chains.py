@@ -68,7 +68,7 @@ def watched(spare: int | None = None) -> Iterator[list[tuple[Any, Walk, float]]]
 
 
 def cost(mode: str, batch: int, rounds: int) -> dict[str, Any]:
-    """Times of one size."""
+    """Time the chains, EMC2, SogCLR and InfoNCE at one size."""
     n = 16 * batch
     z = [torch.randn(2, batch, DIM).unbind() for _ in range(3)]
     made: dict[str, compopt.ContrastiveEstimator] = {
@@ -115,7 +115,7 @@ class Mean:
         self.unused: list[float] = []
 
     def add(self, half: int, direction: int, index: Tensor, weights: Tensor, stored: Tensor, outside: Tensor) -> None:
-        """``weights``: ``(b, B)`` of the batch's samples; ``outside``: of the stored one."""
+        """Add a batch: ``weights`` ``(b, B)`` are those of its samples, ``outside`` those of the stored ones."""
         total = self.sums[half, direction]
         total[index[:, None], index[None]] += weights
         total[index, stored] += outside
@@ -131,7 +131,7 @@ class Mean:
 
 
 def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, Any]:
-    """One kind of draws at one temperature."""
+    """Move chains of one kind at one temperature; the bias of their mean weights, and what they visit."""
     generator = torch.Generator().manual_seed(0)
     z1, z2 = (normalize(torch.randn(n, 16, generator=generator), dim=1) for _ in range(2))
     s = torch.stack([z1 @ z2.T, z2 @ z1.T])
@@ -169,7 +169,7 @@ def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, An
 
 
 def root(result: dict[str, Any]) -> str:
-    """The bias, where there is one."""
+    """The bias with its interval; a dash where it is not above zero."""
     square, error = result["square"], 2 * result["error"]
     if square <= error:
         return "-"

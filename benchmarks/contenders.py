@@ -33,7 +33,7 @@ def loss_and_gradients(loss: LossFn) -> Runner:
 
 
 def estimator(make: Callable[[int], compopt.ContrastiveEstimator], commit: bool = False):
-    """`make` builds the estimator of a data set of n samples."""
+    """Builds a contender from an estimator; ``make`` builds that for a data set of n samples."""
 
     def build(B: int, d: int) -> Runner:
         est = make(SAMPLES_PER_BATCH * B)

@@ -66,7 +66,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def train(rank: int, case: dict, folder: str) -> object:
-    """Says what was learned, returns what is alive at the end."""
+    """Train, print a digest of the rows, and return what is alive at the end."""
     options = {"offload_dir": folder} if case["offload"] == "disk" else {}
     est = compopt.SogCLREstimator(N, offload=case["offload"], shard=case["shard"], **options)
     data = batches(rank)
@@ -101,7 +101,7 @@ def planning(rank: int) -> OrderedBatchSampler:
 
 
 def one_rank(rank: int, port: int, case: dict, folder: str) -> None:
-    """A run, up to the point where a script's last line has been executed."""
+    """Run one rank up to the point where a script's last line has been executed."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     if case.get("alone"):
         print("done", flush=True)
@@ -116,14 +116,14 @@ def one_rank(rank: int, port: int, case: dict, folder: str) -> None:
 
 
 def last(case: dict, collectives: Callable[[], object]) -> None:
-    """The last collectives of a rank."""
+    """Carry out the last collectives of a rank, late ones if the case says so."""
     if case["threads"] == "late":
         make_late()
     collectives()
 
 
 def make_late() -> None:
-    """From here on this thread keeps the interpreter's lock during and after collectives."""
+    """Let this thread keep the interpreter's lock during and after collectives, from here on."""
     sys.setswitchinterval(1000.0)
     for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce"):
         if hasattr(dist, name):
@@ -153,7 +153,7 @@ def late(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pair(case: dict, folder: str) -> list[dict]:
-    """Two ranks, from beginning to end. A rank does not return from here: it ends."""
+    """Run two ranks from beginning to end; what each said, and its exit code. A rank does not return: it ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -175,7 +175,7 @@ def pair(case: dict, folder: str) -> list[dict]:
 
 
 def wait(children: list[int]) -> list[int | None]:
-    """Exit codes, minus the signal of those that one ended; None where the end had to be forced."""
+    """Wait for the exit codes: minus the signal where one ended the process, None where the end had to be forced."""
     codes: dict[int, int | None] = {}
     latest = time.monotonic() + SECONDS
     while len(codes) < len(children):
@@ -194,7 +194,7 @@ def wait(children: list[int]) -> list[int | None]:
 
 
 def judge(answer: dict, expected: str) -> str:
-    """How one exit went."""
+    """Name the way in which one process ended."""
     if answer["out"] != expected:
         return "no result" if not answer["out"] else "wrong"
     if answer["code"] is None:
@@ -205,7 +205,7 @@ def judge(answer: dict, expected: str) -> str:
 
 
 def measure(cases: list[dict], rounds: int, folder: str) -> list[dict]:
-    """Counts by setting."""
+    """Run every case so many times; how often each way of ending occurred."""
     expected: dict[bool, str] = {}
     counts = [collections.Counter() for _ in cases]
     for turn in range(rounds):
@@ -241,7 +241,7 @@ def bad_of_all(results: list[dict], **chosen: object) -> str:
 
 
 def report(env: dict, results: list[dict], control: dict) -> str:
-    """A line per placement, a column per fate of the group."""
+    """The page: a line per placement, a column for each moment at which the group is destroyed."""
     lines = [
         [
             f"{offload or 'beside the features'}{', shard=True' if shard else ''}; threads {threads}",

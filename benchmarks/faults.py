@@ -1,4 +1,4 @@
-"""Kill a training-and-saving run at random moments, again and again, and hold every recovery against a run in peace.
+"""Kill a training-and-saving run at random moments, and compare every recovery with an undisturbed run.
 
     python -m benchmarks.faults --kills 100
 
@@ -40,7 +40,7 @@ one would have ended the program with an error."""
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained."""
+    """The training run: method, placement, size, and how often it saves."""
 
     method: str = "isogclr"
     offload: str | None = None
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What happened."""
+    """Counts of what happened to the runs."""
 
     kills: int = 0
     inside_save: int = 0
@@ -94,7 +94,7 @@ class Training:
         self.optimizer.step()
 
     def save(self) -> None:
-        """Model beside the rows."""
+        """Save model and optimizer, then the rows."""
         models = self.directory / "models"
         models.mkdir(exist_ok=True)
         partial = models / "partial"
@@ -103,14 +103,14 @@ class Training:
         compopt.save(self.est, self.directory / "checkpoints", keep=self.setting.keep)
 
     def load(self) -> None:
-        """The newest complete checkpoint."""
+        """Load the newest complete checkpoint."""
         compopt.load(self.est, self.directory / "checkpoints")
         model, optimizer = torch.load(self.directory / "models" / f"{self.est.t}.pt")
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
 
     def digest(self) -> str:
-        """All state, bit for bit."""
+        """A hash of all bits of the state."""
         total = hashlib.sha256()
         states = [*self.model.state_dict().values()]
         for moments in self.optimizer.state_dict()["state"].values():
@@ -122,7 +122,7 @@ class Training:
 
 
 def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> dict[int, str]:
-    """Run from the newest checkpoint, if there is one, to the end; digests by step where it saved (in peace only)."""
+    """Run from the newest checkpoint, if there is one, to the end; the digests of its steps, if nobody kills it."""
     run = Training(setting, directory)
     if any((directory / "checkpoints").glob("*/manifest.json")):
         run.load()
@@ -141,7 +141,7 @@ def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> 
 
 
 def forked(function, *args) -> tuple[int, int]:
-    """Run a function in a child that ends without cleaning up; its process and the end of a pipe with its answer."""
+    """Run a function in a child that ends without cleaning up; the child's id and the pipe that gets its answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -169,19 +169,19 @@ def answer(pid: int, reading: int) -> str | None:
 
 
 def to_the_end(setting: Setting, directory: Path, flags: mmap.mmap) -> str:
-    """In a child: the final digest."""
+    """Train to the end, in a child; the final digest."""
     return train(setting, directory, flags)[setting.steps]
 
 
 def recovered(setting: Setting, directory: Path) -> str:
-    """In a child: which step the newest checkpoint is of, and its digest."""
+    """Load the newest checkpoint, in a child; its step and its digest."""
     run = Training(setting, directory)
     run.load()
     return f"{run.est.t} {run.digest()}"
 
 
 def reference(setting: Setting, directory: Path) -> str:
-    """In a child: digests of the undisturbed run."""
+    """Train undisturbed, in a child; the digests of all steps."""
     return " ".join(f"{t}:{digest}" for t, digest in train(setting, directory).items())
 
 
@@ -215,7 +215,7 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
 
 
 def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], outcome: Outcome) -> None:
-    """After a kill: the newest checkpoint loads and holds a state that the undisturbed run had."""
+    """Check, after a kill, that the newest checkpoint loads and holds a state that the undisturbed run had."""
     if not any((directory / "checkpoints").glob("*/manifest.json")):
         outcome.before_first += 1
         shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error of a left table file says
@@ -228,7 +228,7 @@ def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], 
 
 
 def drain(pid: int, reading: int) -> str:
-    """The answer of a child that nobody kills."""
+    """Wait for the answer of a child that nobody kills."""
     with os.fdopen(reading) as pipe:
         said = pipe.read()
     _, status = os.waitpid(pid, 0)
@@ -238,7 +238,7 @@ def drain(pid: int, reading: int) -> str:
 
 
 def fresh(directory: Path) -> Path:
-    """An empty directory."""
+    """Make an empty directory; what was there goes."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
@@ -257,14 +257,14 @@ def report(env: dict, lines: list[tuple[Setting, Outcome, float]], path: Path) -
 
 
 def show(outcome: Outcome) -> None:
-    """Progress."""
+    """Print how many kills there were."""
     print(f"{outcome.kills} kills", end="\r")
 
 
 def main() -> None:
-    """Torture every placement."""
+    """Kill and recover runs with every placement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="per setting")
+    parser.add_argument("--kills", type=int, default=100, help="kills per setting")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")

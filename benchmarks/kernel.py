@@ -88,7 +88,7 @@ def peak_bytes_apart(suite: str, name: str, B: int, d: int, module: str = "bench
 
 
 def check_equal_work(B: int, d: int) -> None:
-    """The estimator that is timed gives the gradient of cross-entropy (times tau, its own scale)."""
+    """Check that the estimator that is timed gives the gradient of cross-entropy (times tau, its own scale)."""
     z1, z2, index = batch(B, d, seed=0)
     grads = []
     for loss in (cross_entropy_both_ways, compopt.InfoNCEEstimator(TAU)):
@@ -99,7 +99,7 @@ def check_equal_work(B: int, d: int) -> None:
 
 
 def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: bool) -> dict:
-    """One section of the report."""
+    """Measure some contenders at one size."""
     contenders = {name: SUITES[suite][name] for name in names}
     seconds = interleaved(contenders, B, d, rounds)
     rows = {}
@@ -167,7 +167,7 @@ def parse() -> argparse.Namespace:
 
 
 def rounds_for(B: int, seconds: float) -> int:
-    """About `seconds` in all, at ten contenders and 60 GFLOP/s: between 5 and 200 rounds."""
+    """The number of rounds that takes about ``seconds``, at ten contenders and 60 GFLOP/s: between 5 and 200."""
     per_round = 10 * 1.5 * 6 * 512 * B * B / 60e9
     return int(min(200, max(5, seconds / per_round)))
 

@@ -39,7 +39,7 @@ HEAD += ["first call, ms"]
 
 
 def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str, result: Any) -> None:
-    """One rank of one case."""
+    """Measure one rank of one case."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -63,7 +63,7 @@ def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str,
 
 
 def _work(est: compopt.ContrastiveEstimator, n: int, rank: int) -> float:
-    """Two calls and what else a run does; seconds of the first call and commit."""
+    """Make two calls and what else a run does; seconds of the first call and commit."""
     generator = torch.Generator().manual_seed(rank)
     seconds = []
     for _ in range(2):
@@ -80,7 +80,7 @@ def _work(est: compopt.ContrastiveEstimator, n: int, rank: int) -> float:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """All ranks of one case."""
+    """Run all ranks of one case, each in a process of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -65,7 +65,7 @@ def fill(est: compopt.SogCLREstimator) -> None:
 
 
 def measure(rank: int, ranks: int, port: int, case: dict, folder: str, result: Any) -> None:
-    """One rank of one case."""
+    """Measure one rank of one case."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -93,7 +93,7 @@ def measure(rank: int, ranks: int, port: int, case: dict, folder: str, result: A
 
 
 def run(case: dict, folder: str | None) -> dict:
-    """A case in processes of its own; its files are removed."""
+    """Run a case in processes of its own; its files are removed."""
     print(", ".join(f"{key}={value}" for key, value in case.items()), file=sys.stderr, flush=True)
     ranks, context = case["ranks"], mp.get_context("spawn")
     with socket.socket() as probe:

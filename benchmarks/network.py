@@ -37,7 +37,7 @@ without updates whose prototypes are the newest m features (`updates=0, restart_
 
 
 def contenders(batch: int, dim: int, prototypes: int) -> dict[str, Callable[[], object]]:
-    """Actions of one size, warmed up."""
+    """Build what is timed at one size, warmed up: name -> action."""
     z = [torch.randn(2, batch, dim).unbind() for _ in range(3)]
     index, calls = torch.arange(batch), [0]
     options = {"dim": dim, "prototypes": prototypes}

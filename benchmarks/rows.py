@@ -44,7 +44,7 @@ def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
 
 
 class Work:
-    """About a number of milliseconds of matrix products: the same count of them every time."""
+    """A fixed number of matrix products, which took about so many milliseconds at construction."""
 
     def __init__(self, milliseconds: float, size: int = 384) -> None:
         self.a = torch.randn(size, size)
@@ -113,7 +113,7 @@ def evict(directory: Path) -> None:
 def main_thread(
     rows: OffloadedRows, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
 ) -> dict[str, list[float]]:
-    """What the calls cost the training thread, with work between them."""
+    """Time what the calls cost the training thread, with work between them."""
     spent: dict[str, list[float]] = {}
 
     def spend(name: str, call: Callable[[], object]) -> object:
@@ -250,7 +250,7 @@ def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: i
 
 
 def measure_layout(n: int, size: int, rounds: int) -> dict:
-    """One row of four float32 as a 16-byte element, against one tensor per column; memory really written."""
+    """Compare one row of four float32 as a 16-byte element with one tensor per column, in memory that was written."""
     table = torch.ones(n, dtype=torch.complex128)
     columns = [torch.ones(n) for _ in range(4)]
     words, values = torch.randn(size, dtype=torch.complex128), torch.randn(size)
@@ -278,7 +278,7 @@ def measure_layout(n: int, size: int, rounds: int) -> dict:
 
 
 def in_a_process(args: argparse.Namespace, kind: str, offload: str, n: int) -> dict:
-    """One measurement in a process of its own, its files removed whatever happens."""
+    """Measure in a process of its own; its files are removed whatever happens."""
     print(f"{kind}: {offload}, n = {n:,} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as directory:
         options = {"batch": args.batch, "pool": args.pool, "work": args.work, "step": args.step, "steps": args.steps}

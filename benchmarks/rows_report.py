@@ -1,4 +1,4 @@
-"""The table that `benchmarks/rows.py` writes of what it measured."""
+"""The page that ``benchmarks/rows.py`` writes about what it measured."""
 
 from __future__ import annotations
 

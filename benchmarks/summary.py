@@ -103,7 +103,7 @@ def ranks() -> Iterable[list[str]]:
 
 
 def resume() -> Iterable[list[str]]:
-    """What a resumed run differs in."""
+    """How far a resumed run is from an undisturbed one."""
     found = results("peers_resume")
     error = {one["name"]: f"{one['error']:.2g}" for one in found["gradients"]}
     runs = {one["name"]: one for one in found["runs"]}

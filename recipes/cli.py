@@ -95,7 +95,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
     machine.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="of the rendered glyphs; default $COMPOPT_CACHE or .cache"
+        "--cache-dir", type=Path, metavar="DIR", help="folder of the rendered glyphs; default $COMPOPT_CACHE or .cache"
     )
     machine.add_argument(
         "--deepspeed-config", type=Path, metavar="FILE", help="train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
@@ -126,7 +126,7 @@ def _add_batches(root: argparse.ArgumentParser, mode: str) -> None:
 
 
 def _batches(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments say of the batches, {} of random ones."""
+    """The options of the batches that the arguments name; {} for random ones."""
     given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
     batches.arguments(args.batches, given)
     return {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}
@@ -143,7 +143,7 @@ def _add_placement(root: argparse.ArgumentParser) -> None:
 
 
 def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
-    """One option per hyper-parameter; its help lists the methods that take it and their defaults."""
+    """Add an option per hyper-parameter; its help lists the methods that take it and their defaults."""
     group = root.add_argument_group(
         "hyper-parameters of the method",
         "Each method has its own defaults, in parentheses. A value given here replaces them.",
@@ -191,7 +191,7 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 
 
 def _prepare_machine(args: argparse.Namespace) -> None:
-    """Threads, and repeatable kernels where a device has others."""
+    """Set the number of threads, and choose repeatable kernels where a device has others."""
     args.device = launch.local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)

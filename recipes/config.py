@@ -1,4 +1,4 @@
-"""What a run is made of: the task it learns, what decides its result, and what only controls it."""
+"""The parts of a run: the task it learns, what decides its result, and what only controls it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Task(Protocol):
         """A freshly initialised model (torch's seed is set by the caller)."""
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """What the model's forward takes for a batch of training samples, one entry per sample in each.
+        """The inputs of the model's forward for a batch of training samples, one entry per sample in each.
 
         Called with the batch of all ranks, so that what augmentation draws from ``generator`` is the same on one
         rank and on many; the model returns both features (B, d) of the part that its rank takes.
@@ -69,6 +69,6 @@ class Control:
     resume: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     on_step: Callable[[Any], None] = lambda run: None  # called with the run after every update
-    placement: dict[str, Any] = field(default_factory=dict)  # of the rows: offload, offload_dir, shard
+    placement: dict[str, Any] = field(default_factory=dict)  # where rows live: offload, offload_dir, shard
     prefetch: bool = False  # fetch the next batch's rows while this one trains
     deepspeed: Path | None = None  # a configuration file

@@ -56,7 +56,7 @@ class Run:
         return slice(launch.rank() * size, (launch.rank() + 1) * size)
 
     def _build(self) -> None:
-        """The estimator comes after the accelerator, whose process group it sees, and is attached after prepare."""
+        """Build all parts; the estimator after the accelerator, whose group it sees, attached after ``prepare``."""
         config, device = self.config, self.control.device
         labels = self.task.group if config.options.get("group") else None
         per_epoch = self.steps_per_epoch * config.accumulate
@@ -91,7 +91,7 @@ class Run:
         return copy
 
     def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Weight matrices decay; biases, norms and a learned temperature do not."""
+        """Parameter groups: weight matrices decay; biases, norms and a learned temperature do not."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.config.weight_decay},
@@ -132,7 +132,7 @@ class Run:
         return self
 
     def _update(self, last: bool) -> None:
-        """A window of batches, and the update that they share."""
+        """Train on a window of batches, and make the update that they share."""
         self.prepared.train()
         window = self.config.accumulate
         for number in range(self.step * window, (self.step + 1) * window):
@@ -161,7 +161,7 @@ class Run:
         self.loss_count += 1
 
     def _encode(self, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Features, with their graph, of samples outside the batch; too few of them for batch statistics."""
+        """Encode samples outside the batch, with their graph; they are too few for batch statistics."""
         inputs = self.task.inputs(index, seeded("encode", self.config.seed, self.step))
         model = self.accelerator.unwrap_model(self.prepared).eval()
         features = model(*inputs)
@@ -188,7 +188,7 @@ class Run:
         return self.history[-1]
 
     def _measure(self) -> Metrics:
-        """Held-out measures, computed by the main process, and the mean training loss since the last time."""
+        """Measure on held-out data, on the main process, with the mean training loss since the last time."""
         model = self.model.eval()
         metrics: Metrics = {}
         if launch.is_main():

@@ -33,7 +33,7 @@ from torch import nn
 
 
 def local_device(device: torch.device) -> torch.device:
-    """``cuda`` is this rank's own card, the one that accelerate takes."""
+    """Replace ``cuda`` by this rank's own card, the one that accelerate takes."""
     if device.type != "cuda" or device.index is not None:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -60,7 +60,7 @@ def barrier() -> None:
 
 
 def from_main(value: Any) -> Any:
-    """What the main process has, on every rank."""
+    """Give every rank the value of the main process."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values)
@@ -69,7 +69,7 @@ def from_main(value: Any) -> Any:
 
 @contextlib.contextmanager
 def results_folder(folder: Path) -> Iterator[Path]:
-    """``folder`` on the main process; elsewhere one that goes.
+    """Yield ``folder`` on the main process, elsewhere a temporary one.
 
     All ranks draw, since reading sharded rows or gathering ZeRO 3's weights needs all of them.
     """
@@ -85,7 +85,7 @@ _first: list[tuple[Path | None, int]] = []
 
 
 def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
-    """A new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
+    """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
 
     Raises:
         ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
@@ -119,7 +119,7 @@ def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
 
 
 def _for_deepspeed(device: torch.device) -> dict[str, Any]:
-    """Prepare the environment; options of the ``Accelerator``."""
+    """Prepare the environment for DeepSpeed; further options of the ``Accelerator``."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
@@ -131,7 +131,7 @@ def _for_deepspeed(device: torch.device) -> dict[str, Any]:
 
 
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
-    """DeepSpeed wants to know what a rank takes per forward; there is no loader from which it could tell."""
+    """Tell DeepSpeed how many samples a rank takes per forward; there is no loader from which it could tell."""
     plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
@@ -142,7 +142,7 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], method: str) -> None:
-    """DeepSpeed's optimizers take the parameters of the model and no others."""
+    """Refuse a parameter outside the model under DeepSpeed, whose optimizers take only the model's."""
     if parameters and uses_deepspeed(accelerator):
         raise ValueError(
             f"{method} learns a parameter outside the model, which DeepSpeed does not take; leave --deepspeed-config "
@@ -152,7 +152,7 @@ def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], meth
 
 @contextlib.contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, every rank has all of the parameters, which ZeRO 3 keeps in pieces."""
+    """Give every rank all of the parameters, which ZeRO 3 keeps in pieces, inside the context."""
     parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
     if not parameters:
         yield

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float, dodge: bool = True) -> list[float]:
-    """One line per method, mean over seeds with the range shaded, its last value written at its end."""
+    """Draw one line per method, mean over seeds with the range shaded, its last value written at its end."""
     ends = []
     for colour, (method, group) in zip(COLOURS, by_method(runs).items(), strict=False):
         records = [[record for record in run.history if metric in record] for run in group]
@@ -54,7 +54,7 @@ def _label_ends(axis: Axes, ends: list[tuple[float, float, str]]) -> None:
 
 @plt.rc_context(STYLE)
 def recall(runs: Sequence[Run], path: Path) -> Path:
-    """The headline metric against samples seen, one line per method."""
+    """Draw the headline metric against samples seen, one line per method."""
     figure, axes = new_figure(7.2, 4.4)
     task, axis = runs[0].task, axes[0, 0]
     _curves(axis, runs, task.headline, 100)
@@ -67,7 +67,7 @@ def recall(runs: Sequence[Run], path: Path) -> Path:
 
 @plt.rc_context(STYLE)
 def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
-    """Mean squared error of the log-normalizers against samples seen, where it was measured."""
+    """Draw the mean squared error of the log-normalizers against samples seen, where it was measured."""
     runs = [run for run in runs if any("normalizer_error" in record for record in run.history)]
     if not runs:
         return None
@@ -93,7 +93,7 @@ def learned_temperatures(run: Run) -> tuple[Tensor, Tensor] | None:
 
 @plt.rc_context(STYLE)
 def temperatures(run: Run, path: Path) -> Path | None:
-    """Distribution of the learned temperatures, per direction."""
+    """Draw the distribution of the learned temperatures, per direction."""
     learned = learned_temperatures(run)
     if learned is None:
         return None
@@ -114,7 +114,7 @@ def temperatures(run: Run, path: Path) -> Path | None:
 
 @plt.rc_context(STYLE)
 def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | None:
-    """Temperature against how often a sample's caption occurs: iSogCLR expects it to rise."""
+    """Draw temperature against how often a sample's caption occurs: iSogCLR expects it to rise."""
     learned = learned_temperatures(run)
     if learned is None:
         return None
@@ -149,7 +149,7 @@ def _rank(a: Tensor, b: Tensor) -> float:
 @plt.rc_context(STYLE)
 @torch.no_grad()
 def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int = 4, seed: int = 0) -> Path:
-    """A random choice of queries, the upper half retrieved rightly, the lower half wrongly.
+    """Draw a random choice of queries, the upper half retrieved rightly, the lower half wrongly.
 
     Under each image stands the retrieved name, green if right; if wrong, red with the true name below it.
     """

@@ -52,7 +52,7 @@ def _control(args: argparse.Namespace, task: Task, config: Config, error_count: 
 
 
 def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
-    """Where this run's rows live; a file that a former run has left goes, unless it is to be continued."""
+    """Where this run's rows live; the file of a former run is removed, unless it is to be continued."""
     folder = None
     if args.offload == "disk":
         folder = (args.offload_dir or args.output_dir) / own / "rows"

@@ -56,7 +56,7 @@ class GlyphNames:
         return TwoTowers(len(self.tokenizer), self.tokenizer.length)
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images and tokens."""
+        """Images and tokens of a batch."""
         return self.images[index.to(self.device)], self.tokens[self.caption[index].to(self.device)]
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
@@ -114,7 +114,7 @@ class GlyphFaces:
         return Projected()
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Two views."""
+        """Two views of a batch."""
         batch, count = len(index), self.count[index]
         draw = torch.rand(2, batch, generator=generator)
         one = (draw[0] * count).long()

@@ -61,7 +61,7 @@ def draw(finished: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, measure, report."""
+    """Train what the arguments ask for, measure it, and report."""
     args = cli.parse(parser(), argv, GlyphNames.mode)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
     data = glyphs.load(args.cache_dir)

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, measure, report."""
+    """Train what the arguments ask for, measure it, and report."""
     args = cli.parse(parser(), argv, GlyphFaces.mode)
     task = GlyphFaces(glyphs.load(args.cache_dir), split_seed=args.split_seed, device=args.device)
     finished = runs.train_all(args, task)

@@ -1,4 +1,4 @@
-"""On paper: what a step costs at 1e9 samples on 64 GPUs, from what was counted and measured here.
+"""What a step costs at 1e9 samples on 64 GPUs: an estimate on paper, from what was counted and measured here.
 
     python -m benchmarks.history.scaling    # writes results/scaling.md, .json and .png (a minute)
 
@@ -50,7 +50,7 @@ def sent(K: int, B: int, d: int, row: int, moments: bool, shard: bool) -> dict[s
 
 
 def operations(K: int, B: int, d: int) -> float:
-    """Of the matrix products: a panel for each direction, then its gradient; one process shares the matrix."""
+    """Operations of the matrix products: a panel per direction, then its gradient; one process shares the matrix."""
     return 2 * (3 if K == 1 else 4 / K) * B * B * d
 
 
@@ -82,7 +82,7 @@ def count(rank: int, ranks: int, name: str, shard: bool) -> dict[str, Any]:
 
 
 def counted() -> list[dict[str, Any]]:
-    """Every number of ranks against the formulas."""
+    """Check every number of ranks against the formulas."""
     found = []
     for name in ESTIMATORS:
         for K in RANKS:
@@ -118,7 +118,7 @@ def times(K: int, B: int, args: argparse.Namespace, row: int, overhead: float, g
 
 
 def measured() -> dict[str, float]:
-    """From other results: the kernel's time over the bare products, a read and a commit in ms, LibAUC's rows."""
+    """Read from other results: the kernel's time over the bare products, a read and a commit in ms, LibAUC's rows."""
     speed = next(r for r in stored("kernel")["results"] if r["suite"] == "bimodal" and r["batch"] == 4096)["rows"]
     alone = speed["SogCLR + step"]["ratio to products"][1]
     tables = {(t["offload"], t["n"]): t["seconds"] for t in stored("rows")["results"]["tables"]}
@@ -135,7 +135,7 @@ def measured() -> dict[str, float]:
 
 
 def report(env: dict, found: list[dict], args: argparse.Namespace, known: dict[str, float]) -> tuple[list[str], dict]:
-    """The page, and its figures."""
+    """Write the page, and return it with its figures."""
     K, B, d, n = args.ranks, args.batch_size, args.dim, args.samples
     row = {f["name"]: f["row"] for f in found}
     held = memory(K, B, d, n, row["SogCLR"])
@@ -253,7 +253,7 @@ def _assumed(args: argparse.Namespace) -> list[str]:
 
 
 def draw(args: argparse.Namespace, row: int, known: dict[str, float], path: Path) -> None:
-    """Memory and time of a rank against the number of ranks, the batch of each rank held."""
+    """Draw memory and time of a rank against the number of ranks; the batch of each rank stays the same."""
     each = args.batch_size // args.ranks
     sizes = [2**power for power in range(3, 11)]
     with plots.plt.rc_context(plots.STYLE):

@@ -56,7 +56,7 @@ def _bytes(value: Any) -> int:
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """``work(rank, ranks, *args)`` in so many processes of one gloo group; what they return, by rank."""
+    """Run ``work(rank, ranks, *args)`` in so many processes of one gloo group; what they return, by rank."""
     context = mp.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -38,7 +38,7 @@ batches: the first epoch's are random, the second's are formed when it begins, t
 
 
 def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
-    """A run with random batches, and its seconds per epoch."""
+    """Train with random batches; the run, and its seconds per epoch."""
     task = GlyphNames(glyphs.load(None), split_seed=0, limit=limit)
     options = methods.METHODS["infonce"].options(task.mode, {"tau": TAU})
     run = Run(task, Config("infonce", options, BATCH, max(1, epochs), seed=seed), Control(eval_every=0))
@@ -50,7 +50,7 @@ def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
 
 
 def samplers(n: int, labels: Tensor, seed: int) -> dict[str, Any]:
-    """Name -> sampler; the first is never shown a feature."""
+    """Build the samplers by name; the first never sees a feature."""
     common: dict[str, Any] = {"tau": TAU, "seed": seed, "background": False}
     keep = min(150, n // BATCH // 10)
     return {
@@ -107,7 +107,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 
 def clustered(n: int, dim: int = 128) -> tuple[Tensor, Tensor]:
-    """Features in n / 50 heaps."""
+    """Random features around n / 50 centres."""
     generator = torch.Generator().manual_seed(0)
     heap = torch.randint(0, max(2, n // 50), (n,), generator=generator)
     centres = torch.randn(int(heap.max()) + 1, dim, generator=generator)
@@ -116,7 +116,7 @@ def clustered(n: int, dim: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def times(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    """Seconds per plan, sizes interleaved."""
+    """Time the forming of an epoch's batches, sizes in turns."""
     found: dict[int, dict[str, list[float]]] = {n: {"spectral": [], "OSGD": []} for n in sizes}
     for seed in range(rounds):
         for n in sizes:
@@ -132,7 +132,7 @@ def times(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
 
 
 def hidden(limit: int, epochs: int = 3) -> list[dict[str, Any]]:
-    """Seconds of every epoch of training with random and with spectral batches, and what the loop waited for them."""
+    """Time the epochs of training with random and with spectral batches, and the loop's waits for batches."""
     task = GlyphNames(glyphs.load(None), split_seed=0, limit=limit)
     options = methods.METHODS["infonce"].options(task.mode, {"tau": TAU})
     found = []

@@ -69,11 +69,11 @@ def _emc2(name: str, **options: Any) -> Contender:
     )
 
 
-CONTENDERS = [
+CONTENDERS = [  # their names are keys in files of runs; emc2_report.py has titles
     Contender("InfoNCE", lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau)),
     Contender(
         "InfoNCE without the positive",
-        lambda n, tau, seed: compopt.InfoNCEEstimator(tau=tau, include_positive=False),
+        lambda n, tau, seed: compopt.DCLEstimator(tau=tau),
     ),
     _sogclr(0.1),
     _sogclr(0.5),
@@ -135,7 +135,7 @@ class Problem:
         return float(loss) / tau + math.log(n - 1), gradient
 
     def estimate(self, contender: Contender, est: compopt.ContrastiveEstimator | None, index: Tensor) -> Tensor:
-        """A contender's loss of a batch, tau times the paper's."""
+        """A contender's loss on a batch: tau times the paper's."""
         if est is None:
             return self.all_negatives(index)
         return est(*self.features(index), index, encode=self.features if contender.encode else None)
@@ -178,17 +178,19 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The recipe's command line."""
+    """The study's command line."""
     result = argparse.ArgumentParser(
         "python -m benchmarks.studies.emc2_convergence", description=__doc__.split("::")[0]
     )
     result.add_argument("--steps", type=int, default=Setting.steps)
-    result.add_argument("--lr", type=float, nargs="+", default=[Setting.lr], help="one figure each")
+    result.add_argument("--lr", type=float, nargs="+", default=[Setting.lr], help="step sizes, a panel each")
     result.add_argument("--tau", type=float, default=Setting.tau)
     result.add_argument("--samples", type=int, default=Setting.n)
     result.add_argument("--batch-size", type=int, default=Setting.batch_size)
     result.add_argument("--seeds", type=int, nargs="+", default=[0])
-    result.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="of the step size")
+    result.add_argument(
+        "--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="schedules of the step size"
+    )
     result.add_argument("--only", nargs="+", help="contenders whose name begins like this")
     result.add_argument("--workers", type=int, default=2)
     result.add_argument("--output-dir", type=Path, default=Path("runs/emc2_convergence"))
@@ -218,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _key(result: dict[str, Any]) -> str:
-    """Of the job that a result is of."""
+    """The key of the job whose result this is."""
     return json.dumps([result["name"], result["schedule"], result["setting"]])
 
 

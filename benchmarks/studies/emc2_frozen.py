@@ -34,7 +34,7 @@ Job = tuple[str, int, int, int]  # contender, batch size, steps before the weigh
 
 
 def trained(problem: Problem, steps: int) -> None:
-    """Weights after so many steps against all negatives."""
+    """Train the weights for so many steps against all negatives."""
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=problem.setting.lr / problem.setting.tau)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ def trained(problem: Problem, steps: int) -> None:
 
 
 def gradient(problem: Problem) -> Tensor:
-    """What backward has added up, ``(p,)`` float64, in the paper's units; it begins anew."""
+    """Take the gradient that backward has added up, ``(p,)`` float64, in the paper's units, and clear it."""
     weights = list(problem.model.parameters())
     found = torch.cat([weight.grad.double().flatten() for weight in weights if weight.grad is not None])
     problem.model.zero_grad()
@@ -51,7 +51,7 @@ def gradient(problem: Problem) -> Tensor:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """One contender's gradients around the exact one; the first third of the calls is for it to settle."""
+    """Compare one contender's gradients with the exact one; in the first third of the calls it settles."""
     name, batch_size, steps, calls = job
     torch.set_num_threads(1)
     contender, setting = BY_NAME[name], Setting(batch_size=batch_size)
@@ -61,7 +61,7 @@ def measure(job: Job) -> dict[str, Any]:
     est = contender.build(setting.n, setting.tau, setting.seed) if contender.build else None
 
     def error(count: int) -> Tensor:
-        """Of the mean over so many calls."""
+        """The error of the mean over so many calls."""
         problem.model.zero_grad()
         total = torch.zeros_like(exact)
         for call in range(count):

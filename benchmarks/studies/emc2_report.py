@@ -21,7 +21,7 @@ def title(name: str) -> str:
 
 
 def panel(result: Result) -> tuple[str, str]:
-    """What runs of one panel share: the problem, and the schedule."""
+    """The panel of a run: its problem, and its schedule."""
     o = result["setting"]
     return (
         f"n {o['n']}, batch {o['batch_size']}, tau {o['tau']}",
@@ -30,7 +30,7 @@ def panel(result: Result) -> tuple[str, str]:
 
 
 def curves(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
-    """Seeds of one curve together, by panel and name."""
+    """Group the seeds of one curve, by panel and name."""
     found: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:
         found.setdefault(panel(result), {}).setdefault(result["name"], []).append(result)
@@ -38,7 +38,7 @@ def curves(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[Re
 
 
 def mean(values: Iterable[float]) -> float:
-    """Geometric, as the axis is."""
+    """The geometric mean, since the axis is logarithmic."""
     return statistics.geometric_mean(values)
 
 

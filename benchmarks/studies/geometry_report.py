@@ -41,7 +41,7 @@ def stepwise_table(results: list[Result]) -> str:
 
 
 def panels(results: list[Result]) -> dict[tuple[int, int, int], list[Result]]:
-    """Results of one problem together."""
+    """Group results by problem."""
     found: dict[tuple[int, int, int], list[Result]] = {}
     for result in results:
         found.setdefault((result["n"], result["batch_size"], result["dim"]), []).append(result)

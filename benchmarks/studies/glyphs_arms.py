@@ -1,4 +1,4 @@
-"""What the glyph study compares: methods, regimes and the grids that settings are chosen from."""
+"""The arms of the glyph study: methods, regimes and the grids that settings are chosen from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main_arms() -> list[Arm]:
 
 
 def caption_arms() -> list[Arm]:
-    """Pairs with the same caption, false negatives that an exact softmax finds first, are told to the estimator."""
+    """The estimator knows pairs with the same caption, false negatives that an exact softmax finds first."""
     taus, group = {"tau": REGIME_TAUS}, {"group": (1,)}
     arms = {
         "infonce": {"tau": (0.08, 0.12)},
@@ -51,7 +51,7 @@ def caption_arms() -> list[Arm]:
 
 
 def regime_arms() -> list[Arm]:
-    """Where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
+    """Regimes where state should pay: few negatives per batch, a sharp softmax, rows visited more often."""
     regimes: dict[str, tuple[dict[str, int], tuple[float, ...]]] = {
         "batch 8, 8k pairs, 4 epochs": ({"batch_size": 8, "limit": 8192, "epochs": 4}, REGIME_TAUS),
         "batch 32": ({"batch_size": 32}, TAUS),

@@ -1,4 +1,4 @@
-"""Table and picture of the glyph study, from the runs that ``benchmarks.studies.glyphs`` has finished."""
+"""Table and picture of the glyph study, from the runs that ``glyphs.py`` has finished."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def tuning_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
 
 
 def _chosen(arm: Arm, options: dict[str, Any]) -> str:
-    """What was chosen of the numbers that were tuned, edges marked."""
+    """The numbers that were chosen in tuning, those at an edge marked."""
     numbers = {name: values for name, values in arm.grid.items() if len(values) > 1 and not isinstance(values[0], str)}
     return " ".join(
         f"{name} {options[name]}{'*' * (options[name] in (min(values), max(values)))}"

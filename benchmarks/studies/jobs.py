@@ -74,7 +74,7 @@ def best(arm: Arm, results: Results, limit: int = 0) -> dict[str, Any] | None:
 
 
 def final_jobs(arm: Arm, results: Results, limit: int = 0) -> list[Job]:
-    """The arm's best setting on the seeds and the split that are reported."""
+    """The runs of the arm's best setting, on the seeds and the split that are reported."""
     chosen = best(arm, results, limit)
     if chosen is None:
         return []

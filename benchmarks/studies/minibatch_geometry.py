@@ -32,7 +32,7 @@ from compopt.samplers import OrderedBatchSampler, SpectralBatchSampler
 from compopt.samplers.pairs import batch_losses
 
 Result = dict[str, Any]
-STEPS, LR = 500, 0.5  # of the paper's Figure 4e
+STEPS, LR = 500, 0.5  # those of the paper's Figure 4e
 
 
 # -- optima ----------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def antipodes(gram: Tensor) -> list[tuple[int, int]]:
 
 
 def distance(z: Tensor) -> float:
-    """Of the vectors ``z`` (2, n, d) from the optimum."""
+    """The distance of the vectors ``z`` (2, n, d) from the optimum."""
     gram = z[0] @ z[1].T
     return float((gram - optimum(gram, z.shape[2])).norm())
 
@@ -89,7 +89,7 @@ def affine_blocks() -> Tensor:
 
 
 def batch_sets(n: int, size: int) -> dict[str, Tensor]:
-    """What is compared: name -> batches."""
+    """The sets of batches that are compared, by name."""
     every = all_batches(n, size)
     together = (every == 0).any(1) & (every == 1).any(1)
     sets = {
@@ -157,7 +157,7 @@ class Setting:
 
 
 def random_batches(setting: Setting) -> Any:
-    """A sampler that is never shown a feature."""
+    """A sampler that never sees a feature."""
     return SpectralBatchSampler(setting.n, setting.batch_size, tau=1.0, seed=setting.seed)
 
 
@@ -213,7 +213,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The recipe's command line."""
+    """The study's command line."""
     result = argparse.ArgumentParser(
         "python -m benchmarks.studies.minibatch_geometry", description=__doc__.split("::")[0]
     )
@@ -227,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run everything; write results.json, a table and pictures."""
+    """Run everything; write the figures, tables and pictures."""
     args = parser().parse_args(argv)
     fixed: list[Result] = []
     stepwise: list[Result] = []

@@ -1,4 +1,4 @@
-"""What the study of normalizers compares: settings, one cell of a table each, and their runs."""
+"""The settings that the study of normalizers compares, and their runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def ablation() -> Iterator[Cell]:
 
 
 def residual() -> Iterator[Cell]:
-    """The open switches: 8,192 pairs, four epochs, batch 16, one thing changed at a time."""
+    """The options of the residual normalizer: 8,192 pairs, four epochs, batch 16, one thing changed at a time."""
     tables: dict[str, dict[str, dict[str, Any]]] = {
         "Gain": {f"gamma {g}": {"gamma": g} for g in (0.1, 0.3, 0.5, 0.7, 0.9)},
         "Gradient through alpha": {"on": {}, "off": {"through_alpha": 0}},

@@ -1,1 +1,1 @@
-"""Side by side with what one would use otherwise. ``make bench`` builds the environment that these modules need."""
+"""compopt beside other packages. ``make bench`` builds the environment that these modules need."""

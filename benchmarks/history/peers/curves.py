@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """One training run: its method, how it went on, its seed."""
 
     method: str
     how: str
@@ -60,14 +60,14 @@ class Case:
 
 
 def commits(cases: Sequence[Case], file: Path = FILE) -> str:
-    """Of the runs."""
+    """Say how many runs there are, and at which commits they were made."""
     keys = {case.key for case in cases}
     found = dict.fromkeys(record["commit"] for record in read_runs(file) if record["key"] in keys)
     return f"Training runs: {len(keys)}, a thread each, of commit {', '.join(found)}."
 
 
 def collected(cases: Sequence[Case], workers: int = 2, file: Path = FILE) -> dict[Case, list[dict[str, float]]]:
-    """The curve of every case: steps, loss, R@1. What is not in the file is run, and added to it unless limited."""
+    """The curve of every case: steps, loss, R@1. A case that is not in the file is run, and added unless limited."""
     known = {record["key"]: record["curve"] for record in read_runs(file)}
     missing = [case for case in cases if case.key not in known]
     facts = environment()
@@ -120,7 +120,7 @@ def gap(a: list[dict[str, float]], b: list[dict[str, float]], field: str) -> flo
 
 
 def begin(description: str | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Options and surroundings of a script that compares curves."""
+    """Parse the options of a script that compares curves; its arguments, and the machine's description."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2)

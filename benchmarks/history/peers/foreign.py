@@ -37,7 +37,7 @@ class Foreign(compopt.InfoNCEEstimator, ABC):
 
     @abstractmethod
     def loss(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        """The package's."""
+        """The loss of the package."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def _isogclr(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstima
 
 
 def register() -> None:
-    """Make them methods of the recipe, in this process."""
+    """Add the other packages' losses to the recipe's methods, in this process."""
     METHODS.update(
         {
             "open_clip-clip": Method(

@@ -20,11 +20,11 @@ def features(batch: int, dim: int, visit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Norm of the difference, of the norm."""
+    """Norm of the difference, divided by the norm of ``wanted``."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def rescaled(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """The factor on ``found`` that brings it nearest, and the relative error that is left: what Adam would notice."""
+    """The factor on ``found`` that brings it nearest, and the relative error that is left, which Adam would notice."""
     factor = float((found * wanted).sum() / np.square(found).sum())
     return factor, relative(factor * found, wanted)

@@ -36,7 +36,7 @@ def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False
 
 
 def gcl_bimodal_object(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Any:
-    """The loss itself."""
+    """LibAUC's ``GCLoss_v2`` as an object, with its state."""
     learned = {"temperature_scheme": "individual_learnable", **INDIVIDUAL} if individual else {}
     return packages.gcl_bimodal(n, tau=tau, gamma=gamma, **{**learned, **options})
 

@@ -25,7 +25,7 @@ def _declare_operators() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages."""
+    """The packages' versions."""
     return {name: version(name) for name in NAMES}
 
 
@@ -66,6 +66,6 @@ def sentence_losses() -> Any:
 
 
 def quiet(build: Any, *args: Any, **kwargs: Any) -> Any:
-    """Construct what prints in its constructor."""
+    """Call something that prints, without its output."""
     with contextlib.redirect_stdout(io.StringIO()):
         return build(*args, **kwargs)

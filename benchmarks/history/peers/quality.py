@@ -36,7 +36,7 @@ SIGLIP: Grid = {"tau": (*TAUS, 0.18), "bias": (-10.0, -5.0)}  # the paper's -10 
 
 
 def our_arms(batch_size: int) -> list[Arm]:
-    """Ours: the glyph study's; what it lacks at 32 and 256 has a grid as wide as its own at 32."""
+    """Our methods: the glyph study's arms; those that it lacks at 32 and 256 get a grid as wide as its own at 32."""
     regime = f"batch {batch_size}"
     wide = [
         replace(arm, regime=regime, batch_size=batch_size)
@@ -71,13 +71,13 @@ def foreign_arms(ours: list[Arm]) -> list[Arm]:
 
 
 def arms() -> list[Arm]:
-    """All, by batch size."""
+    """All arms, by batch size."""
     by_size = [our_arms(size) for size in (32, 64, 256)]
     return [arm for ours in by_size for arm in (*ours, *foreign_arms(ours))]
 
 
 def results(file: Path) -> dict[str, dict[str, Any]]:
-    """Of this study and of the glyph study."""
+    """Finished runs of this study and of the glyph study."""
     return {**jobs.finished(jobs.RESULTS), **jobs.finished(file)}
 
 
@@ -134,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--methods", nargs="+", help="only these")
-    parser.add_argument("--regimes", nargs="+", help="only these, for example 'batch 64'")
+    parser.add_argument("--methods", nargs="+", help="only these methods")
+    parser.add_argument("--regimes", nargs="+", help="only these regimes, for example 'batch 64'")
     parser.add_argument("--trial", type=int, default=0, metavar="N", help="N pairs, one epoch, one setting per method")
     parser.add_argument("--results", type=Path, default=FILE)
     args = parser.parse_args()

@@ -81,7 +81,7 @@ CONTENDERS: dict[str, Build] = {
 
 
 def run(name: str, rank: int, ranks: int, batch: int, dim: int, visits: int) -> dict[str, Any]:
-    """This rank's part of a few visits; gradient and traffic of the last."""
+    """Carry out this rank's part of a few visits; gradient and traffic of the last."""
     loss = CONTENDERS[name](rank, ranks)
     own = slice(rank * batch // ranks, (rank + 1) * batch // ranks)
     for visit in range(visits):
@@ -94,7 +94,7 @@ def run(name: str, rank: int, ranks: int, batch: int, dim: int, visits: int) -> 
 
 
 def every(rank: int, ranks: int, *args: int) -> dict[str, Any]:
-    """All contenders on this rank; a package that fails is told so."""
+    """Run all contenders on this rank; where a package fails, its error is the result."""
     found = {}
     for name in CONTENDERS:
         try:

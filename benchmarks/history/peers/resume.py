@@ -76,9 +76,10 @@ STATEFUL: dict[str, tuple[Callable[[], Any], Loss]] = {
 
 
 def next_gradient(name: str) -> dict[str, Any]:
-    """Of the gradient after a resume: relative error, the factor that was taken out; how many tensors were kept.
+    """Compare the next gradient after a resume with that of the undisturbed loss.
 
-    Also the error where the whole object was pickled, in place of its ``state_dict()``.
+    The result has the relative error, the factor that was taken out, how many tensors ``state_dict()`` kept, and the
+    error where the whole object was pickled instead.
     """
     build, call = STATEFUL[name]
     torch.manual_seed(0)
@@ -102,7 +103,7 @@ def next_gradient(name: str) -> dict[str, Any]:
 
 
 def _stored(value: Any) -> Any:
-    """What a file gives back."""
+    """Save a value to a file in memory, and load it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -67,7 +67,7 @@ CONTENDERS: dict[str, Callable[[int], Step]] = {
 
 
 def row_bytes() -> dict[str, int]:
-    """What a sample takes in each, read off small ones."""
+    """Bytes of a sample in each contender, read off small tables."""
     widths = {}
     for name, make in (("compopt SogCLR", sogclr), ("compopt iSogCLR", isogclr)):
         widths[name] = sum(
@@ -91,13 +91,13 @@ class Batches:
         return torch.randint(0, self.n, (self.batch,), generator=self._generator)
 
     def seconds(self, step: Step, index: Tensor) -> float:
-        """Of one step of one contender."""
+        """Time one step of one contender."""
         z1, z2 = (z.clone().requires_grad_() for z in self._features)
         return timed(lambda: step(z1, z2, index))
 
 
 def memory(name: str, batches: Batches, rounds: int) -> int:
-    """What is resident after the steps, beyond what was before construction."""
+    """Bytes resident after the steps, beyond those before construction."""
     losses.gcl_bimodal(2, TAU)  # importing packages is not construction
     before = status("RssAnon")
     step = CONTENDERS[name](batches.n)
@@ -107,7 +107,7 @@ def memory(name: str, batches: Batches, rounds: int) -> int:
 
 
 def times(batches: Batches, rounds: int) -> dict[str, dict[str, Any]]:
-    """Every contender's construction, first steps and later ones, in turns."""
+    """Time every contender's construction, first steps and later ones, in turns."""
     steps: dict[str, Step] = {}
     found: dict[str, dict[str, Any]] = {}
     losses.gcl_bimodal(2, TAU)
@@ -143,7 +143,7 @@ def lines(results: list[dict[str, Any]]) -> str:
 
 
 def apart(args: argparse.Namespace, name: str, n: int) -> Any:
-    """A measure in a process of its own: a contender's memory, or the times of all."""
+    """Measure in a process of its own: a contender's memory, or the times of all."""
     command = [sys.executable, "-m", "benchmarks.history.peers.rows", "--one", name, str(n)]
     command += ["--batch-size", str(args.batch_size), "--dim", str(args.dim), "--rounds", str(args.rounds)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)

@@ -99,12 +99,12 @@ def fits(peak: tuple[int, int] | None, name: str, B: int, limit: float) -> bool:
 
 
 def rounds(B: int, seconds: float) -> int:
-    """As many as the kernel's own benchmark takes, but at most 60, and 3 where one is a minute."""
+    """The number of rounds: that of the kernel's benchmark, but at most 60, and 3 where one takes a minute."""
     return 3 if B > 8192 else min(60, kernel.rounds_for(B, seconds))
 
 
 def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Every size, without those who would not fit."""
+    """Measure every size, without the contenders that would not fit."""
     results: list[dict[str, Any]] = []
     peaks: dict[str, tuple[int, int]] = {}  # the largest batch that each has had, and its bytes
     for B in sizes:
@@ -115,7 +115,7 @@ def measure(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: f
 
 
 def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int, peaks: bool = True) -> dict[str, Any]:
-    """Quartiles of the seconds, ratios within a round, peak memory."""
+    """Measure one size: quartiles of the seconds, ratios within a round, peak memory."""
     print(f"{suite}, B = {B} ...", file=sys.stderr, flush=True)
     times = kernel.interleaved({name: SUITES[suite][name] for name in names}, B, d, rounds)
     rows = {}
@@ -132,7 +132,7 @@ def measure_one(suite: str, names: list[str], B: int, d: int, rounds: int, peaks
 
 
 def with_kept_pages(sizes: Sequence[int], d: int, seconds: float) -> list[dict[str, Any]]:
-    """Times in a process whose allocator keeps its pages, as a caching allocator of a GPU does."""
+    """Measure times in a process whose allocator keeps its pages, as a caching allocator of a GPU does."""
     command = [sys.executable, "-m", "benchmarks.history.peers.speed", "--times-only", "--sizes", *map(str, sizes)]
     command += ["--dim", str(d), "--seconds", str(seconds)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | KEEP_PAGES, cwd=ROOT)
@@ -140,7 +140,7 @@ def with_kept_pages(sizes: Sequence[int], d: int, seconds: float) -> list[dict[s
 
 
 def section(result: dict[str, Any]) -> list[str]:
-    """A table."""
+    """The table of one size."""
     B = result["batch"]
     title = f"## {result['suite']}, B = {B:,}, d = {result['dim']} ({result['rounds']} rounds)"
     title += ", pages kept" * result.get("kept", False)
@@ -169,7 +169,7 @@ def ratios(results: list[dict[str, Any]]) -> list[str]:
 
 
 def report(env: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """The result file."""
+    """The result page."""
     lines = heading("Loss and gradients: compopt and the other packages", {**env, **packages.versions()})
     lines += [
         "One call is a loss with both feature gradients, and for compopt the commit of the rows, which the others",

@@ -100,7 +100,7 @@ TWINS: dict[str, tuple[Callable[[], Call], Callable[[], Call]]] = {
 
 
 def gradients(build: Callable[[], Call], dtype: torch.dtype = torch.float32) -> list[np.ndarray]:
-    """Of every visit."""
+    """The gradients of every visit."""
     call, found = build(), []
     for visit in range(VISITS):
         z1, z2, index = features(BATCH, DIM, visit)
@@ -113,7 +113,7 @@ def gradients(build: Callable[[], Call], dtype: torch.dtype = torch.float32) -> 
 
 
 def compare(name: str) -> dict[str, Any]:
-    """First visit, and the worst of all."""
+    """Compare a pair: the errors of the first and of the last visit, and the worst against float64."""
     ours, theirs = TWINS[name]
     exact, own, other = gradients(ours, torch.float64), gradients(ours), gradients(theirs)
     pairs = [rescaled(a, b) for a, b in zip(own, other, strict=True)]
@@ -125,7 +125,7 @@ def compare(name: str) -> dict[str, Any]:
 
 
 def training(seeds: list[int], workers: int, limit: int) -> tuple[list[dict[str, Any]], dict[Case, list], str]:
-    """R@1 of both, the gap of their curves and that of ours to ours rounded otherwise; the curves; their commits."""
+    """Train the pairs: R@1 and the gaps of the curves, to theirs and to ours rounded otherwise; curves; commits."""
     cases = [Case(m, WHOLE, seed, limit) for pair in PAIRS.items() for m in pair for seed in seeds]
     cases += [Case(m, ROUNDED, seed, limit) for m in PAIRS for seed in seeds]
     runs = curves.collected(cases, workers)
