@@ -16,6 +16,7 @@ from compopt import TemperatureDual
 from recipes.engine import Run
 from recipes.methods import METHODS
 from recipes.plots import COLOURS, RIGHT, STYLE, WRONG, new_figure, plt, save_figure
+from recipes.report import quartiles
 from recipes.runs import by_method
 from recipes.tasks import GlyphNames
 
@@ -125,8 +126,7 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
     present = [k for k in times.unique().tolist() if (times == k).sum() >= 20]
     for direction, name in enumerate(("image anchors", "text anchors")[: tau.shape[1]]):
         colour = (COLOURS[4], COLOURS[2])[direction]
-        quartiles = [tau[times == k, direction].quantile(torch.tensor([0.25, 0.5, 0.75])) for k in present]
-        low, middle, high = torch.stack(quartiles, dim=1).numpy()
+        low, middle, high = np.transpose([quartiles(tau[times == k, direction].tolist()) for k in present])
         axis.fill_between(present, low, high, color=colour, alpha=0.15, linewidth=0)
         label = f"{name} (r = {_rank(tau[:, direction], times):+.2f})"
         axis.plot(present, middle, color=colour, marker="o", markersize=4, label=label)

@@ -62,8 +62,8 @@ def carry_out(jobs: Iterable[Job], args: argparse.Namespace, module: str = "benc
 
 def _subprocess(job: Job, threads: int, module: str) -> dict[str, Any]:
     command = [sys.executable, "-m", module, "run-one", job.key, "--threads", str(threads)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{job.key} failed:\n{process.stderr[-2000:]}")
     return json.loads(process.stdout.splitlines()[-1])

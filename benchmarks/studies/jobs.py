@@ -33,7 +33,7 @@ class Job:
     epochs: int = 2
     seed: int = TUNE_SEED
     split: int = TUNE_SPLIT
-    limit: int = field(default=0)
+    limit: int = 0
     errors: int = 0  # how many times the error of the normalizers is measured on the way
     batches: dict[str, Any] = field(default_factory=dict)
 
