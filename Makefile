@@ -34,7 +34,7 @@ lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
 	$(BIN)/mypy --strict --follow-imports=silent tests/typing/user.py
 
 bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
-	$(BENCH_VENV)/bin/python -m benchmarks.peers $(BENCH_ARGS)
+	$(BENCH_VENV)/bin/python -m benchmarks.history.peers $(BENCH_ARGS)
 
 clean:  ## remove build outputs and caches; keeps the environment and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -56,12 +56,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e ".[deepspeed]"
 	@touch $(VENV)/.recipes $@
 
-# The other packages come without their dependencies, which would replace torch; benchmarks/peers/imports.txt has the rest.
+# The other packages come without their dependencies, which would replace torch; benchmarks/history/peers/imports.txt has the rest.
 BENCH_INSTALL = $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/peers/packages.txt benchmarks/peers/imports.txt
+$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/history/peers/packages.txt benchmarks/history/peers/imports.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_INSTALL) -c constraints.txt setuptools
 	$(BENCH_INSTALL) -c constraints.txt --no-build-isolation -e ".[recipes]"
-	$(BENCH_INSTALL) --no-deps -r benchmarks/peers/packages.txt
-	$(BENCH_INSTALL) -r benchmarks/peers/imports.txt
+	$(BENCH_INSTALL) --no-deps -r benchmarks/history/peers/packages.txt
+	$(BENCH_INSTALL) -r benchmarks/history/peers/imports.txt
 	@touch $@

@@ -9,12 +9,10 @@ Contenders of one size run round-robin in one process on the same features.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +20,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import compopt
-from benchmarks.machine import cell, environment, heading, table, timed
+from benchmarks.machine import timed
+from benchmarks.saved import save
 from compopt.negatives import chains
 from compopt.negatives.walk import Walk
+from recipes.report import environment, heading, quartiles, spread, table
 
 SIZES = [("unimodal", 32), ("unimodal", 64), ("unimodal", 256), ("bimodal", 256), ("bimodal", 1024)]
 DIM = 128
@@ -68,7 +68,7 @@ def watched(spare: int | None = None) -> Iterator[list[tuple[Any, Walk, float]]]
 
 
 def cost(mode: str, batch: int, rounds: int) -> dict[str, Any]:
-    """Times of one size."""
+    """Time the chains, EMC2, SogCLR and InfoNCE at one size."""
     n = 16 * batch
     z = [torch.randn(2, batch, DIM).unbind() for _ in range(3)]
     made: dict[str, compopt.ContrastiveEstimator] = {
@@ -94,9 +94,12 @@ def cost(mode: str, batch: int, rounds: int) -> dict[str, Any]:
     return {"mode": mode, "batch": batch, "proposals": (2 if mode == "unimodal" else 1) * (batch - 1), "times": times}
 
 
-def cost_table(results: list[dict]) -> list[str]:
+def cost_table(results: list[dict]) -> str:
     names = ["chains", "EMC2", "SogCLR", "InfoNCE"]
-    lines = [[r["mode"], str(r["batch"]), str(r["proposals"]), *(cell(r["times"][k]) for k in names)] for r in results]
+    lines = [
+        [r["mode"], str(r["batch"]), str(r["proposals"]), *(spread(quartiles(r["times"][k])) for k in names)]
+        for r in results
+    ]
     return table(["mode", "B", "R", *names], lines)
 
 
@@ -112,7 +115,7 @@ class Mean:
         self.unused: list[float] = []
 
     def add(self, half: int, direction: int, index: Tensor, weights: Tensor, stored: Tensor, outside: Tensor) -> None:
-        """``weights``: ``(b, B)`` of the batch's samples; ``outside``: of the stored one."""
+        """Add a batch: ``weights`` ``(b, B)`` are those of its samples, ``outside`` those of the stored ones."""
         total = self.sums[half, direction]
         total[index[:, None], index[None]] += weights
         total[index, stored] += outside
@@ -128,7 +131,7 @@ class Mean:
 
 
 def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, Any]:
-    """One kind of draws at one temperature."""
+    """Move chains of one kind at one temperature; the bias of their mean weights, and what they visit."""
     generator = torch.Generator().manual_seed(0)
     z1, z2 = (normalize(torch.randn(n, 16, generator=generator), dim=1) for _ in range(2))
     s = torch.stack([z1 @ z2.T, z2 @ z1.T])
@@ -166,14 +169,14 @@ def bias(kind: str, tau: float, n: int, batch: int, epochs: int) -> dict[str, An
 
 
 def root(result: dict[str, Any]) -> str:
-    """The bias, where there is one."""
+    """The bias with its interval; a dash where it is not above zero."""
     square, error = result["square"], 2 * result["error"]
     if square <= error:
         return "-"
     return "{:.3f} ({:.3f} to {:.3f})".format(*(x**0.5 for x in (square, square - error, square + error)))
 
 
-def bias_table(results: list[dict]) -> list[str]:
+def bias_table(results: list[dict]) -> str:
     by = {(r["tau"], r["kind"]): r for r in results}
     taus = list(dict.fromkeys(r["tau"] for r in results))
     lines = []
@@ -202,14 +205,11 @@ def main() -> None:
     samples, taus = (200, TAUS[1:2]) if args.quick else (SAMPLES, TAUS)
     costs = [cost(*size, rounds) for size in sizes]
     biases = [bias(kind, tau, samples, BATCH, epochs) for tau in taus for kind in KINDS]
-    parts = [COST, "", *cost_table(costs), "", "## Bias", "", BIAS.format(epochs=epochs), "", *bias_table(biases)]
-    text = "\n".join([*heading("EMC2's chains", env), *parts, ""])
+    parts = [COST, "", cost_table(costs), "", "## Bias", "", BIAS.format(epochs=epochs), "", bias_table(biases)]
+    text = "\n".join([*heading("EMC2's chains", env), *parts])
     print(text)
     if not args.quick:
-        target = Path(__file__).parent / "results"
-        (target / "chains.md").write_text(text)
-        content = {"environment": env, "costs": costs, "biases": biases}
-        (target / "chains.json").write_text(json.dumps(content, indent=1) + "\n")
+        save("chains", text, env, {"costs": costs, "biases": biases})
 
 
 if __name__ == "__main__":

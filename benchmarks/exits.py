@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
-import hashlib
 import itertools
 import os
 import shutil
@@ -22,20 +21,15 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import compopt
-from benchmarks.machine import environment, heading, save, table
-from compopt.samplers import OrderedBatchSampler
+from benchmarks.exits_rank import RANKS, one_rank
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
 
-RANKS, N, BATCH, STEPS, DIM = 2, 2000, 32, 4, 8
 SECONDS = 60.0  # after which an exit counts as hung
 SETTINGS = {
     "offload": [None, "cpu", "disk"],
@@ -50,109 +44,15 @@ nobody takes them; *one rank*: the same on rank 0 alone. The process group is de
 or kept. *Threads late*: during and after its last collectives the rank does not hand over the interpreter's lock by
 itself, so that torch's thread waits for it when it wants to let go of their tensors; on a busy machine that happens now
 and then. *torch alone* is the control: one `all_gather` and the end, without compopt, the group kept."""
+KEPT: list[object] = []  # what a script has in its global variables when it ends
 GROUPS = ("destroyed", "destroyed after the estimator", "kept")
-KEPT = []  # what a script has in its global variables when it ends
-
-
-# one rank -----------------------------------------------------------------------------------------
-
-
-def batches(rank: int) -> list[tuple[torch.Tensor, ...]]:
-    """This rank's part of every batch."""
-    g, own = torch.Generator().manual_seed(7), slice(rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS)
-    data = [(torch.randn(2, BATCH, DIM, generator=g), torch.randperm(N, generator=g)[:BATCH]) for _ in range(STEPS + 2)]
-    return [(z[0][own], z[1][own], index[own]) for z, index in data]
-
-
-def train(rank: int, case: dict, folder: str) -> object:
-    """Says what was learned, returns what is alive at the end."""
-    options = {"offload_dir": folder} if case["offload"] == "disk" else {}
-    est = compopt.SogCLREstimator(N, offload=case["offload"], shard=case["shard"], **options)
-    data = batches(rank)
-    loop = data[:STEPS]
-    for z1, z2, index in est.prefetch(loop) if case["ahead"] in ("a loader", "one rank") else loop:
-        est(z1, z2, index)
-        est.step()
-    sampler = planning(rank) if case["sampler"] else None
-    rows = est.read(torch.arange(N))
-    print(hashlib.sha256(b"".join(column.numpy().tobytes() for column in rows.values())).hexdigest()[:16], flush=True)
-    if case["ahead"] == "under way" or (case["ahead"] == "one rank" and rank == 0):
-        for _, _, index in data[STEPS:]:
-            est.prefetch(index)
-    last(case, lambda: est.eval()(*data[0]))
-    return est, sampler
-
-
-def planning(rank: int) -> OrderedBatchSampler:
-    """A sampler that is busy with its next epoch."""
-    sampler = OrderedBatchSampler(64, 16, candidates=30, keep=5)
-    own = torch.arange(64)[rank::RANKS]
-    sampler.observe(own, *torch.randn(2, len(own), DIM, generator=torch.Generator().manual_seed(rank)))
-    do = sampler.do
-
-    def slowly(piece: object) -> torch.Tensor:
-        time.sleep(0.01)
-        return do(piece)
-
-    sampler.do = slowly
-    list(sampler)
-    return sampler
-
-
-def one_rank(rank: int, port: int, case: dict, folder: str) -> None:
-    """A run, up to the point where a script's last line has been executed."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    if case.get("alone"):
-        print("done", flush=True)
-        gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        last(case, lambda: getattr(dist, gather)(torch.empty(2000), torch.ones(1000)))
-    else:
-        KEPT.append(train(rank, case, folder))
-    if case["group"] == "destroyed after the estimator":
-        KEPT.clear()
-    if case["group"] != "kept":
-        dist.destroy_process_group()
-
-
-def last(case: dict, collectives: Callable[[], object]) -> None:
-    """The last collectives of a rank."""
-    if case["threads"] == "late":
-        make_late()
-    collectives()
-
-
-def make_late() -> None:
-    """From here on this thread keeps the interpreter's lock during and after collectives."""
-    sys.setswitchinterval(1000.0)
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce"):
-        if hasattr(dist, name):
-            setattr(dist, name, late(getattr(dist, name)))
-
-
-def late(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective after which torch's thread is the last that has the tensors, and waits for the lock."""
-
-    def call(*tensors: torch.Tensor, **options: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            collective(*tensors, **options)
-            return
-        future = collective(*tensors, **options, async_op=True).get_future()
-        while not future.done():
-            pass
-        future.value()  # raises its error
-        del future
-        until = time.perf_counter() + 0.02
-        while time.perf_counter() < until:
-            pass
-
-    return call
 
 
 # many runs ----------------------------------------------------------------------------------------
 
 
 def pair(case: dict, folder: str) -> list[dict]:
-    """Two ranks, from beginning to end. A rank does not return from here: it ends."""
+    """Run two ranks from beginning to end; what each said, and its exit code. A rank does not return: it ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -164,7 +64,7 @@ def pair(case: dict, folder: str) -> list[dict]:
             for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
                 os.dup2(os.open(place / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), stream.fileno())
             faulthandler.register(signal.SIGUSR1)
-            one_rank(rank, port, case, str(place / "rows"))
+            one_rank(rank, port, case, str(place / "rows"), KEPT)
             raise SystemExit  # through all of the interpreter's end, unlike os._exit
         children.append(child)
     codes = wait(children)
@@ -174,7 +74,7 @@ def pair(case: dict, folder: str) -> list[dict]:
 
 
 def wait(children: list[int]) -> list[int | None]:
-    """Exit codes, minus the signal of those that one ended; None where the end had to be forced."""
+    """Wait for the exit codes: minus the signal where one ended the process, None where the end had to be forced."""
     codes: dict[int, int | None] = {}
     latest = time.monotonic() + SECONDS
     while len(codes) < len(children):
@@ -193,7 +93,7 @@ def wait(children: list[int]) -> list[int | None]:
 
 
 def judge(answer: dict, expected: str) -> str:
-    """How one exit went."""
+    """Name the way in which one process ended."""
     if answer["out"] != expected:
         return "no result" if not answer["out"] else "wrong"
     if answer["code"] is None:
@@ -204,7 +104,7 @@ def judge(answer: dict, expected: str) -> str:
 
 
 def measure(cases: list[dict], rounds: int, folder: str) -> list[dict]:
-    """Counts by setting."""
+    """Run every case so many times; how often each way of ending occurred."""
     expected: dict[bool, str] = {}
     counts = [collections.Counter() for _ in cases]
     for turn in range(rounds):
@@ -240,7 +140,7 @@ def bad_of_all(results: list[dict], **chosen: object) -> str:
 
 
 def report(env: dict, results: list[dict], control: dict) -> str:
-    """A line per placement, a column per fate of the group."""
+    """The page: a line per placement, a column for each moment at which the group is destroyed."""
     lines = [
         [
             f"{offload or 'beside the features'}{', shard=True' if shard else ''}; threads {threads}",
@@ -259,7 +159,7 @@ def report(env: dict, results: list[dict], control: dict) -> str:
     total = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     head = ["bad exits; group:", *GROUPS]
     facts = f"All exits but the control's: {total}."
-    return "\n".join([*heading("Exits of two ranks", env), ABOUT, "", *table(head, lines), facts, ""])
+    return "\n".join([*heading("Exits of two ranks", env), ABOUT, "", table(head, lines), "", facts, ""])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Kill a training-and-saving run at random moments, again and again, and hold every recovery against a run in peace.
+"""Kill a training-and-saving run at random moments, and compare every recovery with an undisturbed run.
 
     python -m benchmarks.faults --kills 100
 
@@ -12,7 +12,6 @@ end: the final state is bit for bit that of the undisturbed run. Any difference 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import mmap
 import os
 import random
@@ -26,27 +25,19 @@ from pathlib import Path
 
 import torch
 
-import compopt
+from benchmarks.faults_training import INSIDE, Setting, Training, train
+from benchmarks.saved import RESULTS
+from recipes.report import environment, heading, table
 
-DIM, BATCH = 8, 32
-SAVED, INSIDE = 1, 2  # what a run tells of itself: bytes of shared memory
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is trained."""
-
-    method: str = "isogclr"
-    offload: str | None = None
-    n: int = 300_000
-    steps: int = 24
-    save_every: int = 1
-    keep: int = 2
+ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
+was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
+resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
+one would have ended the program with an error."""
 
 
 @dataclass
 class Outcome:
-    """What happened."""
+    """Counts of what happened to the runs."""
 
     kills: int = 0
     inside_save: int = 0
@@ -55,87 +46,8 @@ class Outcome:
     resumed_from: set[int] = field(default_factory=set)
 
 
-class Training:
-    """Model, optimizer and estimator, and their common checkpoint.
-
-    The model's file is written, under the number of the step, before ``compopt.save``: the newest complete checkpoint
-    of the estimator then always has its model.
-    """
-
-    def __init__(self, setting: Setting, directory: Path) -> None:
-        self.setting, self.directory = setting, directory
-        torch.manual_seed(0)
-        self.model = torch.nn.ModuleList([torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        options = {"offload": setting.offload}
-        if setting.offload == "disk":
-            options["offload_dir"] = directory / "rows"
-        if setting.method == "sogclr":
-            self.est = compopt.SogCLREstimator(setting.n, gamma=0.7, tau=0.1, **options)
-        else:
-            self.est = compopt.ISogCLREstimator(setting.n, gamma=0.7, rho=1.0, tau_init=0.1, **options)
-        self.est.attach(self.optimizer)
-
-    def step(self, number: int) -> None:
-        """One update; its batch is a function of its number."""
-        generator = torch.Generator().manual_seed(number)
-        # half of the samples come from a small set, so that rows are visited again
-        index = torch.cat([torch.randperm(50, generator=generator)[: BATCH // 2],
-                           50 + torch.randint(self.setting.n - 50, (BATCH // 2,), generator=generator)])  # fmt: skip
-        x, y = torch.randn(2, BATCH, DIM, generator=generator)
-        self.optimizer.zero_grad()
-        self.est(self.model[0](x), self.model[1](x + 0.5 * y), index).backward()
-        self.optimizer.step()
-
-    def save(self) -> None:
-        """Model beside the rows."""
-        models = self.directory / "models"
-        models.mkdir(exist_ok=True)
-        partial = models / "partial"
-        torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
-        os.replace(partial, models / f"{self.est.t}.pt")
-        compopt.save(self.est, self.directory / "checkpoints", keep=self.setting.keep)
-
-    def load(self) -> None:
-        """The newest complete checkpoint."""
-        compopt.load(self.est, self.directory / "checkpoints")
-        model, optimizer = torch.load(self.directory / "models" / f"{self.est.t}.pt")
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
-
-    def digest(self) -> str:
-        """All state, bit for bit."""
-        total = hashlib.sha256()
-        states = [*self.model.state_dict().values()]
-        for moments in self.optimizer.state_dict()["state"].values():
-            states += list(moments.values())
-        state = self.est.state_dict()
-        for tensor in (*states, *state["rows"].values()):
-            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
-
-
-def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> dict[int, str]:
-    """Run from the newest checkpoint, if there is one, to the end; digests by step where it saved (in peace only)."""
-    run = Training(setting, directory)
-    if any((directory / "checkpoints").glob("*/manifest.json")):
-        run.load()
-    digests = {}
-    while run.est.t < setting.steps:
-        run.step(run.est.t)
-        if run.est.t % setting.save_every == 0 or run.est.t == setting.steps:
-            if flags is not None:
-                flags[INSIDE] = 1
-            run.save()
-            if flags is not None:
-                flags[INSIDE], flags[SAVED] = 0, 1
-        if flags is None:
-            digests[run.est.t] = run.digest()
-    return {**digests, setting.steps: run.digest()}
-
-
 def forked(function, *args) -> tuple[int, int]:
-    """Run a function in a child that ends without cleaning up; its process and the end of a pipe with its answer."""
+    """Run a function in a child that ends without cleaning up; the child's id and the pipe that gets its answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -163,19 +75,19 @@ def answer(pid: int, reading: int) -> str | None:
 
 
 def to_the_end(setting: Setting, directory: Path, flags: mmap.mmap) -> str:
-    """In a child: the final digest."""
+    """Train to the end, in a child; the final digest."""
     return train(setting, directory, flags)[setting.steps]
 
 
 def recovered(setting: Setting, directory: Path) -> str:
-    """In a child: which step the newest checkpoint is of, and its digest."""
+    """Load the newest checkpoint, in a child; its step and its digest."""
     run = Training(setting, directory)
     run.load()
     return f"{run.est.t} {run.digest()}"
 
 
 def reference(setting: Setting, directory: Path) -> str:
-    """In a child: digests of the undisturbed run."""
+    """Train undisturbed, in a child; the digests of all steps."""
     return " ".join(f"{t}:{digest}" for t, digest in train(setting, directory).items())
 
 
@@ -209,7 +121,7 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
 
 
 def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], outcome: Outcome) -> None:
-    """After a kill: the newest checkpoint loads and holds a state that the undisturbed run had."""
+    """Check, after a kill, that the newest checkpoint loads and holds a state that the undisturbed run had."""
     if not any((directory / "checkpoints").glob("*/manifest.json")):
         outcome.before_first += 1
         shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error of a left table file says
@@ -222,7 +134,7 @@ def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], 
 
 
 def drain(pid: int, reading: int) -> str:
-    """The answer of a child that nobody kills."""
+    """Wait for the answer of a child that nobody kills."""
     with os.fdopen(reading) as pipe:
         said = pipe.read()
     _, status = os.waitpid(pid, 0)
@@ -232,49 +144,40 @@ def drain(pid: int, reading: int) -> str:
 
 
 def fresh(directory: Path) -> Path:
-    """An empty directory."""
+    """Make an empty directory; what was there goes."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
 
 
-def report(lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
-    """The result file."""
-    from recipes.report import environment, markdown_table
-
-    header = ["rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
-    rows = [["method", *header]]
+def report(env: dict, lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
+    """Write the result page."""
+    head = ["method", "rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
+    rows = []
     for setting, outcome, seconds in lines:
         counts = (outcome.kills, outcome.inside_save, outcome.before_first, outcome.ends)
         resumed = f"{len(outcome.resumed_from)} of {setting.steps // setting.save_every} checkpoints"
         place = f"{setting.n:,} on {setting.offload or 'device'}"
         rows.append([setting.method, place, *map(str, counts), resumed, f"{seconds:.0f}"])
-    facts = "\n".join(f"- {key}: {value}" for key, value in environment().items())
-    path.write_text(
-        "# Killed runs\n\n"
-        "SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint\n"
-        "was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every\n"
-        "resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:\n"
-        f"one would have ended the program with an error.\n\n{markdown_table(rows)}\n\n{facts}\n"
-    )
+    path.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, rows, "ll"), ""]))
 
 
 def show(outcome: Outcome) -> None:
-    """Progress."""
+    """Print how many kills there were."""
     print(f"{outcome.kills} kills", end="\r")
 
 
 def main() -> None:
-    """Torture every placement."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=100, help="per setting")
+    """Kill and recover runs with every placement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="kills per setting")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "faults.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "faults.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lines = []
+    env, lines = environment(), []
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         for offload in args.offload:
             setting = Setting(offload=None if offload == "none" else offload)
@@ -282,7 +185,7 @@ def main() -> None:
             outcome = torture(setting, args.kills, args.seed, Path(folder), say=show)
             lines.append((setting, outcome, time.perf_counter() - started))
             print(f"{offload}: {outcome}")
-    report(lines, args.output)
+    report(env, lines, args.output)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,135 +24,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from benchmarks.machine import ROOT, environment, heading, save
-
-TAU = 0.07
-CHUNK = 512
-SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is not the data set
-
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> loss
-Runner = Callable[[Tensor, Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Contender:
-    what: str
-    build: Callable[[int, int], Runner]  # (B, d) -> one call
-
-
-def loss_and_gradients(loss: LossFn) -> Runner:
-    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
-        loss(z1, z2, index).backward()
-
-    return run
-
-
-def estimator(make: Callable[[int], compopt.ContrastiveEstimator], commit: bool = False):
-    """`make` builds the estimator of a data set of n samples."""
-
-    def build(B: int, d: int) -> Runner:
-        est = make(SAMPLES_PER_BATCH * B)
-
-        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
-            est(z1, z2, index).backward()
-            if commit:
-                est.step()
-            else:
-                est.discard()
-
-        return run
-
-    return build
-
-
-def products(preallocate: bool):
-    """The three products of every bimodal method; their values stand in for the coefficient matrix."""
-
-    def build(B: int, d: int) -> Runner:
-        buffers = (torch.empty(B, B), torch.empty(B, d), torch.empty(B, d)) if preallocate else (None,) * 3
-
-        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
-            s, g1, g2 = buffers
-            with torch.no_grad():
-                s = torch.mm(z1, z2.T, out=s)
-                g1 = torch.mm(s, z2, out=g1)
-                g2 = torch.mm(s.T, z1, out=g2)
-
-        return run
-
-    return build
-
-
-def unimodal_products(B: int, d: int) -> Runner:
-    """Every view is anchor and candidate: `Z Z^T` and `(A + A^T) Z` of the 2B stacked features."""
-
-    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
-        with torch.no_grad():
-            z = torch.cat([z1, z2])
-            torch.mm(torch.mm(z, z.T), z)
-
-    return run
-
-
-def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / TAU
-    target = torch.arange(len(z1))
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-
-
-def nt_xent(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-    B = len(z1)
-    z = F.normalize(torch.cat([z1, z2]), dim=1)
-    logits = (z @ z.T / TAU).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(2 * B).roll(B))
-
-
-def autograd(loss: LossFn):
-    return lambda B, d: loss_and_gradients(loss)
-
-
-def learned_tau(n: int) -> compopt.ContrastiveEstimator:
-    return compopt.ContrastiveEstimator(
-        compopt.MovingAverageEstimator(n),
-        compopt.FixedTemperature(torch.tensor(TAU, requires_grad=True)),
-    )
-
-
-PRODUCTS = "products"
-BIMODAL = {
-    PRODUCTS: Contender("three bare products, allocating as any method does", products(False)),
-    "products, preallocated": Contender("the same into buffers kept between calls", products(True)),
-    "cross_entropy": Contender("autograd, `F.cross_entropy` both ways", autograd(cross_entropy_both_ways)),
-    "InfoNCE": Contender("`InfoNCEEstimator(tau)`", estimator(lambda n: compopt.InfoNCEEstimator(TAU))),
-    "SogCLR": Contender("`SogCLREstimator(n, tau)`", estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU))),
-    "SogCLR + step": Contender(
-        "the same and the commit of its rows",
-        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU), commit=True),
-    ),
-    "SogCLR, normalize=False": Contender(
-        "SogCLR that cannot know its features to be bounded",
-        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False)),
-    ),
-    "SogCLR, tensor tau": Contender("SogCLR with a tau that requires grad", estimator(learned_tau)),
-    "SogCLR, chunked": Contender(
-        f"SogCLR with `chunk_size={CHUNK}`",
-        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, chunk_size=CHUNK)),
-    ),
-    "iSogCLR": Contender(
-        "`ISogCLREstimator(n)`: individual temperatures",
-        estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0)),
-    ),
-}
-UNIMODAL = {
-    PRODUCTS: Contender("two bare products of the 2B stacked features", unimodal_products),
-    "NT-Xent": Contender("autograd, `F.cross_entropy` over the 2B views", autograd(nt_xent)),
-    "SogCLR unimodal": Contender(
-        '`SogCLREstimator(n, tau, mode="unimodal")`',
-        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal")),
-    ),
-}
-SMALL = ["cross_entropy", "InfoNCE", "SogCLR", "SogCLR + step", "iSogCLR"]
-SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
+from benchmarks.contenders import (
+    BIMODAL,
+    PRODUCTS,
+    SAMPLES_PER_BATCH,
+    SMALL,
+    SUITES,
+    TAU,
+    UNIMODAL,
+    Contender,
+    cross_entropy_both_ways,
+    products,
+)
+from benchmarks.machine import status
+from benchmarks.saved import ROOT, save
+from recipes.report import environment, heading, quartiles, spread, table
 
 
 def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,19 +62,9 @@ def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -
     return seconds
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """[25 %, median, 75 %]."""
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
 def ratios(seconds: dict[str, list[float]], name: str, base: str) -> list[float]:
     """Quartiles of the ratio of two contenders in the same round."""
     return quartiles([a / b for a, b in zip(seconds[name], seconds[base], strict=True)])
-
-
-def kilobytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0])
 
 
 def peak_bytes(contender: Contender, B: int, d: int) -> int:
@@ -202,9 +75,9 @@ def peak_bytes(contender: Contender, B: int, d: int) -> int:
         run = contender.build(size, d)
         a, b = z1[:size].clone().requires_grad_(), z2[:size].clone().requires_grad_()
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present VmRSS
-        before = kilobytes("VmRSS")
+        before = status("VmRSS")
         run(a, b, torch.arange(size) if size < B else index)
-    return 1024 * (kilobytes("VmHWM") - before)
+    return status("VmHWM") - before
 
 
 def peak_bytes_apart(suite: str, name: str, B: int, d: int, module: str = "benchmarks.kernel") -> int:
@@ -215,7 +88,7 @@ def peak_bytes_apart(suite: str, name: str, B: int, d: int, module: str = "bench
 
 
 def check_equal_work(B: int, d: int) -> None:
-    """The estimator that is timed gives the gradient of cross-entropy (times tau, its own scale)."""
+    """Check that the estimator that is timed gives the gradient of cross-entropy (times tau, its own scale)."""
     z1, z2, index = batch(B, d, seed=0)
     grads = []
     for loss in (cross_entropy_both_ways, compopt.InfoNCEEstimator(TAU)):
@@ -226,7 +99,7 @@ def check_equal_work(B: int, d: int) -> None:
 
 
 def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: bool) -> dict:
-    """One section of the report."""
+    """Measure some contenders at one size."""
     contenders = {name: SUITES[suite][name] for name in names}
     seconds = interleaved(contenders, B, d, rounds)
     rows = {}
@@ -241,12 +114,8 @@ def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: b
     return {"suite": suite, "batch": B, "dim": d, "rounds": rounds, "rows": rows}
 
 
-def spread(values: list[float], unit: float, digits: int) -> str:
-    low, median, high = (f"{v / unit:.{digits}f}" for v in values)
-    return f"{median} ({low} to {high})"
-
-
 def section(result: dict) -> list[str]:
+    """The table of one suite at one size."""
     B, d = result["batch"], result["dim"]
     bases = [key for key in next(iter(result["rows"].values())) if key.startswith("ratio")]
     small = not bases
@@ -254,16 +123,15 @@ def section(result: dict) -> list[str]:
     with_memory = "peak_bytes" in next(iter(result["rows"].values()))
     if with_memory:
         head += ["peak, MiB", "without gradients, B x B buffers"]
-    lines = [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", ""]
-    lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    body = []
     for name, row in result["rows"].items():
-        cells = [name, spread(row["seconds"], 1e-6 if small else 1e-3, 0 if small else 1)]
-        cells += [spread(row[base], 1, 2) for base in bases]
+        cells = [name, spread(row["seconds"], 0, 1e-6) if small else spread(row["seconds"], 1, 1e-3)]
+        cells += [spread(row[base]) for base in bases]
         if with_memory:
             peak = row["peak_bytes"]  # two float32 gradients of B x d are 8 B d bytes of it
             cells += [f"{peak / 2**20:.1f}", f"{(peak - 8 * B * d) / (4 * B * B):.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, ""]
+        body.append(cells)
+    return [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", "", table(head, body), ""]
 
 
 def report(env: dict, results: list[dict]) -> str:
@@ -276,13 +144,11 @@ def report(env: dict, results: list[dict]) -> str:
         "included; the last column leaves these out and counts in float32 B x B matrices. A load average",
         "well above 0 before the run means that other work shared the machine.",
         "",
-        "| contender | what one call does |",
-        "|---|---|",
     ]
     measured = {(r["suite"], name) for r in results for name in r["rows"]}
-    for suite, contenders in SUITES.items():
-        lines += [f"| {suite}: {n} | {c.what} |" for n, c in contenders.items() if (suite, n) in measured]
-    lines.append("")
+    known = [(suite, name, c.what) for suite, contenders in SUITES.items() for name, c in contenders.items()]
+    body = [[f"{suite}: {name}", what] for suite, name, what in known if (suite, name) in measured]
+    lines += [table(["contender", "what one call does"], body, "l"), ""]
     for result in results:
         lines += section(result)
     return "\n".join(lines)
@@ -301,7 +167,7 @@ def parse() -> argparse.Namespace:
 
 
 def rounds_for(B: int, seconds: float) -> int:
-    """About `seconds` in all, at ten contenders and 60 GFLOP/s: between 5 and 200 rounds."""
+    """The number of rounds that takes about ``seconds``, at ten contenders and 60 GFLOP/s: between 5 and 200."""
     per_round = 10 * 1.5 * 6 * 512 * B * B / 60e9
     return int(min(200, max(5, seconds / per_round)))
 

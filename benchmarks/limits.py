@@ -22,7 +22,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from benchmarks.machine import environment, heading, resident, save, table
+from benchmarks.machine import status
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
 
 MIB, DIM, BATCH = 2**20, 64, 256
 BUILD: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
@@ -36,14 +38,8 @@ HEAD = ["rows", "bytes of the table, GiB", "asked for, MiB", "written, MiB", "fi
 HEAD += ["first call, ms"]
 
 
-def asked() -> int:
-    """Bytes of anonymous memory that this process has written or reserved."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-
-
 def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str, result: Any) -> None:
-    """One rank of one case."""
+    """Measure one rank of one case."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -51,13 +47,13 @@ def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str,
     options |= {"shard": True} if ranks > 1 else {}
     warm = {**options, "offload_dir": f"{folder}/warm"} if case["offload"] else options
     _work(BUILD[case["name"]](1000, **warm), 1000, rank)  # threads, pages of the allocator
-    before, anonymous = asked(), resident()["RssAnon"]
+    reserved, anonymous = status("VmData"), status("RssAnon")
     start = time.perf_counter()
     est = BUILD[case["name"]](case["n"], **options)
     built = time.perf_counter() - start
     first = _work(est, case["n"], rank)
     files = [path.stat().st_blocks * 512 for path in Path(folder).glob("rows/*")]
-    own = {"asked": asked() - before, "written": resident()["RssAnon"] - anonymous}
+    own = {"asked": status("VmData") - reserved, "written": status("RssAnon") - anonymous}
     if rank == 0:
         words = est._table.layout.row_bytes
         result.update(own, row_bytes=words, built=built, first=first, file=sum(files))
@@ -67,7 +63,7 @@ def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str,
 
 
 def _work(est: compopt.ContrastiveEstimator, n: int, rank: int) -> float:
-    """Two calls and what else a run does; seconds of the first call and commit."""
+    """Make two calls and what else a run does; seconds of the first call and commit."""
     generator = torch.Generator().manual_seed(rank)
     seconds = []
     for _ in range(2):
@@ -84,7 +80,7 @@ def _work(est: compopt.ContrastiveEstimator, n: int, rank: int) -> float:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """All ranks of one case."""
+    """Run all ranks of one case, each in a process of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -120,7 +116,7 @@ def main() -> None:
             *heading("Tables larger than memory", env),
             f"{about} {note} {grown}",
             "",
-            *table(HEAD, list(map(line, results))),
+            table(HEAD, list(map(line, results))),
         ]
     )
     print(text)

@@ -23,7 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from benchmarks.machine import environment, heading, resident, save, table
+from benchmarks.machine import resident, status
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
 
 MIB = 2**20
 RANKS = 4
@@ -38,11 +40,11 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most, self._ended = resident()["RssAnon"], threading.Event()
+        self.most, self._ended = status("RssAnon"), threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(0.002):
-            self.most = max(self.most, resident()["RssAnon"])
+            self.most = max(self.most, status("RssAnon"))
 
     def __enter__(self) -> Peak:
         self.start()
@@ -63,7 +65,7 @@ def fill(est: compopt.SogCLREstimator) -> None:
 
 
 def measure(rank: int, ranks: int, port: int, case: dict, folder: str, result: Any) -> None:
-    """One rank of one case."""
+    """Measure one rank of one case."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -91,7 +93,7 @@ def measure(rank: int, ranks: int, port: int, case: dict, folder: str, result: A
 
 
 def run(case: dict, folder: str | None) -> dict:
-    """A case in processes of its own; its files are removed."""
+    """Run a case in processes of its own; its files are removed."""
     print(", ".join(f"{key}={value}" for key, value in case.items()), file=sys.stderr, flush=True)
     ranks, context = case["ranks"], mp.get_context("spawn")
     with socket.socket() as probe:
@@ -133,7 +135,7 @@ def report(env: dict, results: list[dict]) -> str:
         ]
         for r in results
     ]
-    return "\n".join([*heading("Memory of tables and of saving them, per rank", env), ABOUT, "", *table(head, body)])
+    return "\n".join([*heading("Memory of tables and of saving them, per rank", env), ABOUT, "", table(head, body)])
 
 
 def main() -> None:

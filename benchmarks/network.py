@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 
 import compopt
-from benchmarks.machine import cell, environment, heading, save, table, timed
+from benchmarks.machine import timed
+from benchmarks.saved import save
+from recipes.report import environment, heading, quartiles, spread, table
 
 SIZES = [  # batch, dim, prototypes
     (64, 128, 1024),
@@ -35,7 +37,7 @@ without updates whose prototypes are the newest m features (`updates=0, restart_
 
 
 def contenders(batch: int, dim: int, prototypes: int) -> dict[str, Callable[[], object]]:
-    """Actions of one size, warmed up."""
+    """Build what is timed at one size, warmed up: name -> action."""
     z = [torch.randn(2, batch, dim).unbind() for _ in range(3)]
     index, calls = torch.arange(batch), [0]
     options = {"dim": dim, "prototypes": prototypes}
@@ -98,13 +100,13 @@ def report(env: dict, results: list[dict]) -> str:
     lines = [
         [
             ", ".join(map(str, r["size"])),
-            *(cell(r["times"][name]) for name in names),
+            *(spread(quartiles(r["times"][name])) for name in names),
             f"{r['ratio']:.2f}",
             f"{r['ratio with sums']:.2f}",
         ]
         for r in results
     ]
-    return "\n".join([*heading("The neural normalizer's inner loop", env), ABOUT, "", *table(head, lines)])
+    return "\n".join([*heading("The neural normalizer's inner loop", env), ABOUT, "", table(head, lines)])
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,42 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import compopt
-from benchmarks.machine import ROOT, environment, resident, save, timed
+from benchmarks.machine import resident, timed
 from benchmarks.rows_report import COLD_BATCHES, report, step_table
-from compopt.stores import DiskStore, OffloadedRows, RowStore, Ticket, open_rows
+from benchmarks.rows_steps import CPU, DESCRIPTION, Work, batches, measure_step, step_overhead
+from benchmarks.saved import ROOT, save
+from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
+from recipes.report import environment, quartiles
 
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
 QUICK = [("cpu", 10**5), ("disk", 10**7)]
 LAYOUTS = [10**5, 10**7, 2 * 10**8]
-DESCRIPTION = {"columns": {"log_u": [2, "float32"], "count": [2, "int32"]}}
-CPU = torch.device("cpu")
-
-
-def quartiles(values: list[float]) -> list[float]:
-    low, median, high = statistics.quantiles(values, n=4)
-    return [low, median, high]
-
-
-def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(n, (size,), generator=g) for _ in range(count)]
-
-
-class Work:
-    """About a number of milliseconds of matrix products: the same count of them every time."""
-
-    def __init__(self, milliseconds: float, size: int = 384) -> None:
-        self.a = torch.randn(size, size)
-        until = time.perf_counter() + 0.5  # the first ones are several times slower
-        while time.perf_counter() < until:
-            self.a @ self.a
-        one = statistics.median(timed(lambda: self.a @ self.a) for _ in range(200))
-        self.count = max(1, round(milliseconds * 1e-3 / one))
-
-    def __call__(self) -> None:
-        for _ in range(self.count):
-            self.a @ self.a
 
 
 # one table ----------------------------------------------------------------------------------------
@@ -116,7 +89,7 @@ def evict(directory: Path) -> None:
 def main_thread(
     rows: OffloadedRows, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
 ) -> dict[str, list[float]]:
-    """What the calls cost the training thread, with work between them."""
+    """Time what the calls cost the training thread, with work between them."""
     spent: dict[str, list[float]] = {}
 
     def spend(name: str, call: Callable[[], object]) -> object:
@@ -141,119 +114,11 @@ def main_thread(
     return {name: quartiles(values) for name, values in spent.items()}
 
 
-# the whole step ------------------------------------------------------------------------------------
-
-
-def measure_step(offload: str, n: int, directory: str, size: int, pool_size: int, work_ms: float, steps: int) -> dict:
-    """Added wall time of a step that reads and commits a batch of rows, with and without prefetch."""
-    options = {"offload_dir": directory} if offload == "disk" else {}
-    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
-    block, pool = torch.randn(size, 1, dtype=torch.complex128), batches(n, size, pool_size, 2)
-    for batch in pool:
-        rows.fetch(batch, batch)
-        rows.commit(batch, block)
-    rows.settle()
-    work = Work(work_ms)
-
-    def bare() -> None:
-        for _ in range(steps):
-            work()
-
-    def fetched() -> None:
-        for batch in pool[:steps]:
-            work()
-            rows.commit(batch, rows.fetch(batch, batch))
-
-    under_way: list[Ticket] = []
-
-    def first() -> None:
-        under_way[:] = [rows.prefetch(pool[0], CPU)]
-
-    def prefetched() -> None:
-        for k in range(steps):
-            under_way.append(rows.prefetch(pool[k + 1], CPU))
-            work()
-            rows.commit(pool[k], under_way.pop(0).take())
-
-    contenders = {"bare": bare, "no prefetch": fetched, "prefetch": prefetched}
-    result = interleave(contenders, steps, rounds=25, prepare={"prefetch": first})
-    rows.close()
-    return {"offload": offload, "n": n, "rows": size, "step": result}
-
-
-def interleave(
-    contenders: dict[str, Callable[[], None]],
-    steps: int,
-    rounds: int,
-    prepare: dict[str, Callable[[], None]],
-) -> dict[str, list[float]]:
-    """Seconds per step, and what each contender adds to the first of its round; preparations are not counted."""
-    spent: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name, call in contenders.items():
-            if name in prepare:  # the batch before the first step, which an endless loop would have prefetched
-                prepare[name]()
-                time.sleep(0.005)
-            seconds = timed(call) / steps
-            if turn:  # the first round starts threads
-                spent[name].append(seconds)
-    base = next(iter(contenders))
-    added = {
-        f"{name}, added": quartiles([a - b for a, b in zip(values, spent[base], strict=True)])
-        for name, values in spent.items()
-        if name != base
-    }
-    return {name: quartiles(values) for name, values in spent.items()} | added
-
-
-def step_overhead(n: int, offload: str, directory: str, batch: int = 512, dim: int = 128, steps: int = 5) -> dict:
-    """A whole training step of SogCLR, about 20 ms, against the same step with its rows beside the features.
-
-    The encoders are two linear maps and as many matrix products as fill 20 ms; the estimators differ only in where
-    their rows are. The baseline has at most 10,000,000 rows.
-    """
-    options = {"offload_dir": directory} if offload == "disk" else {}
-    here = compopt.SogCLREstimator(min(n, 10**7))
-    there = compopt.SogCLREstimator(n, offload=offload, **options)
-    encoders = [torch.nn.Linear(dim, dim) for _ in range(2)]
-    x = [torch.randn(batch, dim) for _ in range(2)]
-
-    def step(est: compopt.SogCLREstimator, index: Tensor, work: Callable[[], object]) -> None:
-        work()
-        est(encoders[0](x[0]), encoders[1](x[1]), index).backward()
-        est.step()
-
-    pool = [index % min(n, 10**7) if n < 10**7 else index for index in batches(n, batch, 200, 3)]
-    local = [index % min(n, 10**7) for index in pool]
-    for index, near in zip(pool, local, strict=True):  # warm
-        step(there, index, lambda: None)
-        step(here, near, lambda: None)
-    bare = statistics.median(timed(lambda: step(here, local[0], lambda: None)) for _ in range(20))
-    work = Work(max(1.0, 20 - 1e3 * bare))
-
-    def loop(est: compopt.SogCLREstimator, pool: list[Tensor], prefetching: bool) -> Callable[[], None]:
-        def run() -> None:
-            for k in range(steps):
-                if prefetching:
-                    est.prefetch(pool[k + 1])
-                step(est, pool[k], work)
-
-        return run
-
-    contenders = {
-        "offload=None": loop(here, local, False),
-        "no prefetch": loop(there, pool, False),
-        "prefetch": loop(there, pool, True),
-    }
-    prepare = {"prefetch": lambda: there.prefetch(pool[0])}
-    return {"offload": offload, "n": n, "rows": batch, "step": interleave(contenders, steps, 25, prepare)}
-
-
 # layout -------------------------------------------------------------------------------------------
 
 
 def measure_layout(n: int, size: int, rounds: int) -> dict:
-    """One row of four float32 as a 16-byte element, against one tensor per column; memory really written."""
+    """Compare one row of four float32 as a 16-byte element with one tensor per column, in memory that was written."""
     table = torch.ones(n, dtype=torch.complex128)
     columns = [torch.ones(n) for _ in range(4)]
     words, values = torch.randn(size, dtype=torch.complex128), torch.randn(size)
@@ -277,14 +142,11 @@ def measure_layout(n: int, size: int, rounds: int) -> dict:
     return {"n": n, "seconds": {k: quartiles(v) for k, v in spent.items()}, "columns to rows": quartiles(ratio)}
 
 
-# the report ---------------------------------------------------------------------------------------
-
-
 # running ------------------------------------------------------------------------------------------
 
 
 def in_a_process(args: argparse.Namespace, kind: str, offload: str, n: int) -> dict:
-    """One measurement in a process of its own, its files removed whatever happens."""
+    """Measure in a process of its own; its files are removed whatever happens."""
     print(f"{kind}: {offload}, n = {n:,} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as directory:
         options = {"batch": args.batch, "pool": args.pool, "work": args.work, "step": args.step, "steps": args.steps}
@@ -343,10 +205,9 @@ def main() -> None:
     env, results = environment(), {"tables": [], "steps": [], "training": [], "layouts": []}
     largest = [chosen[-1]] if args.quick else [("cpu", 2 * 10**8), ("disk", 10**9)]
     results["steps"] = [in_a_process(args, "step", *one) for one in largest]
-    if hasattr(compopt.SogCLREstimator, "prefetch"):
-        results["training"] = [in_a_process(args, "training", *one) for one in largest]
+    results["training"] = [in_a_process(args, "training", *one) for one in largest]
     if args.steps_only:
-        print("\n".join(line for r in (results["steps"], results["training"]) if r for line in step_table(r)))
+        print("\n\n".join(step_table(r) for r in (results["steps"], results["training"]) if r))
         return
     results["tables"] = [in_a_process(args, "table", *one) for one in chosen]
     results["layouts"] = [in_a_process(args, "layout", "none", n) for n in (LAYOUTS[:2] if args.quick else LAYOUTS)]

@@ -1,10 +1,10 @@
-"""The table that `benchmarks/rows.py` writes of what it measured."""
+"""The page that ``benchmarks/rows.py`` writes about what it measured."""
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks.machine import heading, table
+from recipes.report import heading, spread, table
 
 COLD_BATCHES = 20  # batches of a table that was never touched before
 
@@ -30,9 +30,7 @@ TRAINING_ABOUT = (
 )
 
 
-def spread(values: list[float], unit: float = 1e-6, digits: int = 0) -> str:
-    low, median, high = (f"{v / unit:,.{digits}f}" for v in values)
-    return f"{median} ({low} to {high})"
+US = {"digits": 0, "unit": 1e-6}  # microseconds
 
 
 def title(result: dict) -> str:
@@ -45,27 +43,34 @@ def report(env: dict, args: argparse.Namespace, results: dict) -> str:
     tables = results["tables"]
     names = list(dict.fromkeys(name for r in tables for name in r["seconds"]))
     lines += ["## One table, microseconds", ""]
-    body = [[n, *(spread(r["seconds"][n]) if n in r["seconds"] else "" for r in tables)] for n in names]
+    body = [[n, *(spread(r["seconds"][n], **US) if n in r["seconds"] else "" for r in tables)] for n in names]
     body += [["creation", *(f"{r['create'] / 1e-6:,.0f}" for r in tables)]]
     body += [[f"{k}, MiB", *(f"{r['memory'][k] / 2**20:,.0f}" for r in tables)] for k in ("RssAnon", "RssFile")]
-    lines += table(["", *map(title, tables)], body)
+    lines += [table(["", *map(title, tables)], body), ""]
     if results["steps"]:
         lines += ["## What a step pays, microseconds", ""]
         lines += [STEP_ABOUT.format(batch=args.batch, work=args.step, steps=args.steps), ""]
-        lines += step_table(results["steps"])
+        lines += [step_table(results["steps"]), ""]
     if results["training"]:
-        lines += ["## What a step of SogCLR pays, microseconds", "", TRAINING_ABOUT, ""]
-        lines += step_table(results["training"])
+        lines += [
+            "## What a step of SogCLR pays, microseconds",
+            "",
+            TRAINING_ABOUT,
+            "",
+            step_table(results["training"]),
+            "",
+        ]
     lines += ["## Rows against columns, microseconds", "", "Four float32 per sample, in memory that was written.", ""]
     head = ["n", "rows: gather", "scatter", "columns: gather", "scatter", "columns / rows"]
     kinds = ["rows, gather", "rows, scatter", "columns, gather", "columns, scatter"]
     body = [
-        [f"{r['n']:,}", *(spread(r["seconds"][k]) for k in kinds), spread(r["columns to rows"], 1, 2)]
+        [f"{r['n']:,}", *(spread(r["seconds"][k], **US) for k in kinds), spread(r["columns to rows"])]
         for r in results["layouts"]
     ]
-    return "\n".join([*lines, *table(head, body)])
+    return "\n".join([*lines, table(head, body)])
 
 
-def step_table(results: list[dict]) -> list[str]:
+def step_table(results: list[dict]) -> str:
+    """What a step takes and what rows add to it, a row per placement."""
     names = list(results[0]["step"])
-    return table(["", *names], [[title(r), *(spread(r["step"][n]) for n in names)] for r in results])
+    return table(["", *names], [[title(r), *(spread(r["step"][n], **US) for n in names)] for r in results])

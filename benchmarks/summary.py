@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, stored, table
-from recipes.report import mean_spread
+from benchmarks.saved import HISTORY, ROOT, stored
+from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
@@ -24,8 +24,8 @@ HEAD = ["", "compopt", "open_clip", "LibAUC", "others"]
 
 
 def results(name: str) -> Any:
-    """Of one script."""
-    return stored(name)["results"]
+    """What one script of ``benchmarks/history`` has measured."""
+    return stored(name, HISTORY)["results"]
 
 
 def speed() -> Iterable[list[str]]:
@@ -64,7 +64,7 @@ def quality() -> Iterable[list[str]]:
         r1 = {one["name"]: mean_spread(one["r1"]) for one in found if one["batch"] == size}
         yield [
             f"glyphs, batch {size}: R@1, %",
-            f"control {r1['InfoNCE without the positive']}, CLIP {r1['CLIP (learned temperature)']}, "
+            f"DCL {r1['DCL']}, CLIP {r1['CLIP (learned temperature)']}, "
             f'SogCLR {r1["SogCLR"]}, with `reference="positive"` {r1["SogCLR, reference positive"]}, '
             f"Residual {r1['Residual']}",
             f"ClipLoss {r1['open_clip ClipLoss']}, SigLipLoss {r1['open_clip SigLipLoss']}",
@@ -103,7 +103,7 @@ def ranks() -> Iterable[list[str]]:
 
 
 def resume() -> Iterable[list[str]]:
-    """What a resumed run differs in."""
+    """How far a resumed run is from an undisturbed one."""
     found = results("peers_resume")
     error = {one["name"]: f"{one['error']:.2g}" for one in found["gradients"]}
     runs = {one["name"]: one for one in found["runs"]}
@@ -158,23 +158,19 @@ def rows() -> Iterable[list[str]]:
 def summary() -> str:
     """Ours and the other packages, question by question."""
     body = [row for part in (speed, quality, ranks, resume, rows) for row in part()]
-    return _markdown(HEAD, body)
+    return table(HEAD, body, "l")
 
 
 def provenance() -> str:
     """Where, when and with what each of the compared results was measured."""
     body = []
     for name in COMPARED:
-        env = stored(name)["environment"]
+        env = stored(name, HISTORY)["environment"]
         machine = f"{env['cpu']}, {env['cores']} cores, {env['memory, GiB']} GiB; {env['threads']} threads"
         versions = f"Python {env['python']}, torch {env['torch']}"
-        link = f"[{name}.md](results/{name}.md)"
+        link = f"[{name}.md](history/results/{name}.md)"
         body.append([link, machine, versions, env["commit"], env["date"], f"`{env['command']}`"])
-    return _markdown(["result", "hardware", "versions", "commit", "date", "command"], body)
-
-
-def _markdown(head: list[str], body: list[list[str]]) -> str:
-    return "\n".join(table(head, body)).replace("|---:", "|---").strip()
+    return table(["result", "hardware", "versions", "commit", "date", "command"], body, "l")
 
 
 PAGES: dict[Path, Callable[[], str]] = {

@@ -17,7 +17,7 @@ RANDOM, ORDERED, SPECTRAL = KINDS = ("random", "ordered", "spectral")
 
 
 class Option(NamedTuple):
-    """What some kinds take."""
+    """An option that some kinds of batches take."""
 
     argument: str  # its name in the library
     type: Callable[[str], Any]
@@ -29,7 +29,7 @@ OPTIONS = {
     "batch_tau": Option("tau", float, "temperature of the losses that batches are chosen by", (ORDERED, SPECTRAL)),
     "candidates": Option("candidates", int, "random batches that are weighed", (ORDERED,)),
     "keep": Option("keep", int, "how many of them are trained on", (ORDERED,)),
-    "sharpness": Option("sharpness", float, "of the affinity exp(sharpness w) that is clustered", (SPECTRAL,)),
+    "sharpness": Option("sharpness", float, "sharpness of the clustered affinity exp(sharpness w)", (SPECTRAL,)),
     "cluster_group": Option("group", int, "batches whose samples are clustered together", (SPECTRAL,)),
 }
 
@@ -41,17 +41,17 @@ class Batches(Protocol):
         """Batch ``number``; numbers never fall."""
 
     def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """The features that the loop has computed for this rank's samples."""
+        """Take in the features that the loop has computed for this rank's samples."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to find the same batches."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue."""
+        """Continue from :meth:`state_dict`."""
 
 
 def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The library's arguments; an option that the kind does not take raises ValueError."""
+    """Translate options into the library's arguments; an option that the kind does not take raises ValueError."""
     known = {name: option.argument for name, option in OPTIONS.items() if kind in option.kinds}
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{kind} batches take no {', '.join(unknown)}; known: {', '.join(known) or 'none'}")
@@ -67,7 +67,7 @@ def build(
         options: ``kind``, random by default, and those of :data:`OPTIONS` that it takes.
         n, size: samples, and how many a batch has.
         per_epoch: random batches per epoch; a sampler has epochs of its own.
-        seed: of the choice.
+        seed: decides the choice.
         labels: (n,) samples with equal ones mean the same, and are not chosen for being hard for each other.
     """
     given = dict(options)
@@ -137,7 +137,7 @@ class Chosen:
 
 
 def _of_all_ranks(own: Tensor) -> Tensor:
-    """The ranks' equal parts of a batch, in their order."""
+    """Gather the ranks' equal parts of a batch, in their order."""
     parts: list[Any] = [own] * launch.world_size()
     if len(parts) > 1:
         dist.all_gather_object(parts, own)

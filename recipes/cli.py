@@ -1,18 +1,15 @@
-"""What the recipes' command lines share: arguments, and the runs that they ask for."""
+"""The arguments that the recipes' command lines share."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from recipes import batches, launch
-from recipes.engine import Config, Control, Run, Task
 from recipes.methods import BIMODAL, HYPERPARAMETERS, METHODS
 
 
@@ -98,7 +95,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
     machine.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="of the rendered glyphs; default $COMPOPT_CACHE or .cache"
+        "--cache-dir", type=Path, metavar="DIR", help="folder of the rendered glyphs; default $COMPOPT_CACHE or .cache"
     )
     machine.add_argument(
         "--deepspeed-config", type=Path, metavar="FILE", help="train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
@@ -129,7 +126,7 @@ def _add_batches(root: argparse.ArgumentParser, mode: str) -> None:
 
 
 def _batches(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments say of the batches, {} of random ones."""
+    """The options of the batches that the arguments name; {} for random ones."""
     given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
     batches.arguments(args.batches, given)
     return {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}
@@ -146,7 +143,7 @@ def _add_placement(root: argparse.ArgumentParser) -> None:
 
 
 def _add_hyperparameters(root: argparse.ArgumentParser, mode: str) -> None:
-    """One option per hyper-parameter; its help lists the methods that take it and their defaults."""
+    """Add an option per hyper-parameter; its help lists the methods that take it and their defaults."""
     group = root.add_argument_group(
         "hyper-parameters of the method",
         "Each method has its own defaults, in parentheses. A value given here replaces them.",
@@ -194,73 +191,10 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 
 
 def _prepare_machine(args: argparse.Namespace) -> None:
-    """Threads, and repeatable kernels where a device has others."""
+    """Set the number of threads, and choose repeatable kernels where a device has others."""
     args.device = launch.local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> list[Run]:
-    """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
-    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
-    shared = {name: getattr(args, name) for name in names}
-    runs = []
-    for method, options in args.methods.items():
-        for seed in args.seeds:
-            config = Config(method, options, seed=seed, data=task.description, **shared)
-            runs.append(_train(Run(task, config, _control(args, task, config, error_count)), args.progress))
-    return runs
-
-
-def _control(args: argparse.Namespace, task: Task, config: Config, error_count: int) -> Control:
-    steps = task.n // (config.batch_size * config.accumulate) * config.epochs
-    own = Path(f"{config.method}-seed{config.seed}")
-    return Control(
-        eval_every=args.eval_every or max(1, steps // 8),
-        error_every=max(1, steps // error_count) if error_count else 0,
-        checkpoint_every=args.checkpoint_every,
-        max_steps=args.max_steps,
-        checkpoint=args.output_dir / own / "checkpoints",
-        resume=args.resume,
-        device=args.device,
-        placement=_placement(args, own),
-        prefetch=args.prefetch,
-        deepspeed=args.deepspeed_config,
-    )
-
-
-def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
-    """Where this run's rows live; a file that a former run has left goes, unless it is to be continued."""
-    folder = None
-    if args.offload == "disk":
-        folder = (args.offload_dir or args.output_dir) / own / "rows"
-        if launch.is_main():
-            if not args.resume:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True, exist_ok=True)
-        launch.barrier()
-    return {"offload": args.offload, "offload_dir": folder, "shard": args.shard}
-
-
-def _train(run: Run, progress: bool) -> Run:
-    """Train with a progress bar that shows the loss and the headline metric."""
-    title = METHODS[run.config.method].title
-    with tqdm(
-        total=run.total_steps, desc=f"{title}, seed {run.config.seed}", disable=not progress or not launch.is_main()
-    ) as bar:
-        run.control.on_step = lambda run: _show(bar, run)
-        run.train()
-        _show(bar, run)
-    return run
-
-
-def _show(bar: tqdm, run: Run) -> None:
-    if run.step % 10 == 0 or run.finished:
-        label = run.task.labels[run.task.headline].split()[0]
-        known = {label: f"{100 * run.final[run.task.headline]:.1f}%"} if run.final else {}
-        loss = f"{run.recent_loss:.4f}" if run.loss_count else f"{run.final.get('loss', 0.0):.4f}"
-        bar.set_postfix(loss=loss, **known, refresh=False)
-        bar.update(run.step - bar.n)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,70 +13,10 @@ from compopt import diagnostics
 from compopt.integrations import accelerate as integration
 from recipes import batches, checkpoints, launch, methods
 from recipes.batches import seeded
+from recipes.config import Config, Control, Metrics, Task
 
-Metrics = dict[str, float]
 # Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
 ERROR_ANCHORS = 4096
-
-
-class Task(Protocol):
-    """What is learned: data, encoders and measures.  The rest of the loop is the same for every task."""
-
-    mode: str  # "bimodal" or "unimodal"
-    n: int  # training samples; their data-set indices are 0 .. n-1
-    group: Tensor  # (n,) samples with equal entries mean the same
-    headline: str  # the metric that the progress bar and the pictures show
-    labels: Mapping[str, str]  # metric -> how a table calls it
-
-    def model(self) -> nn.Module:
-        """A freshly initialised model (torch's seed is set by the caller)."""
-
-    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """What the model's forward takes for a batch of training samples, one entry per sample in each.
-
-        Called with the batch of all ranks, so that what augmentation draws from ``generator`` is the same on one
-        rank and on many; the model returns both features (B, d) of the part that its rank takes.
-        """
-
-    def evaluate(self, model: nn.Module, final: bool) -> Metrics:
-        """Measures on held-out data; ``final`` asks for the costly ones too."""
-
-    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Both features (n, d) of the whole training set, in the order of the data-set index."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """Everything that decides a run's result.  A checkpoint is refused by a run whose fields differ."""
-
-    method: str
-    options: dict[str, Any]
-    batch_size: int = 64  # samples per forward, over all ranks
-    epochs: int = 2
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    seed: int = 0
-    data: str = ""  # the task's own words for its data and split
-    accumulate: int = 1  # batches per update
-    mixed_precision: str = "no"
-    batches: dict[str, Any] = field(default_factory=dict)  # which samples share one, as recipes/batches.py reads it
-
-
-@dataclass
-class Control:
-    """When to measure, save and stop, and where things live; none of it changes the weights."""
-
-    eval_every: int = 200  # steps; 0: at the end only
-    error_every: int = 0  # steps between normalizer errors; 0: never
-    checkpoint_every: int = 0  # steps; 0: at the end only
-    max_steps: int | None = None  # stop here, schedules still span all epochs
-    checkpoint: Path | None = None  # folder
-    resume: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    on_step: Callable[[Run], None] = lambda run: None
-    placement: dict[str, Any] = field(default_factory=dict)  # of the rows: offload, offload_dir, shard
-    prefetch: bool = False  # fetch the next batch's rows while this one trains
-    deepspeed: Path | None = None  # a configuration file
 
 
 class Run:
@@ -118,7 +56,7 @@ class Run:
         return slice(launch.rank() * size, (launch.rank() + 1) * size)
 
     def _build(self) -> None:
-        """The estimator comes after the accelerator, whose process group it sees, and is attached after prepare."""
+        """Build all parts; the estimator after the accelerator, whose group it sees, attached after ``prepare``."""
         config, device = self.config, self.control.device
         labels = self.task.group if config.options.get("group") else None
         per_epoch = self.steps_per_epoch * config.accumulate
@@ -140,7 +78,7 @@ class Run:
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
         integration.attach(self.est, self.stepper, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
-        self.accelerator.register_for_checkpointing(checkpoints.Progress(self))
+        self.accelerator.register_for_checkpointing(self)  # what this object knows beside the prepared parts
 
     @property
     def model(self) -> nn.Module:
@@ -153,7 +91,7 @@ class Run:
         return copy
 
     def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Weight matrices decay; biases, norms and a learned temperature do not."""
+        """Parameter groups: weight matrices decay; biases, norms and a learned temperature do not."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.config.weight_decay},
@@ -184,7 +122,7 @@ class Run:
     def train(self) -> Run:
         """Train up to ``max_steps`` or to the end, from the checkpoint if asked to; return the run itself."""
         if self.control.resume and self.control.checkpoint:
-            checkpoints.load(self, self.control.checkpoint)
+            checkpoints.load(self.accelerator, self.control.checkpoint)
         stop = min(self.total_steps, self.control.max_steps or self.total_steps)
         while self.step < stop:
             started = time.perf_counter()
@@ -194,7 +132,7 @@ class Run:
         return self
 
     def _update(self, last: bool) -> None:
-        """A window of batches, and the update that they share."""
+        """Train on a window of batches, and make the update that they share."""
         self.prepared.train()
         window = self.config.accumulate
         for number in range(self.step * window, (self.step + 1) * window):
@@ -223,7 +161,7 @@ class Run:
         self.loss_count += 1
 
     def _encode(self, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Features, with their graph, of samples outside the batch; too few of them for batch statistics."""
+        """Encode samples outside the batch, with their graph; they are too few for batch statistics."""
         inputs = self.task.inputs(index, seeded("encode", self.config.seed, self.step))
         model = self.accelerator.unwrap_model(self.prepared).eval()
         features = model(*inputs)
@@ -237,7 +175,7 @@ class Run:
         if control.error_every and self._due(control.error_every):
             self._record()["normalizer_error"] = self.normalizer_error()
         if control.checkpoint and (self._due(control.checkpoint_every) or self.step == stop):
-            checkpoints.save(self, control.checkpoint)
+            checkpoints.save(self.accelerator, control.checkpoint)
         control.on_step(self)
 
     def _due(self, every: int) -> bool:
@@ -250,7 +188,7 @@ class Run:
         return self.history[-1]
 
     def _measure(self) -> Metrics:
-        """Held-out measures, computed by the main process, and the mean training loss since the last time."""
+        """Measure on held-out data, on the main process, with the mean training loss since the last time."""
         model = self.model.eval()
         metrics: Metrics = {}
         if launch.is_main():
@@ -271,8 +209,34 @@ class Run:
         )
         return float(error)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside model, optimizer and estimator; accelerate stores it with them."""
+        schedule = self.gamma_schedule
+        groups = self.optimizer.param_groups
+        return {
+            "config": dict(vars(self.config)),
+            "scheduler": self.scheduler.state_dict(),
+            # DeepSpeed restores its pieces of the moments, but not what the scheduler has written here
+            "groups": [{k: v for k, v in group.items() if k not in ("params", "name")} for group in groups],
+            "gamma_schedule": None if schedule is None else schedule.state_dict(),
+            "batches": self.batches.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "history": self.history,
+            "loss": (self.loss_sum, self.loss_count),
+        }
 
-@torch.no_grad()
-def in_chunks(encode: Callable[[Tensor], Tensor], inputs: Tensor, size: int = 1024) -> Tensor:
-    """Encode many inputs with bounded memory."""
-    return torch.cat([encode(chunk) for chunk in inputs.split(size)])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; that of another configuration raises ValueError."""
+        for name, value in vars(self.config).items():
+            found = state["config"].get(name)
+            if found != value:
+                raise ValueError(f"the checkpoint has {name}={found!r}, this run {name}={value!r}")
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, values in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(values)
+        if self.gamma_schedule is not None:
+            self.gamma_schedule.load_state_dict(state["gamma_schedule"])
+        self.batches.load_state_dict(state["batches"])
+        self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
+        self.loss_sum, self.loss_count = state["loss"]

@@ -28,13 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
 
 def local_device(device: torch.device) -> torch.device:
-    """``cuda`` is this rank's own card, the one that accelerate takes."""
+    """Replace ``cuda`` by this rank's own card, the one that accelerate takes."""
     if device.type != "cuda" or device.index is not None:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -61,7 +60,7 @@ def barrier() -> None:
 
 
 def from_main(value: Any) -> Any:
-    """What the main process has, on every rank."""
+    """Give every rank the value of the main process."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values)
@@ -70,7 +69,7 @@ def from_main(value: Any) -> Any:
 
 @contextlib.contextmanager
 def results_folder(folder: Path) -> Iterator[Path]:
-    """``folder`` on the main process; elsewhere one that goes.
+    """Yield ``folder`` on the main process, elsewhere a temporary one.
 
     All ranks draw, since reading sharded rows or gathering ZeRO 3's weights needs all of them.
     """
@@ -81,35 +80,58 @@ def results_folder(folder: Path) -> Iterator[Path]:
         yield Path(elsewhere)
 
 
+# The DeepSpeed configuration of this process's first accelerator, and its accumulation; one entry at most.
+_first: list[tuple[Path | None, int]] = []
+
+
 def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
-    """A fresh one for each run; all of them share one process group."""
-    AcceleratorState._reset_state()  # keeps the process group; accelerate takes no second DeepSpeed plugin otherwise
+    """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
+
+    Raises:
+        ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
+    """
+    first = _is_first(deepspeed, accumulate)
     options: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
         return Accelerator(cpu=device.type == "cpu", **options)
-    return _with_deepspeed(device, accumulate, deepspeed, options)
+    options |= _for_deepspeed(device)
+    if first:  # later accelerators find this plugin, and accept no other
+        config = json.loads(deepspeed.read_text())
+        options["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
+        )
+    return Accelerator(**options)
 
 
-def _with_deepspeed(device: torch.device, accumulate: int, path: Path, options: dict[str, Any]) -> Accelerator:
+def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
+    """Whether this process has made no accelerator yet; another DeepSpeed configuration raises ValueError."""
+    wanted = (deepspeed, accumulate if deepspeed else 1)
+    if not _first:
+        _first.append(wanted)
+        return True
+    if _first[0] != wanted:
+        raise ValueError(
+            f"a process keeps the DeepSpeed configuration of its first run, (file, accumulate) = {_first[0]}; start "
+            f"another process for {wanted}"
+        )
+    return False
+
+
+def _for_deepspeed(device: torch.device) -> dict[str, Any]:
+    """Prepare the environment for DeepSpeed; further options of the ``Accelerator``."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
-    handlers = []
-    if device.type == "cpu":
-        # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
-        os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
-        handlers = [InitProcessGroupKwargs(backend="gloo")]
-    from accelerate import DeepSpeedPlugin
-
-    config = json.loads(path.read_text())
-    config["gradient_accumulation_steps"] = accumulate
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+    if device.type != "cpu":
+        return {}
+    # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
+    os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
+    return {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
 
 
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
-    """DeepSpeed wants to know what a rank takes per forward; there is no loader from which it could tell."""
+    """Tell DeepSpeed how many samples a rank takes per forward; there is no loader from which it could tell."""
     plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
@@ -120,7 +142,7 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], method: str) -> None:
-    """DeepSpeed's optimizers take the parameters of the model and no others."""
+    """Refuse a parameter outside the model under DeepSpeed, whose optimizers take only the model's."""
     if parameters and uses_deepspeed(accelerator):
         raise ValueError(
             f"{method} learns a parameter outside the model, which DeepSpeed does not take; leave --deepspeed-config "
@@ -130,7 +152,7 @@ def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], meth
 
 @contextlib.contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, every rank has all of the parameters, which ZeRO 3 keeps in pieces."""
+    """Give every rank all of the parameters, which ZeRO 3 keeps in pieces, inside the context."""
     parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
     if not parameters:
         yield

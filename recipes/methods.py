@@ -30,7 +30,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "restart_every": (int, "commits between restarts of the network; 0: never"),
     "through_alpha": (int, "1: the gradient through the predicted normalizers reaches the encoders too"),
     "objective": (str, "what the network learns: unified (NeuCLIP) or separate (AmorLIP)"),
-    "architecture": (str, "of the network: prototype or mlp"),
+    "architecture": (str, "architecture of the network: prototype or mlp"),
     "prediction": (str, "the network that a residual corrects: before or after it has met the batch"),
     "first": (str, "a sample's first visit: one, the network is believed as at any other; ratio, the batch is"),
     "burn_in": (float, "proposals to a chain before its visits count: a number, or a fraction of them below 1"),
@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {"group": 0}
 
 @dataclass(frozen=True)
 class Method:
-    """How to build an estimator, and with what by default.
+    """A method: how to build its estimator, and its default hyper-parameters.
 
     Attributes:
         title: name for tables and pictures.
@@ -129,9 +129,10 @@ METHODS: dict[str, Method] = {
         {"tau": 0.12},
         unimodal={"tau": 0.1},
     ),
+    # decoupled contrastive learning (Yeh et al., ECCV 2022): the positive is not in the denominator
     "infonce-no-positive": Method(
-        "InfoNCE without the positive",
-        lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=False, mode=mode, **o.placement),
+        "DCL",
+        lambda n, mode, o: compopt.DCLEstimator(tau=o.tau, mode=mode, **o.placement),
         {"tau": 0.05},
         unimodal={"tau": 0.1},
     ),

@@ -1,12 +1,16 @@
-"""What a recipe leaves behind: a table on the screen and ``metrics.json``."""
+"""The parts of a report: where it was measured, its tables, and the spread of the measured values.
+
+Recipes and benchmarks share this module. It loads neither accelerate nor matplotlib, so that a benchmark of memory can
+import it.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -15,76 +19,55 @@ from typing import Any
 
 import torch
 
-from recipes import launch
-from recipes.engine import Run
-from recipes.methods import METHODS
+import compopt
+
+ROOT = Path(__file__).resolve().parent.parent
+# what a result depends on
+CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results", ":!benchmarks/history/results")
 
 
-def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs grouped by method, in order of appearance."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.config.method, []).append(run)
-    return groups
-
-
-def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
-    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
-    if not values:
-        return "-"
-    scaled = [scale * value for value in values]
-    mean = f"{statistics.mean(scaled):.{digits}f}"
-    return mean if len(scaled) == 1 else f"{mean} ± {statistics.stdev(scaled):.{digits}f}"
-
-
-def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A header and one line per method: hyper-parameters, measures in percent (mean and spread), speed."""
-    labels = runs[0].task.labels
-    table = [["method", "hyper-parameters", "seeds", *(f"{label} (%)" for label in labels.values()), "s", "ms/step"]]
-    for method, group in by_method(runs).items():
-        options = " ".join(f"{name}={value}" for name, value in group[0].config.options.items())
-        measures = [mean_spread([r.final[name] for r in group if name in r.final], 100) for name in labels]
-        seconds = statistics.mean(run.seconds for run in group)
-        per_step = statistics.mean(1e3 * run.seconds / max(1, run.step) for run in group)
-        cells = [METHODS[method].title, options, str(len(group)), *measures, f"{seconds:.0f}", f"{per_step:.1f}"]
-        table.append(cells)
-    return table
-
-
-def text_table(table: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a rule."""
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
-
-
-def markdown_table(table: Sequence[Sequence[str]]) -> str:
-    """The same as a table in Markdown."""
-    lines = ["| " + " | ".join(row) + " |" for row in table]
-    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
+# -- where ---------------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and date: what a reader needs to judge the numbers."""
+    """Hardware, versions, commit, date, load and command: what a reader needs to repeat a measurement."""
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
+        "compopt": compopt.__version__,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load average before": round(os.getloadavg()[0], 2),
+        "command": command(),
     }
 
 
-def provenance() -> list[str]:
-    """The top of a result file: what a reader needs to repeat it."""
-    facts = environment()
-    return [
-        f"`{facts['command']}`",
-        "",
-        f"{facts['date'][:10]}; {facts['machine']}; Python {facts['python']}, torch {facts['torch']}.",
-        "",
-    ]
+def machine(env: dict[str, Any]) -> str:
+    """System, processor and cores in one phrase."""
+    return f"{env['system']}, {env['cpu']}, {env['cores']} cores"
+
+
+def commit() -> str:
+    """The commit of the checkout, and whether its code has changed since."""
+    changed = _git("status", "--porcelain", "--", *CODE)
+    return (_git("rev-parse", "--short", "HEAD") or "none") + (" and uncommitted changes" if changed else "")
+
+
+def command() -> str:
+    """The command of this process, as ``python -m ...`` where it was started so."""
+    main = sys.modules["__main__"].__spec__
+    start = ["-m", main.name] if main is not None else [sys.argv[0]]
+    return shlex.join(["python", *start, *sys.argv[1:]])
+
+
+def _git(*arguments: str) -> str:
+    """What git prints; nothing outside a repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
 
 
 def _processor() -> str:
@@ -97,44 +80,59 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def save_metrics(runs: Sequence[Run], path: Path) -> None:
-    """Write ``metrics.json``: environment, and configuration, final measures and history of every run."""
-    record = {
-        "environment": environment(),
-        "runs": [
-            {
-                "config": vars(run.config),
-                "steps": run.step,
-                "finished": run.finished,
-                "seconds": round(run.seconds, 3),
-                "final": run.final,
-                "history": run.history,
-            }
-            for run in runs
-        ],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(partial, path)
+# -- tables --------------------------------------------------------------------------------------------------------
 
 
-def finish(runs: Sequence[Run], output_dir: Path) -> None:
-    """Write the metrics, print the table and where things are; on the main process only."""
-    if not launch.is_main():
-        return
-    save_metrics(runs, output_dir / "metrics.json")
-    print("\n" + text_table(rows(runs)))
-    for run in runs:
-        if not run.finished:
-            print(f"{run.config.method}, seed {run.config.seed}: stopped at step {run.step} of {run.total_steps}")
-    print("")
-    list_files([output_dir / "metrics.json"])
+def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr", pad: bool = False) -> str:
+    """A table in Markdown.
+
+    Args:
+        head: titles of the columns.
+        body: cells, a sequence per row.
+        align: ``l`` or ``r`` per column; the last letter holds for the columns that remain.
+        pad: make the columns equally wide, for the screen.
+    """
+    sides = align.ljust(len(head), align[-1])
+    if not pad:
+        rule = "|" + "|".join("---:" if side == "r" else "---" for side in sides) + "|"
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+        return "\n".join([lines[0], rule, *lines[1:]])
+    widths = [max(3, *map(len, column)) for column in zip(head, *body, strict=True)]
+    rules = ["-" * (width - 1) + (":" if side == "r" else "-") for side, width in zip(sides, widths, strict=True)]
+    padded = [
+        [cell.rjust(width) if side == "r" else cell.ljust(width) for cell, side, width in zip(*row, strict=True)]
+        for row in ((cells, sides, widths) for cells in (head, rules, *body))
+    ]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
 
 
-def list_files(paths: Sequence[Path]) -> None:
-    """Say where things are; on the main process only."""
-    if not launch.is_main():
-        return
-    for path in paths:
-        print(f"wrote {path}")
+def heading(title: str, env: dict[str, Any]) -> list[str]:
+    """The top of a result page, in lines: its title and where it was measured."""
+    return [f"# {title}", "", table(["", ""], [[key, str(value)] for key, value in env.items()], "l"), ""]
+
+
+# -- spreads -------------------------------------------------------------------------------------------------------
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """[first quartile, median, third quartile], by linear interpolation between the sorted values.
+
+    These are the quartiles of the values themselves ("inclusive"), as in numpy, torch and pandas. They never lie
+    outside of the values, which the other definition's do where there are few.
+    """
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def spread(three: Sequence[float], digits: int = 2, unit: float = 1.0) -> str:
+    """``median (first to third quartile)`` of what :func:`quartiles` gives, in multiples of ``unit``."""
+    low, median, high = (f"{value / unit:,.{digits}f}" for value in three)
+    return f"{median} ({low} to {high})"
+
+
+def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
+    if not values:
+        return "-"
+    scaled = [scale * value for value in values]
+    mean = f"{statistics.mean(scaled):.{digits}f}"
+    return mean if len(scaled) == 1 else f"{mean} ± {statistics.stdev(scaled):.{digits}f}"

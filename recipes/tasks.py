@@ -1,16 +1,18 @@
-"""What the recipes learn: image-name pairs, and two faces of one character."""
+"""What the recipes learn, and how well: image-name pairs, two faces of one character, measures on held-out data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import glyphs
-from recipes.engine import Metrics, in_chunks
-from recipes.evaluate import Retrieval, linear_probe, nearest_neighbour, retrieval
+from recipes.config import Metrics
 from recipes.methods import BIMODAL, UNIMODAL
-from recipes.models import Projected, TwoTowers
-from recipes.tokens import Tokenizer
+from recipes.models import Projected, Tokenizer, TwoTowers
 
 
 class GlyphNames:
@@ -54,7 +56,7 @@ class GlyphNames:
         return TwoTowers(len(self.tokenizer), self.tokenizer.length)
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images and tokens."""
+        """Images and tokens of a batch."""
         return self.images[index.to(self.device)], self.tokens[self.caption[index].to(self.device)]
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
@@ -112,7 +114,7 @@ class GlyphFaces:
         return Projected()
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Two views."""
+        """Two views of a batch."""
         batch, count = len(index), self.count[index]
         draw = torch.rand(2, batch, generator=generator)
         one = (draw[0] * count).long()
@@ -150,8 +152,68 @@ def _one_per_character(
 def _shifted(images: Tensor, offsets: Tensor, shift: int) -> Tensor:
     """Move each image (B, H, W) by its own offsets (2, B), each 0 .. 2 * shift, over an empty border."""
     batch, height, width = images.shape
-    padded = nn.functional.pad(images, (shift, shift, shift, shift))
+    padded = F.pad(images, (shift, shift, shift, shift))
     rows = offsets[0, :, None] + torch.arange(height, device=images.device)
     columns = offsets[1, :, None] + torch.arange(width, device=images.device)
     sample = torch.arange(batch, device=images.device)
     return padded[sample[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+# -- measures ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The best answers between m images and k distinct captions.
+
+    Attributes:
+        caption_of_image: (m,) position of the caption most similar to each image.
+        image_of_caption: (k,) position of the image most similar to each caption.
+        image_to_text: recall at 1, the share of images whose retrieved caption is the right one.
+        text_to_image: recall at 1, the share of captions whose retrieved image bears that caption.
+    """
+
+    caption_of_image: Tensor
+    image_of_caption: Tensor
+    image_to_text: float
+    text_to_image: float
+
+
+def retrieval(images: Tensor, captions: Tensor, right: Tensor) -> Retrieval:
+    """Retrieve captions by image and images by caption.
+
+    Args:
+        images: (m, d) features of the query images.
+        captions: (k, d) features of the distinct captions.
+        right: (m,) position of each image's own caption; every caption belongs to an image.
+    """
+    similarity = F.normalize(images, dim=1) @ F.normalize(captions, dim=1).T
+    caption, image = similarity.argmax(dim=1), similarity.argmax(dim=0)
+    image_hits = caption == right
+    caption_hits = right[image] == torch.arange(len(captions), device=right.device)
+    return Retrieval(caption, image, image_hits.float().mean().item(), caption_hits.float().mean().item())
+
+
+def nearest_neighbour(bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor) -> float:
+    """Share of queries (m, d) whose nearest feature in the bank (k, d) bears their label."""
+    nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).argmax(dim=1)
+    return (bank_labels[nearest] == labels).float().mean().item()
+
+
+def linear_probe(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
+    """Test accuracy of a logistic regression on standardised frozen features."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
+
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=300))
+    with threadpool_limits(1):  # small products: threads cost more than they give, and change the last bits
+        probe.fit(train.cpu().numpy(), train_labels.cpu().numpy())
+        return float(probe.score(test.cpu().numpy(), test_labels.cpu().numpy()))
+
+
+@torch.no_grad()
+def in_chunks(encode: Callable[[Tensor], Tensor], inputs: Tensor, size: int = 1024) -> Tensor:
+    """Encode many inputs with bounded memory."""
+    return torch.cat([encode(chunk) for chunk in inputs.split(size)])

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes import cli, glyphs, launch, report
+from recipes import cli, glyphs, launch, pictures, runs
 from recipes.engine import Run
 from recipes.tasks import GlyphNames
 
@@ -41,38 +41,36 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def draw(runs: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
-    """The pictures that these runs allow."""
-    from recipes import gallery, plots
-
-    measured = [run for run in runs if run.final]
+def draw(finished: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
+    """Draw the pictures that these runs allow."""
+    measured = [run for run in finished if run.final]
     if not measured:
         return []
-    pictures: list[Path | None] = [
-        plots.recall(measured, folder / "recall.png"),
-        plots.normalizer_error(measured, folder / "normalizer_error.png"),
+    drawn: list[Path | None] = [
+        pictures.recall(measured, folder / "recall.png"),
+        pictures.normalizer_error(measured, folder / "normalizer_error.png"),
     ]
-    learned = next((run for run in measured if plots.learned_temperatures(run) is not None), None)
+    learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
     if learned is not None:
-        pictures.append(plots.temperatures(learned, folder / "temperatures.png"))
+        drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
         frequency = task.caption_frequency()
-        pictures.append(plots.temperature_frequency(learned, frequency, folder / "temperature_frequency.png"))
+        drawn.append(pictures.temperature_frequency(learned, frequency, folder / "temperature_frequency.png"))
     best = max(measured, key=lambda run: run.final[task.headline])
-    pictures.append(gallery.gallery(best, task, folder / "gallery.png"))
-    return [picture for picture in pictures if picture is not None]
+    drawn.append(pictures.gallery(best, task, folder / "gallery.png"))
+    return [picture for picture in drawn if picture is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, measure, report."""
+    """Train what the arguments ask for, measure it, and report."""
     args = cli.parse(parser(), argv, GlyphNames.mode)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
     data = glyphs.load(args.cache_dir)
     task = GlyphNames(data, split_seed=args.split_seed, limit=args.limit, device=args.device)
-    runs = cli.train_all(args, task, error_count=times)
-    report.finish(runs, args.output_dir)
+    finished = runs.train_all(args, task, error_count=times)
+    runs.finish(finished, args.output_dir)
     if args.plots:
         with launch.results_folder(args.output_dir) as folder:
-            report.list_files(draw(runs, task, folder))
+            runs.list_files(draw(finished, task, folder))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from recipes import cli, glyphs, launch, report
+from recipes import cli, glyphs, launch, pictures, runs
 from recipes.tasks import GlyphFaces
 
 
@@ -28,21 +28,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, measure, report."""
+    """Train what the arguments ask for, measure it, and report."""
     args = cli.parse(parser(), argv, GlyphFaces.mode)
     task = GlyphFaces(glyphs.load(args.cache_dir), split_seed=args.split_seed, device=args.device)
-    runs = cli.train_all(args, task)
-    report.finish(runs, args.output_dir)
-    measured = [run for run in runs if run.final]
+    finished = runs.train_all(args, task)
+    runs.finish(finished, args.output_dir)
+    measured = [run for run in finished if run.final]
     if args.plots and measured:
-        from recipes import plots
-
         with launch.results_folder(args.output_dir) as folder:
-            pictures = [plots.recall(measured, folder / "accuracy.png")]
-            learned = next((run for run in measured if plots.learned_temperatures(run) is not None), None)
+            drawn = [pictures.recall(measured, folder / "accuracy.png")]
+            learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
             if learned is not None:
-                pictures.append(plots.temperatures(learned, folder / "temperatures.png"))
-            report.list_files(pictures)
+                drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
+            runs.list_files(drawn)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from recipes.minibatch_geometry import (
+from benchmarks.studies.minibatch_geometry import (
     Setting,
     affine_blocks,
     all_batches,

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from recipes import batches, glyphs, records
-from recipes.engine import Config, Control, Run
+from benchmarks import saved
+from recipes import batches, glyphs
+from recipes.config import Config, Control
+from recipes.engine import Run
 from recipes.methods import METHODS
 from recipes.tasks import GlyphFaces, GlyphNames
 
@@ -85,13 +87,13 @@ def test_batches_are_named_when_they_are_wrong():
 
 def test_records_survive_a_kill(tmp_path):
     path = tmp_path / "runs" / "records.jsonl"
-    assert records.read(path) == []
+    assert saved.read_runs(path) == []
     for number in range(2):
-        records.append(path, {"run": number})
+        saved.append_run(path, {"run": number})
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
-    assert records.read(path) == [{"run": 0}]
-    records.append(path, {"run": 2})
-    assert records.read(path) == [{"run": 0}, {"run": 2}]
+    assert saved.read_runs(path) == [{"run": 0}]
+    saved.append_run(path, {"run": 2})
+    assert saved.read_runs(path) == [{"run": 0}, {"run": 2}]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
 from recipes import glyphs
-from recipes.evaluate import retrieval
-from recipes.models import TwoTowers
-from recipes.tokens import Tokenizer
+from recipes.models import Tokenizer, TwoTowers
+from recipes.tasks import retrieval
 
 
 def data_and_model(limit=None):

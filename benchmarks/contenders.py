@@ -1,0 +1,140 @@
+"""What the kernel is compared with: losses and bare products, each as one call on a batch of features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import compopt
+
+TAU = 0.07
+CHUNK = 512
+SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is not the data set
+
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> loss
+Runner = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Contender:
+    what: str
+    build: Callable[[int, int], Runner]  # (B, d) -> one call
+
+
+def loss_and_gradients(loss: LossFn) -> Runner:
+    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+        loss(z1, z2, index).backward()
+
+    return run
+
+
+def estimator(make: Callable[[int], compopt.ContrastiveEstimator], commit: bool = False):
+    """Builds a contender from an estimator; ``make`` builds that for a data set of n samples."""
+
+    def build(B: int, d: int) -> Runner:
+        est = make(SAMPLES_PER_BATCH * B)
+
+        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+            est(z1, z2, index).backward()
+            if commit:
+                est.step()
+            else:
+                est.discard()
+
+        return run
+
+    return build
+
+
+def products(preallocate: bool):
+    """The three products of every bimodal method; their values stand in for the coefficient matrix."""
+
+    def build(B: int, d: int) -> Runner:
+        buffers = (torch.empty(B, B), torch.empty(B, d), torch.empty(B, d)) if preallocate else (None,) * 3
+
+        def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+            s, g1, g2 = buffers
+            with torch.no_grad():
+                s = torch.mm(z1, z2.T, out=s)
+                g1 = torch.mm(s, z2, out=g1)
+                g2 = torch.mm(s.T, z1, out=g2)
+
+        return run
+
+    return build
+
+
+def unimodal_products(B: int, d: int) -> Runner:
+    """Every view is anchor and candidate: `Z Z^T` and `(A + A^T) Z` of the 2B stacked features."""
+
+    def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+        with torch.no_grad():
+            z = torch.cat([z1, z2])
+            torch.mm(torch.mm(z, z.T), z)
+
+    return run
+
+
+def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / TAU
+    target = torch.arange(len(z1))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def nt_xent(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    B = len(z1)
+    z = F.normalize(torch.cat([z1, z2]), dim=1)
+    logits = (z @ z.T / TAU).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(2 * B).roll(B))
+
+
+def autograd(loss: LossFn):
+    return lambda B, d: loss_and_gradients(loss)
+
+
+def learned_tau(n: int) -> compopt.ContrastiveEstimator:
+    return compopt.ContrastiveEstimator(
+        compopt.MovingAverageEstimator(n),
+        compopt.FixedTemperature(torch.tensor(TAU, requires_grad=True)),
+    )
+
+
+PRODUCTS = "products"
+BIMODAL = {
+    PRODUCTS: Contender("three bare products, allocating as any method does", products(False)),
+    "products, preallocated": Contender("the same into buffers kept between calls", products(True)),
+    "cross_entropy": Contender("autograd, `F.cross_entropy` both ways", autograd(cross_entropy_both_ways)),
+    "InfoNCE": Contender("`InfoNCEEstimator(tau)`", estimator(lambda n: compopt.InfoNCEEstimator(TAU))),
+    "SogCLR": Contender("`SogCLREstimator(n, tau)`", estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU))),
+    "SogCLR + step": Contender(
+        "the same and the commit of its rows",
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU), commit=True),
+    ),
+    "SogCLR, normalize=False": Contender(
+        "SogCLR that cannot know its features to be bounded",
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False)),
+    ),
+    "SogCLR, tensor tau": Contender("SogCLR with a tau that requires grad", estimator(learned_tau)),
+    "SogCLR, chunked": Contender(
+        f"SogCLR with `chunk_size={CHUNK}`",
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, chunk_size=CHUNK)),
+    ),
+    "iSogCLR": Contender(
+        "`ISogCLREstimator(n)`: individual temperatures",
+        estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0)),
+    ),
+}
+UNIMODAL = {
+    PRODUCTS: Contender("two bare products of the 2B stacked features", unimodal_products),
+    "NT-Xent": Contender("autograd, `F.cross_entropy` over the 2B views", autograd(nt_xent)),
+    "SogCLR unimodal": Contender(
+        '`SogCLREstimator(n, tau, mode="unimodal")`',
+        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal")),
+    ),
+}
+SMALL = ["cross_entropy", "InfoNCE", "SogCLR", "SogCLR + step", "iSogCLR"]
+SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
