@@ -191,7 +191,7 @@ def test_type_checkers_find_an_editable_install(tmp_path):
     assert name.endswith(".pth") and wheel.read(name).decode().strip() == str(source)
 
 
-@pytest.mark.parametrize("folder", ["compopt"])
+@pytest.mark.parametrize("folder", ["compopt", "recipes", "benchmarks"])
 def test_docstrings_begin_with_what_they_describe(folder):
     """Not with "Of": a docstring is a sentence, or a noun with what belongs to it."""
     for path in sorted((ROOT / folder).rglob("*.py")):
