@@ -1,6 +1,7 @@
 """Contrastive objectives: any normalizer with any temperature, one kernel.
 
-The way of ``index``, from the call to its rows and back; helpers of the same class are part of a hop:
+The way of ``index``, from the call to its rows and back. Helpers of the same class are part of a hop; sharded rows are
+fetched after the handshake, which tells whose they are:
 
 1. ``ContrastiveEstimator.__call__``
 2. ``check_vector``: one integer per sample
@@ -18,7 +19,7 @@ The way of ``index``, from the call to its rows and back; helpers of the same cl
 14. ``RowAccess.commit``
 15. ``RowStore.scatter``
 
-Features go from 1 to ``Features.of``, through 3, 4 and 8 into ``Batch.values``, and into 11.
+Features go from 1 to ``Features.of``, through 3 and 4 (``Ranks.gather``) into ``Batch.values``, and into 11.
 """
 
 from __future__ import annotations

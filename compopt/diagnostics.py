@@ -133,6 +133,11 @@ def normalizer_error(
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
         exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
         stored = est.normalizer.stored(seen.columns, (a, b), tau, est._hyper("normalizer", seen))
+        if stored is not None and stored.shape[1] != exact.shape[1]:
+            raise ValueError(
+                f"{type(est.normalizer).__name__} stores {stored.shape[1]} values per sample, and averages_views="
+                f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
+            )
         if stored is not None:
             visited = seen.count > 0 if seen.block is not None else torch.ones_like(stored, dtype=torch.bool)
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()

@@ -108,6 +108,28 @@ def test_only_tau_requires_grad():
     near(tau.grad, (values[0] - values[1]) / (2 * step), 1e-6)
 
 
+class Constrained(compopt.FixedTemperature):
+    """A user's own: learned, with a constraint."""
+
+    def rho(self, hyper):
+        return 0.3
+
+
+def test_a_learned_temperature_with_a_constraint():
+    """The derivative is that of the returned value, which has rho in it."""
+    tau = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    z1, z2, index = batches(N, 1, seed=8)[0]
+
+    def loss(tau):
+        return compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Constrained(tau), dtype=torch.float64)(
+            z1, z2, index
+        )
+
+    loss(tau).backward()
+    step = 1e-6
+    near(tau.grad, (loss(0.2 + step) - loss(0.2 - step)) / (2 * step), 1e-6)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "infonce-not-multiplied"])
 def test_finite_differences(name, mode):

@@ -40,21 +40,31 @@ def module(path: Path) -> str:
 NAMES = {module(path) for path in MODULES}
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """What a module imports, one name each, and whether that is inside a function."""
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """What a module imports, one name each, and whether that is inside a function; relative ones begin with a dot."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ImportFrom) and child.module:
+            if isinstance(child, ast.ImportFrom):
                 for alias in child.names:
                     full = f"{child.module}.{alias.name}"
-                    yield (full if full in NAMES else child.module), inside
+                    yield ("." * child.level + (full if full in NAMES else child.module or "")), inside
             elif isinstance(child, ast.Import):
                 for alias in child.names:
                     yield alias.name, inside
-            yield from walk(child, inside or isinstance(child, ast.FunctionDef))
+            yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    yield from walk(ast.parse(path.read_text()), False)
+    yield from walk(ast.parse(source), False)
+
+
+def refused(source: str, here: str) -> list[str]:
+    """Imports that a module in room ``here`` must not have: upwards, of the whole package, relative, by name."""
+    found = []
+    for name, _ in imports(source):
+        upwards = name.startswith("compopt.") and room(name) != here and floor(room(name)) >= floor(here)
+        if upwards or name in ("compopt", "importlib") or name.startswith("."):
+            found.append(name)
+    return found
 
 
 def room(name: str) -> str:
@@ -72,15 +82,43 @@ def test_every_room_has_a_floor():
 @pytest.mark.parametrize("path", MODULES, ids=module)
 def test_rooms_import_downwards(path):
     """Type-only imports count: they are dependences too."""
-    here = room(module(path))
-    for name, _ in imports(path):
-        if name.startswith("compopt.") and room(name) != here:
-            assert floor(room(name)) < floor(here), f"{module(path)} imports {name}, which is not below it"
+    assert refused(path.read_text(), room(module(path))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from compopt import ContrastiveEstimator",
+        "import compopt",
+        "import compopt.contrastive as c",
+        "from compopt import contrastive",
+        "from compopt.estimator.base import Estimator",
+        "from ..contrastive import X",
+        "from .. import contrastive",
+        "import importlib",
+        "def f():\n    from compopt import save",
+        "async def f():\n    import compopt.presets",
+        "if TYPE_CHECKING:\n    from compopt.presets.dcl import DCLEstimator",
+    ],
+)
+def test_upward_imports_are_seen(line):
+    assert refused(line, "kernel")
+
+
+def test_the_page_lists_rooms_in_the_order_of_their_floors():
+    listed = re.findall(r"^    (\w+)(?:/|\.py) ", (LIBRARY.parent / "docs" / "architecture.md").read_text(), flags=re.M)
+    place = {name: number for number, name in enumerate(listed)}
+    assert set(listed) == set().union(*FLOORS)
+    for path in MODULES:
+        here = room(module(path))
+        for name, _ in imports(path.read_text()):
+            if name.startswith("compopt.") and room(name) != here:
+                assert place[here] < place[room(name)], f"{here} imports {name}, which the page has above it"
 
 
 def test_no_circles_between_modules():
     """Not inside a room either."""
-    below = {module(p): {n for n, _ in imports(p) if n in NAMES and n != module(p)} for p in MODULES}
+    below = {module(p): {n for n, _ in imports(p.read_text()) if n in NAMES and n != module(p)} for p in MODULES}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -96,7 +134,7 @@ def test_no_circles_between_modules():
 
 @pytest.mark.parametrize("path", MODULES, ids=module)
 def test_only_optional_packages_are_imported_inside_functions(path):
-    inside = {name.split(".")[0] for name, nested in imports(path) if nested}
+    inside = {name.split(".")[0] for name, nested in imports(path.read_text()) if nested}
     assert inside <= OPTIONAL
 
 

@@ -194,3 +194,18 @@ def test_compositional_loss_needs_positive_values(g):
         assert not torch.isfinite(loss)
     committed = ma.read(torch.arange(2))
     assert committed["count"][g.index(min(g))] == 0
+
+
+def test_a_normalizer_and_an_estimator_share_no_name_by_accident():
+    """What both bases define, the normalizer's hides: only what every object has, or what the class settles itself."""
+    bases = (compopt.Normalizer, compopt.Estimator)
+    both = set(dir(bases[0])) & set(dir(bases[1]))
+    assert {name for name in both if not name.startswith("__")} == set()
+
+
+def test_parts_with_the_old_names_are_refused():
+    with pytest.raises(TypeError, match="Own.promote is called commit_state now"):
+
+        class Own(compopt.BatchNormalizer):
+            def promote(self, found_inf):
+                pass

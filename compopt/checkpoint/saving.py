@@ -100,7 +100,7 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     """
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
-    est.check_stands_alone()
+    est.stand_alone()
     with doing("compopt.load()", est.t), est._state.writing():
         path = _load(est, Path(directory), t)
     est._run("load_state_dict_post")
@@ -125,7 +125,7 @@ def _load(est: Estimator, root: Path, t: int | None) -> Path:
 
 
 def _begin(est: Estimator) -> None:
-    est.check_stands_alone()
+    est.stand_alone()
     est._run("state_dict_pre")
 
 

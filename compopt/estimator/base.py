@@ -17,7 +17,7 @@ from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
-from compopt.estimator import state_dict as checkpoint
+from compopt.estimator import state_dict as states
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.commits import Commits
 from compopt.estimator.component import Component
@@ -111,7 +111,7 @@ class Estimator(Commits):
         Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
         is as it was. With several ranks collective.
         """
-        self.check_stands_alone()
+        self.stand_alone()
         with doing("add_sample_group()", self.t), self._state.writing():
             self._groups.add(group)
             try:
@@ -138,7 +138,7 @@ class Estimator(Commits):
 
     def _identity(self) -> object:
         """What must be alike on all ranks."""
-        return checkpoint.config(self), self._table is not None and self._table.sharded
+        return states.config(self), self._table is not None and self._table.sharded
 
     def _make_table(self, placement: Placement) -> RowTable | None:
         columns = [column for own in self._columns().values() for column in own]
@@ -160,7 +160,7 @@ class Estimator(Commits):
         least: int = 1,
     ) -> Batch:
         """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
-        self.check_stands_alone()
+        self.stand_alone()
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
@@ -211,7 +211,7 @@ class Estimator(Commits):
             A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
             ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
-        self.check_stands_alone()
+        self.stand_alone()
         if self._table is None:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), self._state.copying():
@@ -244,13 +244,13 @@ class Estimator(Commits):
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
         """
-        self.check_stands_alone()
+        self.stand_alone()
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
             raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
-        if self._table is None:  # nothing to read, so no index is asked for; the loader do it all
+        if self._table is None:  # nothing to read, so no index is asked for; the loader itself does
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
 
@@ -299,7 +299,7 @@ class Estimator(Commits):
     @property
     def split(self) -> bool:
         """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
-        parts = any(part.split for part in self._components.values())
+        parts = any(part.split_state for part in self._components.values())
         return parts or (self._table is not None and self._table.split)
 
     def learnables(self) -> dict[str, torch.nn.Module]:
@@ -327,10 +327,10 @@ class Estimator(Commits):
         Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
         file.
         """
-        self.check_stands_alone()
+        self.stand_alone()
         self._run("state_dict_pre")
         with doing("state_dict()", self.t), self._state.copying():
-            state = checkpoint.state_dict(self)
+            state = states.state_dict(self)
         return self._run_replacing("state_dict_post", state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -342,11 +342,11 @@ class Estimator(Commits):
         Raises:
             ValueError: another n, mode, method or dtype; the message names both values.
         """
-        self.check_stands_alone()
+        self.stand_alone()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         with doing("load_state_dict()", self.t), self._state.writing():
-            checkpoint.load_state_dict(self, state_dict)
+            states.load_state_dict(self, state_dict)
         self._run("load_state_dict_post")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Commits(Hooks):
         """What the user's optimizer must learn."""
         raise NotImplementedError
 
-    def check_stands_alone(self) -> None:
+    def stand_alone(self) -> None:
         """A hook, called first by whatever a part of another estimator leaves to its owner."""
 
     @property
@@ -60,7 +60,7 @@ class Commits(Hooks):
 
     def step(self) -> None:
         """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
-        self.check_stands_alone()
+        self.stand_alone()
         self._commit(None)
 
     def _commit(self, found_inf: Tensor | None) -> None:
@@ -112,7 +112,7 @@ class Commits(Hooks):
         Raises:
             TypeError: no torch optimizer is inside.
         """
-        self.check_stands_alone()
+        self.stand_alone()
         return self._attachments.add(optimizer, self._commit)
 
     def between_commits(self) -> AbstractContextManager[None]:

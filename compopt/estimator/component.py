@@ -14,6 +14,9 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.stores.layout import Column
 
+# What parts of the user's own may still define.
+RENAMED = {"propose_state": "deposit_state", "promote": "commit_state", "forget": "discard_state"}
+
 
 class Component(ABC):
     """One part of an estimator: hyper-parameters per sample group, columns, and state that is not rows.
@@ -31,6 +34,13 @@ class Component(ABC):
     """
 
     learnable: torch.nn.Module | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse methods that are never called any more, since they have other names."""
+        super().__init_subclass__(**options)
+        for old, new in RENAMED.items():
+            if old in cls.__dict__:
+                raise TypeError(f"{cls.__name__}.{old} is called {new} now; rename it")
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
         self.own_defaults = dict(defaults)
@@ -86,7 +96,7 @@ class Component(ABC):
         return bool(self.state)
 
     @property
-    def split(self) -> bool:
+    def split_state(self) -> bool:
         """Ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
         return False
 
@@ -155,13 +165,15 @@ class Component(ABC):
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves."""
 
-    Attributes:
-        averages_views: in unimodal mode one ``alpha_i`` serves both views (SogCLR's objective V2, else V1).
-    """
+    @property
+    def averages_views(self) -> bool:
+        """In unimodal mode one ``alpha_i`` serves both views (SogCLR's objective V2, else V1): that of a ``log_u``.
 
-    averages_views: bool = False
+        Diagnostics ask this. A normalizer that averages views and keeps something else says so.
+        """
+        return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
         """Refuse an ``encode`` that cannot be used, or its absence; ``given``: index and what else came along."""

@@ -120,7 +120,7 @@ class GatheredPairs(PairStatistics):
         keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
-        distinct, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.Pairs`.
+        distinct, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
 
     Communicates: one all-gather of 4 to 8 floats per sample.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt import rng as draws
+from compopt import rng
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.kernel.sampled import SampledPairs
@@ -138,7 +138,7 @@ class Chains(SampledPairs):
         for direction in (0, 1):
             at = (own, direction)
             similarity = self._similarity(own, direction)
-            streams = draws.streams((*rules.counters, direction), positions)
+            streams = rng.streams((*rules.counters, direction), positions)
             scores = similarity * self._scale[at]
             if slot is None or not self._call.unimodal:
                 slot = self._start(at, candidates, scores, streams)
@@ -164,7 +164,7 @@ class Chains(SampledPairs):
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
             both = torch.stack([column, column + self._batch])
             gap = scores.gather(0, both).diff(dim=0)[0]
-            random = draws.uniform(draws.bits(streams, candidates.most, 1)[0], scores.dtype)
+            random = rng.uniform(rng.bits(streams, candidates.most, 1)[0], scores.dtype)
             column = torch.where(random < gap.sigmoid(), both[1], both[0])
         outside, nowhere = candidates.width, candidates.width + 1
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt import rng as draws
+from compopt import rng
 from compopt.negatives.candidates import Candidates
 
 
@@ -99,13 +99,13 @@ def walk(
             no draws, every negative once in the order of the batch.
     """
     step = torch.arange(candidates.most, device=start.device)[:, None]
-    words = draws.bits(streams, 0, candidates.most)
+    words = rng.bits(streams, 0, candidates.most)
     number = step.expand(-1, len(start))
     if spare is not None:
-        number = draws.below(words, candidates.count + spare)
+        number = rng.below(words, candidates.count + spare)
     slots = candidates.column(number)
     proposed = scores.gather(0, slots)
-    keys = draws.uniform(words, scores.dtype).log_().neg_().add_(proposed)
+    keys = rng.uniform(words, scores.dtype).log_().neg_().add_(proposed)
     if not candidates.alike:  # anchors with fewer negatives make fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
     where, accepted = move(keys, proposed, slots, scores.gather(0, start[None])[0], start)

@@ -88,8 +88,6 @@ class MovingAverageEstimator(Normalizer, Estimator):
         [0.0, 0.6201]
     """
 
-    averages_views = True
-
     def __init__(
         self,
         n: GroupSpec,
@@ -112,10 +110,10 @@ class MovingAverageEstimator(Normalizer, Estimator):
     # -- part of an estimator, or one of its own ---------------------------------------------------------------
 
     def _make_table(self, placement: Placement) -> RowTable | None:
-        """Rows of its own, at once, if it was told where to keep them: a part is not. Else see check_stands_alone."""
+        """Rows of its own, at once, if it was told where to keep them: a part is not. Else see stand_alone."""
         return super()._make_table(placement) if self._placed else None
 
-    def check_stands_alone(self) -> None:
+    def stand_alone(self) -> None:
         """Refuse what its owner does; without an owner, it is none from here on and has rows of its own."""
         if self.owner is not None:
             raise RuntimeError(
@@ -212,7 +210,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
     def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
         """Updated averages of the batch over all ranks, ``(B,)``."""
         refuse_transforms()
-        self.check_stands_alone()
+        self.stand_alone()
         with self._handshake.guard():
             if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
                 got = getattr(log_g, "dtype", type(log_g))

@@ -224,7 +224,7 @@ class NeuralNormalizer(Normalizer):
     # -- state, split over the ranks ---------------------------------------------------------------------------
 
     @property
-    def split(self) -> bool:
+    def split_state(self) -> bool:
         return self._ranks.size > 1 and self.network.restarts
 
     def commit_state(self, found_inf: Tensor | None) -> None:
@@ -264,9 +264,8 @@ class NeuralNormalizer(Normalizer):
 
     def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not FunctionalOptimizer.owns(name)}
-        if any(
-            FunctionalOptimizer.owns(name) for name in state
-        ):  # the optimizer's tensors exist from the first batch on
+        # the optimizer's tensors exist from the first batch on
+        if any(FunctionalOptimizer.owns(name) for name in state):
             shapes |= self.optimizer.shapes({name: shapes[name] for name in self.network.names})
         return shapes
 

@@ -139,8 +139,8 @@ class ResidualNormalizer(Normalizer):
         return self.neural.has_state
 
     @property
-    def split(self) -> bool:
-        return self.neural.split
+    def split_state(self) -> bool:
+        return self.neural.split_state
 
     @property
     def has_pending_state(self) -> bool:

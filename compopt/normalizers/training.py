@@ -82,8 +82,8 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @dataclass
-class Batch:
-    """A batch as the networks see it, ``(D, P)`` each.
+class Anchors:
+    """The anchors of a batch as the networks see them, ``(D, P)`` each.
 
     Attributes:
         anchors: unit features, ``(D, P, d)``, zero where the batch is not finite.
@@ -106,7 +106,7 @@ class Batch:
     eps: Any
 
     @classmethod
-    def of(cls, normalizer: Learner, call: Call, anchors: Tensor) -> Batch:
+    def of(cls, normalizer: Learner, call: Call, anchors: Tensor) -> Anchors:
         """From the statistics of a call."""
         pairs, per_anchor, like = call.pairs, normalizer.per_anchor, call.pairs.positive
         tau, eps = per_anchor(call.tau, like), call.hyper("eps")
@@ -139,7 +139,7 @@ class Prediction:
         alpha: ``(B, 2)``.
     """
 
-    def __init__(self, normalizer: Learner, call: Call, batch: Batch, sweep: Sweep, parameters: list[Tensor]) -> None:
+    def __init__(self, normalizer: Learner, call: Call, batch: Anchors, sweep: Sweep, parameters: list[Tensor]) -> None:
         self._normalizer, self._call, self._batch, self._sweep = normalizer, call, batch, sweep
         self._log_partition = sweep.predict(parameters)
         self.alpha = self._per_sample(batch.alpha(self._log_partition + batch.nan))
@@ -197,7 +197,7 @@ class Training:
         hyper = call.hyper.of_first_group()
         self.state: State = normalizer.state_on(call.batch.features[0].device, normalizer.working_state(call.training))
         anchors, others = normalizer.anchors(call.batch.features)
-        self._batch = Batch.of(normalizer, call, anchors)
+        self._batch = Anchors.of(normalizer, call, anchors)
         skip = anchors.device.type == "cpu" and not self._batch.finite
         self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None
         old = self.state

@@ -48,7 +48,7 @@ class BankSampler(Sampler[list[int]]):
         tau: float,
         seed: int,
         labels: Tensor | None,
-        group: Tensor | None,
+        group: Tensor | None = None,
         background: bool,
         lead: float,
         dtype: torch.dtype,

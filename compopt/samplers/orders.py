@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from compopt import rng as draws
+from compopt import rng
 
 
 class Orders:
@@ -23,7 +23,7 @@ class Orders:
 
     def draw(self, *counters: int) -> int:
         """63 random bits that belong to the counters."""
-        return draws.fold(self.seed, *counters) >> 1
+        return rng.fold(self.seed, *counters) >> 1
 
     def permutation(self, count: int, *counters: int) -> Tensor:
         """A random permutation that belongs to the counters, ``(count,)``."""
