@@ -121,9 +121,8 @@ def test_a_learned_temperature_with_a_constraint():
     z1, z2, index = batches(N, 1, seed=8)[0]
 
     def loss(tau):
-        return compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Constrained(tau), dtype=torch.float64)(
-            z1, z2, index
-        )
+        parts = compopt.BatchNormalizer(), Constrained(tau)
+        return compopt.ContrastiveEstimator(*parts, dtype=torch.float64)(z1, z2, index)
 
     loss(tau).backward()
     step = 1e-6

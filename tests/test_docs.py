@@ -74,3 +74,16 @@ def test_the_new_normalizer_works():
         est.step()
         assert torch.allclose(torch.autograd.grad(control(b, a, torch.arange(5)), b)[0], b.grad)
     assert est.read(torch.arange(6))["count"].tolist() == [3, 3, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_the_normalizer_of_the_page_on_extending(mode):
+    """Where the batch is the data set, its first estimate is exact."""
+    scope = {"__name__": "running_mean"}
+    exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
+    est = compopt.ContrastiveEstimator(scope["RunningMean"](12), compopt.FixedTemperature(0.3), mode=mode)
+    z1, z2 = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    assert compopt.diagnostics.gradient_error(est, z1, z2, batch_size=12)["relative"] < 1e-5
+    est(z1.requires_grad_(), z2, torch.arange(12)).backward()
+    est.step()
+    assert est.read(torch.arange(12))["count"].tolist() == [1] * 12
