@@ -7,7 +7,13 @@ import sys
 import pytest
 import torch
 
+from tests.covering import mark_the_rest
 from tests.pool import close_pools
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items):
+    mark_the_rest(items)
 
 
 @pytest.fixture(autouse=True, scope="session")
