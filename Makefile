@@ -17,11 +17,11 @@ DEMO_ARGS ?= --batch-size 64 --epochs 1 --output-dir runs/demo
 # Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
-# Which tests run when: `full` marks what tests/covering.py leaves out of a product, `launch` what starts programs or
-# takes seconds. Plain `pytest` runs all, in one process.
-DAILY := not full and not launch
-REST := full or launch
-PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# Which tests run when. `full` marks what tests/covering.py leaves out of a product, `launch` what starts programs or
+# compiles, `slow` what takes seconds. Plain `pytest` runs all tests in one process.
+DAILY := not full and not launch and not slow
+REST := full or launch or slow
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-rest test-full lint bench clean

@@ -115,7 +115,7 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
     """What failed first, or None."""
     expression = selection("REST" if stage == "rest" else "DAILY")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", "-m", expression, *files]
+    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", "-m", expression, *files]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
@@ -163,7 +163,8 @@ def run(todo: list[tuple[str, Mutation]], records: Path) -> None:
             record = {"key": mutant.key, "room": room, **asdict(mutant), "noticed": noticed, "test": test}
             with records.open("a") as lines:
                 lines.write(json.dumps({**record, "seconds": seconds}) + "\n")
-            print(f"{number}/{len(todo)} {room} {mutant.path}:{mutant.line} {mutant.kind}: {noticed} ({test}, {seconds} s)", flush=True)
+            where = f"{mutant.path}:{mutant.line} {mutant.kind}"
+            print(f"{number}/{len(todo)} {room} {where}: {noticed} ({test}, {seconds} s)", flush=True)
 
 
 # report -----------------------------------------------------------------------------------------------------------
@@ -181,8 +182,9 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     total = sum(counts.values(), Counter())
     full = total["test"] + total["test-full"]
     share = total["test"] / full if full else 0.0
-    lines = ["# Mutants", "", f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), "]
-    lines[-1] += f"`make test-full` notices {full} and `make test` {total['test']}: {share:.1%} of those."
+    said_in_all = f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), "
+    said_in_all += f"`make test-full` notices {full} and `make test` {total['test']}: {share:.1%} of those."
+    lines = ["# Mutants", "", said_in_all]
     lines += ["`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
     lines += ["| room | mutants | noticed by `make test` | by `make test-full` | by nobody |", "|---|---|---|---|---|"]
     for name, c in [*counts.items(), ("all", total)]:

@@ -96,13 +96,9 @@ def of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
 
 def of_statement(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(kind, source that replaces it) of one statement of one line or several."""
-    if isinstance(node, ast.If) and not is_typing(node.test):
-        return  # its test is an expression and changes there
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
-        yield "statement", "pass"
-    elif isinstance(node, ast.AugAssign | ast.Raise | ast.Break | ast.Continue):
-        yield "statement", "pass"
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript):
+    writes = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
+    calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if writes or calls or isinstance(node, ast.AugAssign | ast.Raise | ast.Break | ast.Continue):
         yield "statement", "pass"
     elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield "return", "return None"

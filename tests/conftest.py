@@ -14,6 +14,11 @@ from tests.pool import close_pools
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items):
     mark_the_rest(items)
+    for item in items:  # under pytest-xdist one worker has all that uses the processes of tests/pool.py: they start once
+        if item.get_closest_marker("launch"):
+            item.add_marker(pytest.mark.xdist_group("launch"))
+        elif item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(autouse=True, scope="session")

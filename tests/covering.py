@@ -25,18 +25,21 @@ SMALL = 12  # a test with no more cases is not worth a choice
 PLAIN = (bool, int, float, str, torch.dtype, type(None), EstimatorInfo)
 
 
-def axes_of(item: pytest.Function) -> dict[str, str]:
-    """The value of every axis, as text; what has no short text is known by its place in the list."""
-    call = item.callspec
-    return {
-        axis: f"{type(value).__name__} {value}" if isinstance(value, PLAIN) else f"number {call.indices[axis]}"
-        for axis, value in call.params.items()
-    }
+def axes_of(items: list[pytest.Function]) -> list[dict[str, str]]:
+    """The value of every axis of every case, as text; what has no short text gets a number."""
+    numbers: dict[tuple[str, int], int] = {}
+
+    def text(axis: str, value: object) -> str:
+        if isinstance(value, PLAIN):
+            return f"{type(value).__name__} {value}"
+        return f"number {numbers.setdefault((axis, id(value)), len(numbers))}"
+
+    return [{axis: text(axis, value) for axis, value in item.callspec.params.items()} for item in items]
 
 
 def met_by(case: dict[str, str], pairs: list[tuple[str, str]]) -> set[tuple]:
     """What one case covers: its values, and its values in pairs of axes."""
-    return {(axis, value) for axis, value in case.items()} | {(a, b, case[a], case[b]) for a, b in pairs}
+    return set(case.items()) | {(a, b, case[a], case[b]) for a, b in pairs}
 
 
 def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = None) -> list[int]:
@@ -66,7 +69,7 @@ def choice(items: list[pytest.Function]) -> list[int]:
     if mark is None and len(items) <= SMALL or mark and mark.kwargs.get("all"):
         return list(range(len(items)))
     pairs = None if mark is None else [tuple(sorted(pair.split())) for pair in mark.args]
-    return cover([axes_of(item) for item in items], pairs)
+    return cover(axes_of(items), pairs)
 
 
 def mark_the_rest(items: list[pytest.Item]) -> None:

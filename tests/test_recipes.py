@@ -42,6 +42,7 @@ def train(task, method, steps, batches=None, **control):
     return run.train()
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 @pytest.mark.parametrize("method", ["clip", "sogclr", "isogclr", "fastclip-v3", "neuclip", "residual", "emc2"])
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
@@ -55,6 +56,7 @@ def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     assert resumed.step == last
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize(
     "batches",
     [
