@@ -21,7 +21,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # compiles, `slow` what takes seconds. Plain `pytest` runs all tests in one process.
 DAILY := not full and not launch and not slow
 REST := full or launch or slow
-PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-rest test-full lint bench clean

@@ -115,8 +115,9 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
     """What failed first, or None."""
     expression = selection("REST" if stage == "rest" else "DAILY")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", "-m", expression, *files]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", "-m", expression, *files]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
         try:
@@ -155,10 +156,12 @@ def run(todo: list[tuple[str, Mutation]], records: Path) -> None:
             file, started = folder / mutant.path, time.monotonic()
             source = file.read_bytes()
             file.write_bytes(mutant.apply(source))
+            os.utime(file, (number, number))  # compiled files are told apart by the second
             try:
                 noticed, test = verdict(folder, room)
             finally:
                 file.write_bytes(source)
+                os.utime(file, (0, 0))
             seconds = round(time.monotonic() - started)
             record = {"key": mutant.key, "room": room, **asdict(mutant), "noticed": noticed, "test": test}
             with records.open("a") as lines:

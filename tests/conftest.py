@@ -12,13 +12,11 @@ from tests.pool import close_pools
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     mark_the_rest(items)
-    for item in items:  # under pytest-xdist one worker has all that uses the processes of tests/pool.py: they start once
-        if item.get_closest_marker("launch"):
-            item.add_marker(pytest.mark.xdist_group("launch"))
-        elif item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    if hasattr(config, "workerinput"):
+        # pytest-xdist gives the first half to one worker: it alone starts the processes of tests/pool.py
+        items.sort(key=lambda item: 2 - 2 * ("launch" in item.keywords) - ("distributed" in item.keywords))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -55,7 +55,10 @@ def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = Non
     seen: dict[tuple, int] = defaultdict(int)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(cases)), key=lambda k: (len(wanted[k] & missing), -sum(seen[m] for m in seen_in[k]), -k))
+        gains = [len(met & missing) for met in wanted]
+        most = max(gains)
+        equal = [k for k, gain in enumerate(gains) if gain == most]
+        best = min(equal, key=lambda k: sum(seen[met] for met in seen_in[k]))
         chosen.append(best)
         missing -= wanted[best]
         for met in seen_in[best]:

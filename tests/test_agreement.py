@@ -30,7 +30,7 @@ def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
 CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info.network) :]]
 
 
-@pytest.mark.covering("info mode")
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
 def test_twenty_steps(info, mode, tau, gamma):
@@ -42,7 +42,7 @@ def test_twenty_steps(info, mode, tau, gamma):
         compare_state(est, ref, N, info)
 
 
-@pytest.mark.covering()
+@pytest.mark.covering("info mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_several_deposits_before_a_step(info, mode):
