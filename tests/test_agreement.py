@@ -65,6 +65,8 @@ def test_several_deposits_before_a_step(info, mode):
                 compare_state(est, ref, N, info)
         except AssertionError as error:
             failures.append(error)
+        else:
+            break
     if len(failures) == len(variants):
         raise failures[0]
 

@@ -61,10 +61,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(max(folder.glob("[0-9]*"), key=lambda path: int(path.name)) / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["minimal", *(pytest.param(name, marks=pytest.mark.slow) for name in features() if name != "with_deepspeed")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minimal", *(name for name in features() if name != "with_deepspeed")])
 def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
     train(name, tmp_path / "whole", "--epochs", "2")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]

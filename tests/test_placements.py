@@ -158,7 +158,7 @@ est.prefetch(torch.arange(3))
 """
 
 
-@pytest.mark.covering()
+@pytest.mark.launch
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("how, code", [("break", 0), ("raise", 1)])
 def test_the_interpreter_ends(offload, how, code, tmp_path):

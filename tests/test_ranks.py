@@ -278,6 +278,7 @@ def trained_on_one_rank(name, mode, dtype):
     return args, the_pool().run(through_ddp, 1, *args, False)[0]
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
