@@ -8,8 +8,9 @@
 The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
 from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
 copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
-selection, and if it survives that, the rest. What the daily tests notice, the full suite notices as well: it has
-them all. A test that hangs, and a library that cannot be imported, count as noticed.
+selection; the rest of the suite is asked about those that survive it, after all others. What the daily tests notice,
+the full suite notices as well: it has them all. A test that hangs, and a library that cannot be imported, count as
+noticed.
 
 Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
 file that was changed since is run again. The unchanged library must pass first.
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -49,6 +51,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "saving": ("checkpoint", "save_load old_formats checkpoint"),
     "ranks": ("distributed", "ranks control sampler_ranks shared_tables exits"),
 }
+LATER = "not by test"  # the daily tests let it pass, and the others were not asked yet
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
 HANGS = 120  # seconds, after which one test does
 
@@ -133,41 +136,46 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
     return failed.group(1) if failed else f"pytest ended with {process.returncode}: {said[-300:]}"
 
 
-def verdict(folder: Path, room: str) -> tuple[str, str | None]:
-    """(who noticed, by which test) of the library as it is in the folder."""
+def daily(folder: Path, room: str) -> dict:
+    """What the daily tests say of the library in the folder: the likely files first, then all of them."""
     likely = [f"tests/test_{name}.py" for name in ROOMS[room][1].split()]
-    for stage, files in (("first", [f for f in likely if (folder / f).exists()]), ("daily", []), ("rest", [])):
-        failed = run_tests(folder, stage, files)
-        if failed:
-            return ("test-full" if stage == "rest" else "test"), failed
-    return "nobody", None
+    files = [name for name in likely if (folder / name).exists()]
+    failed = run_tests(folder, "first", files) or run_tests(folder, "daily", [])
+    return {"noticed": "test" if failed else LATER, "test": failed}
 
 
-def run(todo: list[tuple[str, Mutation]], records: Path) -> None:
+def rest(folder: Path, room: str) -> dict:
+    """What the other tests say of what the daily ones let pass."""
+    failed = run_tests(folder, "rest", [])
+    return {"noticed": "test-full" if failed else "nobody", "test": failed}
+
+
+def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folder: Path, records: Path) -> None:
     """Append the verdict on every mutant."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = copy_of_checkout(Path(name))
-        for stage in ("daily", "rest"):
-            failed = run_tests(folder, stage, [])
-            if failed:
-                raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
-            print(f"the unchanged library passes ({stage})", flush=True)
-        for number, (room, mutant) in enumerate(todo, 1):
-            file, started = folder / mutant.path, time.monotonic()
-            source = file.read_bytes()
-            file.write_bytes(mutant.apply(source))
-            os.utime(file, (number, number))  # compiled files are told apart by the second
-            try:
-                noticed, test = verdict(folder, room)
-            finally:
-                file.write_bytes(source)
-                os.utime(file, (0, 0))
-            seconds = round(time.monotonic() - started)
-            record = {"key": mutant.key, "room": room, **asdict(mutant), "noticed": noticed, "test": test}
-            with records.open("a") as lines:
-                lines.write(json.dumps({**record, "seconds": seconds}) + "\n")
-            where = f"{mutant.path}:{mutant.line} {mutant.kind}"
-            print(f"{number}/{len(todo)} {room} {where}: {noticed} ({test}, {seconds} s)", flush=True)
+    for number, (room, mutant) in enumerate(todo, 1):
+        file, started = folder / mutant.path, time.monotonic()
+        source = file.read_bytes()
+        file.write_bytes(mutant.apply(source))
+        os.utime(file, (number, number))  # compiled files are told apart by the second
+        try:
+            answer = ask(folder, room)
+        finally:
+            file.write_bytes(source)
+            os.utime(file, (0, 0))
+        answer["seconds"] = round(time.monotonic() - started)
+        with records.open("a") as lines:
+            lines.write(json.dumps({"key": mutant.key, "room": room, **asdict(mutant), **answer}) + "\n")
+        where = f"{room} {mutant.path}:{mutant.line} {mutant.kind}"
+        print(
+            f"{number}/{len(todo)} {where}: {answer['noticed']} ({answer['test']}, {answer['seconds']} s)", flush=True
+        )
+
+
+def check_unchanged(folder: Path, stage: str) -> None:
+    """Tests that fail anyway notice nothing."""
+    failed = run_tests(folder, stage, [])
+    if failed:
+        raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
 
 
 # report -----------------------------------------------------------------------------------------------------------
@@ -192,7 +200,10 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     lines += ["| room | mutants | noticed by `make test` | by `make test-full` | by nobody |", "|---|---|---|---|---|"]
     for name, c in [*counts.items(), ("all", total)]:
         lines.append(f"| {name} | {c.total()} | {c['test']} | {c['test'] + c['test-full']} | {c['nobody']} |")
-    for who, title in (("test-full", "Noticed by the full suite alone"), ("nobody", "Noticed by nobody")):
+    titles = {"test-full": "Noticed by the full suite alone", "nobody": "Noticed by nobody"}
+    if total[LATER]:
+        titles[LATER] = "Not noticed by the daily tests, the others not asked yet"
+    for who, title in titles.items():
         lines += ["", f"## {title}", ""]
         lines += [said(r) for r in found if r["noticed"] == who] or ["None."]
     summary = {"mutants": total.total(), "test": total["test"], "test_full": full, "share": round(share, 4)}
@@ -211,7 +222,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=13, help="mutants of every room (13)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=ROOMS, action="append", help="a room; may be repeated")
-    parser.add_argument("--limit", type=int, help="run at most so many now")
+    parser.add_argument("--limit", type=int, help="ask each suite about at most so many now")
+    parser.add_argument("--daily", action="store_true", help="ask the daily tests alone; the others later")
+    parser.add_argument("--trust", action="store_true", help="do not run the unchanged library first")
     parser.add_argument("--records", type=Path, default=RESULTS / "mutants.jsonl")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--report", action="store_true", help="write the report, run nothing")
@@ -223,8 +236,15 @@ def main() -> None:
             print(f"{room:12} {m.path}:{m.line} {m.function} {m.kind}: {m.before} -> {m.after.strip()}")
         return
     if not options.report:
-        known = read(options.records)
-        run([(room, mutant) for room, mutant in mine if mutant.key not in known][: options.limit], options.records)
+        with tempfile.TemporaryDirectory() as name:
+            folder = copy_of_checkout(Path(name))
+            for stage, ask in (("daily", daily), ("rest", rest))[: 1 if options.daily else 2]:
+                known = {key: record["noticed"] for key, record in read(options.records).items()}
+                wanted = None if stage == "daily" else LATER
+                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
+                if todo and not options.trust:
+                    check_unchanged(folder, stage)
+                run(todo, ask, folder, options.records)
     known = read(options.records)
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)

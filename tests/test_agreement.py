@@ -49,7 +49,7 @@ def test_several_deposits_before_a_step(info, mode):
     """Rows met in several deposits, twice in one, and with neighbours met once."""
     variants = [("committed", "step")]
     if info.global_tau:  # DESIGN leaves open which tau and which count the second forward of a window uses
-        variants = [(tau, t) for tau in ("committed", "pending") for t in ("step", "deposit")]
+        variants = [(tau, t) for tau in ("pending", "committed") for t in ("step", "deposit")]
     failures = []
     for window in variants:
         est, ref = make(info, mode, N, gamma=0.6)
