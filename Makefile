@@ -9,6 +9,7 @@ BENCH_VENV ?= .venv-bench
 #   make test PYTEST_ARGS="-k kernel -x"
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 DEMO_METHODS ?= infonce infonce-no-positive clip sogclr isogclr fastclip-v3
 DEMO_ARGS ?= --batch-size 64 --epochs 1 --output-dir runs/demo
@@ -16,17 +17,29 @@ DEMO_ARGS ?= --batch-size 64 --epochs 1 --output-dir runs/demo
 # Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
+# Which tests run when. `full` marks what tests/covering.py leaves out of a product, `launch` what starts programs or
+# compiles, `slow` what takes seconds. Plain `pytest` runs all tests in one process.
+DAILY := not full and not launch and not slow
+REST := full or launch or slow
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-rest test-full lint bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (minutes on two cores, no download)
 	$(BIN)/python -m recipes.train_clip --compare $(DEMO_METHODS) $(DEMO_ARGS)
 
-test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.dev  ## run the daily tests (minutes on two cores)
+	$(PYTEST) -m "$(DAILY)" $(PYTEST_ARGS)
+
+test-rest: $(VENV)/.dev  ## run what `make test` leaves out
+	$(PYTEST) -m "$(REST)" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.dev  ## run every test
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
 	$(BIN)/ruff check .

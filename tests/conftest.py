@@ -7,7 +7,16 @@ import sys
 import pytest
 import torch
 
+from tests.covering import mark_the_rest
 from tests.pool import close_pools
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(config, items):
+    mark_the_rest(items)
+    if hasattr(config, "workerinput"):
+        # pytest-xdist gives the first half to one worker: it alone starts the processes of tests/pool.py
+        items.sort(key=lambda item: 2 - 2 * ("launch" in item.keywords) - ("distributed" in item.keywords))
 
 
 @pytest.fixture(autouse=True, scope="session")

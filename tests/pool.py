@@ -53,12 +53,10 @@ class Pool:
         return [value for value, _ in answers]
 
     def close(self) -> None:
-        """End the processes."""
-        for pipe in self.pipes:
-            pipe.send(None)
+        """End the processes; they wait for a task, and an orderly end takes seconds."""
+        self.kill()
         for process in self.processes:
             process.join(10)
-        self.kill()
 
     def kill(self) -> None:
         """End the processes at once."""
@@ -80,7 +78,8 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     groups = {k: dist.new_group(list(range(k)), backend="gloo") for k in range(1, world)}
     groups[world] = None  # the default group
-    while (task := pipe.recv()) is not None:
+    while True:
+        task = pipe.recv()
         faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
         function, ranks, args = task
         table.BLOCK_ROWS = saving.BLOCK_ROWS = BLOCK_ROWS  # a function may make them small

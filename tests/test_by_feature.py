@@ -61,6 +61,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(max(folder.glob("[0-9]*"), key=lambda path: int(path.name)) / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["minimal", *(name for name in features() if name != "with_deepspeed")])
 def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
     train(name, tmp_path / "whole", "--epochs", "2")
@@ -84,6 +85,7 @@ def launched(name: str, folder: Path, *options: str) -> list[str]:
     return sorted(re.findall(r"(?:rank \d, )?epoch \d+: .*?%", done.stdout))
 
 
+@pytest.mark.launch
 @pytest.mark.distributed
 @pytest.mark.usefixtures("deepspeed_compiled")
 @pytest.mark.parametrize("name", ["with_accelerate", "with_deepspeed"])

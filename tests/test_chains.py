@@ -111,6 +111,7 @@ def wander(est, z1, z2, epochs, batch, generator):
                 est.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.05, 0.1, 0.3, 1.0])
 def test_the_softmax_of_the_data_set_is_invariant(tau):
     """Chains that start there stay there, in batches of 8 of 128 samples; the statistic has 9 degrees of freedom."""
@@ -125,6 +126,7 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
     assert chi_square(torch.cat(u)) < 33.7  # p = 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.1, 0.3, 1.0])
 def test_chains_find_the_softmax_of_the_data_set(tau):
     """From no state at all; what the batch alone would say is far from it."""
@@ -160,6 +162,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     assert (chi_square(torch.cat(u)) > 70) == biased
 
 
+@pytest.mark.slow
 def test_unimodal_chains_keep_the_softmax_over_both_views():
     """Views that are alike, so that both passes have one target: the samples' softmax."""
     n, tau = 10, 0.3
@@ -181,6 +184,7 @@ def test_unimodal_chains_keep_the_softmax_over_both_views():
     assert chi_square(torch.cat(u)) < 33.7
 
 
+@pytest.mark.slow
 def test_the_gradient_is_unbiased():
     """Mean over draws from stationary chains against the gradient over the whole data set, in standard errors."""
     n, batch, tau, draws_ = 40, 8, 0.2, 1500

@@ -29,6 +29,7 @@ def through_a_file(state):
     return torch.load(buffer)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)

@@ -104,6 +104,7 @@ def test_discard_forgets_the_deposits(info, mode):
     assert_same_bits(snapshot(twin, N), snapshot(est, N))
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)

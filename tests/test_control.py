@@ -234,6 +234,7 @@ def alone_after_the_opening(est):
     est._ranks.gather([torch.zeros(2, 3)], [2, 2])
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_says_for_whom_and_in_what(tmp_path):
     here, there = mp.get_context("spawn").Pipe()
     port = free_port()

@@ -149,6 +149,7 @@ def test_key_index_is_stable_and_numbers_from_zero():
     assert {key: key_index(keys)[key] for key in keys} == table
 
 
+@pytest.mark.launch
 def test_key_index_does_not_depend_on_the_process():
     """Python's str hash is salted per process; rows must not be."""
     code = "from compopt.data import key_index; k = ['x', 'y', 'z', 'w']; t = key_index(k); print([t[i] for i in k])"

@@ -11,7 +11,7 @@ from tests.pool import the_pool
 from tests.test_integrations import counting
 from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, reference, rows, weights
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("deepspeed_compiled")]
+pytestmark = [pytest.mark.launch, pytest.mark.distributed, pytest.mark.usefixtures("deepspeed_compiled")]
 pytest.importorskip("deepspeed")
 UPDATES = 3
 STAGES = range(4)

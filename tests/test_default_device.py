@@ -64,6 +64,7 @@ def life(info, mode, folder):
 
 
 @elsewhere
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_every_method(info, mode, context, tmp_path):

@@ -52,6 +52,7 @@ def test_the_tensor_tau_gradient_is_that_of_the_objective(mode):
         near(got, want, what=reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reference", ["none", "positive"])
 def test_small_batches_converge_to_the_global_gradient(mode, reference):

@@ -100,7 +100,7 @@ print("right")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.distributed
 @pytest.mark.parametrize("end", ["destroyed", "kept"])
 @pytest.mark.parametrize("offload, shard", [("", "0"), ("cpu", "1"), ("disk", "0"), ("disk", "1")])

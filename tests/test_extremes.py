@@ -22,8 +22,8 @@ def constant(kind):
 @pytest.mark.parametrize(
     "kind, reference, steps",
     [
-        ("identical", "none", STEPS),
-        ("opposite", "positive", STEPS),
+        pytest.param("identical", "none", STEPS, marks=pytest.mark.slow),
+        pytest.param("opposite", "positive", STEPS, marks=pytest.mark.slow),
         ("crossed", "positive", 1000),
         ("identical", "positive", 1000),
         ("opposite", "none", 1000),
@@ -51,6 +51,7 @@ def test_constant_features(kind, reference, steps):
     torch.testing.assert_close(loss.detach(), torch.tensor(TAU * log_ghat), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_random_features_follow_float64(mode):
     """log u of ten thousand fp32 updates against the recurrence in float64 numpy."""

@@ -164,6 +164,7 @@ def test_no_thread_is_left():
     assert threading.active_count() == before
 
 
+@pytest.mark.launch
 def test_the_interpreter_exits_in_the_middle_of_a_loop():
     """With a ticket under way, a DataLoader with workers, and a loop that never ends properly."""
     code = """

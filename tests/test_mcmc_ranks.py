@@ -1,5 +1,7 @@
 """EMC2's encode on several ranks: each encodes for its own anchors, through DDP or beside it."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,12 +51,19 @@ def train(group, mode, options, through, ddp):
     return trace, est.read(torch.arange(N)), asked, metrics
 
 
+@functools.cache
+def on_one_rank(mode, options):
+    """The same without DDP."""
+    return the_pool().run(train, 1, mode, dict(options), False, False)[0]
+
+
+@pytest.mark.covering()
 @pytest.mark.parametrize("through", [False, True], ids=["beside", "through"])
 @pytest.mark.parametrize("options", [{}, {"rescore": True, "shard": True}, {"chunk_size": 2}], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_encoders_gradients_equal_one_rank_s(mode, ranks, options, through):
-    ((whole, rows, asked, metrics),) = the_pool().run(train, 1, mode, options, False, False)
+    whole, rows, asked, metrics = on_one_rank(mode, tuple(options.items()))
     assert len(asked) > 2
     for trace, own, own_asked, own_metrics in the_pool().run(train, ranks, mode, options, through, True):
         assert len(own_asked) == STEPS, "encode runs once on every rank and step"

@@ -123,6 +123,7 @@ def test_gamma_1_is_plain_autograd():
     near(w.grad, v.grad, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_robust_regression_is_solved_with_one_inner_sample():
     """min_w mean_i log E_j exp(l_ij(w)), one inner sample a step: plain SGD is biased, the moving average is not.
 

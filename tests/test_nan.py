@@ -55,6 +55,7 @@ def bad_rows(est, z1, z2, index, **options):
     return count_in(messages)
 
 
+@pytest.mark.covering("info mode")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e200])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("mode", MODES)

@@ -43,6 +43,7 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.launch
 def test_import_costs_at_most_a_fifth_of_importing_torch():
     """Both are timed in one process, so that a busy machine slows both; the best of six counts."""
     code = (
@@ -57,6 +58,7 @@ def test_import_costs_at_most_a_fifth_of_importing_torch():
     pytest.fail(f"import compopt takes {min(shares):.0%} of import torch at best, {shares}")
 
 
+@pytest.mark.launch
 def test_import_loads_no_optional_package():
     optional = "PIL matplotlib sklearn scipy tqdm accelerate deepspeed safetensors pytest hypothesis".split()
     code = "import sys, torch; before = set(sys.modules); import compopt; print(*(set(sys.modules) - before))"

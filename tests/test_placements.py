@@ -1,5 +1,6 @@
 """Where rows live never changes what they are: every placement, with and without prefetch, bit for bit."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt.stores import HostStore
-from tests.database import DATABASE, MODES
+from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
 
@@ -36,6 +37,15 @@ def train(est, data, prefetch, window=1):
     return trace
 
 
+@functools.cache
+def in_memory(name, mode):
+    """Data, and what an estimator without a placement makes of them."""
+    data = batches(N, 8, seed=11)  # six of thirteen rows each: neighbours overlap
+    near, _ = make(BY_NAME[name], mode, N, gamma=0.6)
+    return data, train(near, data, prefetch=False, window=2), snapshot(near, N)
+
+
+@pytest.mark.covering("info offload", "offload prefetch")
 @pytest.mark.parametrize("prefetch", [False, True, "few"], ids=["plain", "prefetch", "prefetch few"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("mode", MODES)
@@ -43,12 +53,10 @@ def train(est, data, prefetch, window=1):
 def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path, monkeypatch):
     if prefetch != "few":  # few rows in memory are read when they are taken, many in a thread
         monkeypatch.setattr(HostStore, "instant_rows", 0)
-    data = batches(N, 8, seed=11)  # six of thirteen rows each: neighbours overlap
-    near, _ = make(info, mode, N, gamma=0.6)
-    expected = train(near, data, prefetch=False, window=2)
+    data, expected, state = in_memory(info.name, mode)
     far, _ = make(info, mode, N, gamma=0.6, **options(offload, tmp_path))
     assert train(far, data, prefetch, window=2) == expected
-    assert_same_bits(snapshot(near, N), snapshot(far, N))
+    assert_same_bits(state, snapshot(far, N))
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
@@ -150,6 +158,7 @@ est.prefetch(torch.arange(3))
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("how, code", [("break", 0), ("raise", 1)])
 def test_the_interpreter_ends(offload, how, code, tmp_path):
@@ -193,8 +202,7 @@ def own_part(group, batch):
 
 def on_ranks(group, name, mode, data, placement, prefetch, window):
     """What one rank sees of every column in the end."""
-    info = next(info for info in DATABASE if info.name == name)
-    est, _ = make(info, mode, N, gamma=0.6, process_group=group, **placement)
+    est, _ = make(BY_NAME[name], mode, N, gamma=0.6, process_group=group, **placement)
     own = own_part(group, len(data[0][2]))
     parts = [(z1[own], z2[own], index[own]) for z1, z2, index in data]
     train(est, parts, prefetch, window)
@@ -205,6 +213,13 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
     return state, est._table.store.n
 
 
+@functools.cache
+def on_ranks_in_memory(name, ranks):
+    """Data, and what ranks without a placement make of them."""
+    data = batches(N, 8, batch=7, seed=21)
+    return data, the_pool().run(on_ranks, ranks, name, "bimodal", data, {}, False, 2)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shard"])
@@ -212,9 +227,8 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam"])
 def test_every_placement_on_several_ranks(name, ranks, offload, shard, prefetch, tmp_path):
-    data = batches(N, 8, batch=7, seed=21)
+    data, near = on_ranks_in_memory(name, ranks)
     placement = {**options(offload, str(tmp_path)), "shard": shard}
-    near = the_pool().run(on_ranks, ranks, name, "bimodal", data, {}, False, 2)
     far = the_pool().run(on_ranks, ranks, name, "bimodal", data, placement, prefetch, 2)
     held = [n for _, n in far]
     assert sum(held) == N and max(held) - min(held) <= 1 if shard else held == [N] * ranks

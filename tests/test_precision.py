@@ -10,6 +10,7 @@ from tests.helpers import batches, features, make, near, run
 N = 13
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("tau, rtol", [(0.07, 3e-5), (0.011, 3e-4)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)

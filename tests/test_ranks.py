@@ -1,5 +1,7 @@
 """K ranks with B/K samples each equal one rank with B: losses, gradients after the average over ranks, state."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,12 +77,17 @@ def on_ranks(group, name, mode, dtype, data, options, window):
     return steps(est, BY_NAME[name], data, lambda step: own_part(group, step), window)
 
 
+@functools.cache
+def on_one_rank(name, mode, dtype, window, count, repeats):
+    """Data, and the trace and state of one rank with all of it; nobody writes into them."""
+    data = batches(N, count, batch=BATCH, dim=4, seed=31, repeats=repeats, dtype=dtype)
+    est = build(name, mode, dtype, None, {})
+    return data, *steps(est, BY_NAME[name], data, lambda step: slice(0, BATCH), window)
+
+
 def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=True):
     """Run one configuration on K ranks and on one."""
-    info = BY_NAME[name]
-    data = batches(N, count, batch=BATCH, dim=4, seed=31, repeats=repeats, dtype=dtype)
-    est, _ = make(info, mode, N, dtype, TAU[dtype], 0.6)
-    whole, state = steps(est, info, data, lambda step: slice(0, BATCH), window)
+    data, whole, state = on_one_rank(name, mode, dtype, window, count, repeats)
     answers = the_pool().run(on_ranks, ranks, name, mode, dtype, data, options or {}, window)
     rtol = TOLERANCE[dtype]
     for step, (loss, g1, g2, leaf) in enumerate(whole):
@@ -98,6 +105,7 @@ def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=T
             near(own[key][seen], want[seen], rtol, atol=10 * rtol, what=f"{key} after all steps")
 
 
+@pytest.mark.covering("info mode")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
@@ -106,6 +114,7 @@ def test_many_ranks_equal_one(info, mode, ranks, dtype):
     compare(ranks, info.name, mode, dtype)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", [info for info in DATABASE if info.has_state], ids=str)
 def test_shards_equal_the_whole(info, mode):
@@ -142,14 +151,20 @@ def with_keys(group, data, options):
     return result, est.read(torch.arange(N))
 
 
+@functools.cache
+def keys_on_one_rank(shape):
+    """Data, and what one rank makes of them."""
+    z1, z2, index = batches(N, 2, batch=BATCH, dim=4, seed=41)[1]
+    tau = 0.1 + 0.2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = [(z1, z2, index, tau, (index * 7 + 3) % N, torch.arange(BATCH) // 2)]
+    return data, the_pool().run(with_keys, 1, data, {})[0]
+
+
 @pytest.mark.parametrize("shape", [(BATCH,), (BATCH, 2)])
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_index2_group_and_tau_per_sample(ranks, shard, shape):
-    z1, z2, index = batches(N, 2, batch=BATCH, dim=4, seed=41)[1]
-    tau = 0.1 + 0.2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    data = [(z1, z2, index, tau, (index * 7 + 3) % N, torch.arange(BATCH) // 2)]
-    est_data = the_pool().run(with_keys_alone, 1, data)[0]
+    data, est_data = keys_on_one_rank(shape)
     answers = the_pool().run(with_keys, ranks, data, {"shard": shard})
     for step, want in enumerate(est_data[0]):
         parts = [trace[step] for trace, _ in answers]
@@ -159,11 +174,6 @@ def test_index2_group_and_tau_per_sample(ranks, shard, shape):
     for _, state in answers:
         for key in state:
             near(state[key], est_data[1][key], 1e-12, atol=1e-12, what=key)
-
-
-def with_keys_alone(group, data):
-    """The same on one rank."""
-    return with_keys(group, data, {})
 
 
 def moving_average(group, log_g, index, options):
@@ -182,13 +192,19 @@ def moving_average(group, log_g, index, options):
     return trace, u.read(torch.arange(N))
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_moving_average_alone(ranks, options):
+@functools.cache
+def average_on_one_rank():
+    """Data, and what one rank makes of them."""
     generator = torch.Generator().manual_seed(3)
     log_g = torch.randn(3, BATCH, generator=generator, dtype=torch.float64)
     index = torch.randint(0, N, (3, BATCH), generator=generator)
-    ((whole, state),) = the_pool().run(moving_average, 1, log_g, index, {})
+    return log_g, index, the_pool().run(moving_average, 1, log_g, index, {})[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_moving_average_alone(ranks, options):
+    log_g, index, (whole, state) = average_on_one_rank()
     answers = the_pool().run(moving_average, ranks, log_g, index, options)
     for at, want in enumerate(whole):
         if want.dim() == 0:
@@ -253,16 +269,22 @@ PRESETS = [
 ]
 
 
+@functools.cache
+def trained_on_one_rank(name, mode, dtype):
+    """What to train on, and what one rank makes of it."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
+    args = (name, mode, dtype, x, y, torch.randint(0, N, (3, BATCH), generator=generator))
+    return args, the_pool().run(through_ddp, 1, *args, False)[0]
+
+
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_encoder_s_gradients_after_ddp(name, mode, ranks, dtype):
-    generator = torch.Generator().manual_seed(7)
-    x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
-    index = torch.randint(0, N, (3, BATCH), generator=generator)
-    args = (name, mode, dtype, x, y, index)
-    ((whole, weights),) = the_pool().run(through_ddp, 1, *args, False)
+    args, (whole, weights) = trained_on_one_rank(name, mode, dtype)
     for trace, own in the_pool().run(through_ddp, ranks, *args, True):
         for (loss, gradients), (want_loss, want) in zip(trace, whole, strict=True):
             near(loss, want_loss, TOLERANCE[dtype], atol=TOLERANCE[dtype], what="loss")

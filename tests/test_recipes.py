@@ -44,8 +44,15 @@ def train(task, method, steps, batches=None, **control):
     return run.train()
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-@pytest.mark.parametrize("method", ["clip", "sogclr", "isogclr", "fastclip-v3", "neuclip", "residual", "emc2"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("clip", "sogclr", "fastclip-v3", "emc2"),
+        *(pytest.param(method, marks=pytest.mark.slow) for method in ("isogclr", "neuclip", "residual")),
+    ],
+)
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     task, last, stop = tasks[mode], 14, 7  # bimodal: ten steps an epoch
     whole = train(task, method, last)
@@ -57,6 +64,7 @@ def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     assert resumed.step == last
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize(
     "batches",
     [

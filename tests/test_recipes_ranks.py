@@ -77,10 +77,12 @@ def assert_like(record, single):
     assert record["final"]["r1"] == pytest.approx(single["final"]["r1"], abs=2e-3)
 
 
+@pytest.mark.launch
 def test_accelerate_launch(cache, single, tmp_path):
     assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
 
 
+@pytest.mark.launch
 def test_torchrun_and_resume(cache, single, tmp_path):
     """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""
     options = ("--offload", "disk", "--shard", "--prefetch")
@@ -91,6 +93,7 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
 
 
+@pytest.mark.launch
 def test_torchrun_with_spectral_batches(cache, tmp_path):
     """Six updates until every sample has features, then batches of both ranks' clusters."""
     options = ("--batches", "spectral", "--cluster-group", "4", "--epochs", "2")
@@ -98,6 +101,7 @@ def test_torchrun_with_spectral_batches(cache, tmp_path):
     assert_like(recipe(cache, tmp_path / "ranks", *options, launcher=launched(TORCHRUN), steps=9), expected)
 
 
+@pytest.mark.launch
 def test_deepspeed_and_resume(cache, single, deepspeed_compiled, tmp_path):
     # a second run in the same process: accelerate takes no second plugin
     options = ("--deepspeed-config", "recipes/deepspeed/zero2.json", "--compare", "sogclr", "infonce")

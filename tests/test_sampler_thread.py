@@ -192,6 +192,7 @@ print("busy" if not sampler._planner._job[1].done else "done", flush=True)
 """
 
 
+@pytest.mark.launch
 def test_a_program_that_ends_in_the_middle_of_a_plan_ends_well():
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)

@@ -47,6 +47,7 @@ def trained(steps=3, seed=70, **options):
     return est
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)

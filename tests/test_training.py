@@ -103,6 +103,7 @@ def test_cached_features_make_micro_batches_one_large_batch(info, mode):
     assert_same_bits(snapshot(large, N), snapshot(cached, N))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "sogclr", "sogclr-positive", "isogclr"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_small_problem_is_learned(name, mode):

@@ -1,0 +1,256 @@
+"""Do the daily tests protect the library as the full suite does? Put mistakes into it, and see who notices.
+
+    python -m benchmarks.mutants --list                 what would be changed
+    python -m benchmarks.mutants                        run what is not in the results yet (hours), write the report
+    python -m benchmarks.mutants --only kernel --limit 5
+    python -m benchmarks.mutants --report               write the report alone
+
+The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
+from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
+copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
+selection; the rest of the suite is asked about those that survive it, after all others. What the daily tests notice,
+the full suite notices as well: it has them all. A test that hangs, and a library that cannot be imported, count as
+noticed.
+
+Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
+file that was changed since is run again. The unchanged library must pass first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+
+from benchmarks.mutations import Mutation, mutations
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+# name in the report: what of the library, and the test files that are likely to notice, the likeliest first
+ROOMS: dict[str, tuple[str, str]] = {
+    "kernel": ("kernel", "masks derivatives precision nan underflow autograd_edges ranks"),
+    "objective": ("objective", "agreement precision training contract"),
+    "normalizers": ("normalizers", "moving_average neural agreement checkpoint"),
+    "temperatures": ("temperatures", "extremes agreement precision presets"),
+    "negatives": ("negatives", "mcmc chains mcmc_ranks agreement"),
+    "deposits": ("stores/deposits", "contract nan agreement placements"),
+    "stores": ("stores", "stores table_files placements threads shared_tables"),
+    "saving": ("checkpoint", "save_load old_formats checkpoint"),
+    "ranks": ("distributed", "ranks control sampler_ranks shared_tables exits"),
+}
+LATER = "not by test"  # the daily tests let it pass, and the others were not asked yet
+LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
+HANGS = 120  # seconds, after which one test does
+
+
+# which ------------------------------------------------------------------------------------------------------------
+
+
+def files_of(room: str) -> list[Path]:
+    """The source files of a room; what has a room of its own is not in the larger one."""
+    place = ROOT / "compopt" / ROOMS[room][0]
+    own = {f"{place.name}.py"} if place.with_suffix(".py").is_file() else set()
+    found = [place.parent / name for name in own] + sorted(place.rglob("*.py"))
+    others = [ROOT / "compopt" / f"{path}.py" for name, (path, _) in ROOMS.items() if name != room]
+    found = [path for path in found if path not in others]
+    if not found:
+        raise SystemExit(f"compopt has no {ROOMS[room][0]}: correct ROOMS in benchmarks/mutants.py")
+    return found
+
+
+def in_turn(groups: list[list[Mutation]]) -> list[Mutation]:
+    """The first of every group, then the second of each."""
+    return [item for row in zip_longest(*groups) for item in row if item is not None]
+
+
+def chosen(room: str, count: int, seed: int) -> list[Mutation]:
+    """Mutants of one room: files and kinds in turn, no two in one line."""
+    shuffle, files = random.Random(f"{seed} {room}"), []
+    for path in files_of(room):
+        kinds = defaultdict(list)
+        for mutation in mutations(path, ROOT):
+            kinds[mutation.kind].append(mutation)
+        groups = [kinds[kind] for kind in sorted(kinds)]
+        shuffle.shuffle(groups)  # not every file begins with its arithmetic
+        for group in groups:
+            shuffle.shuffle(group)
+        files.append(in_turn(groups))
+    result, lines = [], set()
+    for mutation in in_turn(files):
+        if len(result) < count and (mutation.path, mutation.line) not in lines:
+            lines.add((mutation.path, mutation.line))
+            result.append(mutation)
+    return result
+
+
+# run --------------------------------------------------------------------------------------------------------------
+
+
+def selection(name: str) -> str:
+    """The marker expression of a target of the Makefile, which is the only place that says it."""
+    return re.search(rf"^{name} := (.*)$", (ROOT / "Makefile").read_text(), re.M).group(1).strip()
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """What git tracks, as it stands in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
+    for name in listed.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
+    """What failed first, or None."""
+    expression = selection("REST" if stage == "rest" else "DAILY")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
+    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", "-m", expression, *files]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=LIMITS[stage])
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return "hangs"
+    if process.returncode in (0, 5):  # 5: nothing was selected
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::[^\[\s]+|\S+)", said, re.M)
+    return failed.group(1) if failed else f"pytest ended with {process.returncode}: {said[-300:]}"
+
+
+def daily(folder: Path, room: str) -> dict:
+    """What the daily tests say of the library in the folder: the likely files first, then all of them."""
+    likely = [f"tests/test_{name}.py" for name in ROOMS[room][1].split()]
+    files = [name for name in likely if (folder / name).exists()]
+    failed = run_tests(folder, "first", files) or run_tests(folder, "daily", [])
+    return {"noticed": "test" if failed else LATER, "test": failed}
+
+
+def rest(folder: Path, room: str) -> dict:
+    """What the other tests say of what the daily ones let pass."""
+    failed = run_tests(folder, "rest", [])
+    return {"noticed": "test-full" if failed else "nobody", "test": failed}
+
+
+def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folder: Path, records: Path) -> None:
+    """Append the verdict on every mutant."""
+    for number, (room, mutant) in enumerate(todo, 1):
+        file, started = folder / mutant.path, time.monotonic()
+        source = file.read_bytes()
+        file.write_bytes(mutant.apply(source))
+        os.utime(file, (number, number))  # compiled files are told apart by the second
+        try:
+            answer = ask(folder, room)
+        finally:
+            file.write_bytes(source)
+            os.utime(file, (0, 0))
+        answer["seconds"] = round(time.monotonic() - started)
+        with records.open("a") as lines:
+            lines.write(json.dumps({"key": mutant.key, "room": room, **asdict(mutant), **answer}) + "\n")
+        where = f"{room} {mutant.path}:{mutant.line} {mutant.kind}"
+        print(
+            f"{number}/{len(todo)} {where}: {answer['noticed']} ({answer['test']}, {answer['seconds']} s)", flush=True
+        )
+
+
+def check_unchanged(folder: Path, stage: str) -> None:
+    """Tests that fail anyway notice nothing."""
+    failed = run_tests(folder, stage, [])
+    if failed:
+        raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
+
+
+# report -----------------------------------------------------------------------------------------------------------
+
+
+def read(records: Path) -> dict[str, dict]:
+    """Verdicts by key."""
+    lines = records.read_text().splitlines() if records.exists() else []
+    return {record["key"]: record for record in map(json.loads, lines)}
+
+
+def report(found: list[dict], wanted: int) -> tuple[str, dict]:
+    """Markdown, and the same numbers."""
+    counts = {room: Counter(r["noticed"] for r in found if r["room"] == room) for room in ROOMS}
+    total = sum(counts.values(), Counter())
+    full = total["test"] + total["test-full"]
+    share = total["test"] / full if full else 0.0
+    said_in_all = f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), "
+    said_in_all += f"`make test-full` notices {full} and `make test` {total['test']}: {share:.1%} of those."
+    lines = ["# Mutants", "", said_in_all]
+    lines += ["`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
+    lines += ["| room | mutants | noticed by `make test` | by `make test-full` | by nobody |", "|---|---|---|---|---|"]
+    for name, c in [*counts.items(), ("all", total)]:
+        lines.append(f"| {name} | {c.total()} | {c['test']} | {c['test'] + c['test-full']} | {c['nobody']} |")
+    titles = {"test-full": "Noticed by the full suite alone", "nobody": "Noticed by nobody"}
+    if total[LATER]:
+        titles[LATER] = "Not noticed by the daily tests, the others not asked yet"
+    for who, title in titles.items():
+        lines += ["", f"## {title}", ""]
+        lines += [said(r) for r in found if r["noticed"] == who] or ["None."]
+    summary = {"mutants": total.total(), "test": total["test"], "test_full": full, "share": round(share, 4)}
+    return "\n".join(lines) + "\n", {**summary, "rooms": {room: dict(c) for room, c in counts.items()}}
+
+
+def said(record: dict) -> str:
+    """One mutant in a line."""
+    before, after = (record[key].strip().replace("`", "'") for key in ("before", "after"))
+    where = f"{record['path']}:{record['line']} ({record['function']}, {record['kind']})"
+    return f"- {where}: `{before}` -> `{after}`" + (f"; by {record['test']}" if record["test"] else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=13, help="mutants of every room (13)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=ROOMS, action="append", help="a room; may be repeated")
+    parser.add_argument("--limit", type=int, help="ask each suite about at most so many now")
+    parser.add_argument("--daily", action="store_true", help="ask the daily tests alone; the others later")
+    parser.add_argument("--trust", action="store_true", help="do not run the unchanged library first")
+    parser.add_argument("--records", type=Path, default=RESULTS / "mutants.jsonl")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--report", action="store_true", help="write the report, run nothing")
+    options = parser.parse_args()
+    every = [(room, mutant) for room in ROOMS for mutant in chosen(room, options.each, options.seed)]
+    mine = [(room, mutant) for room, mutant in every if not options.only or room in options.only]
+    if options.list:
+        for room, m in mine:
+            print(f"{room:12} {m.path}:{m.line} {m.function} {m.kind}: {m.before} -> {m.after.strip()}")
+        return
+    if not options.report:
+        with tempfile.TemporaryDirectory() as name:
+            folder = copy_of_checkout(Path(name))
+            for stage, ask in (("daily", daily), ("rest", rest))[: 1 if options.daily else 2]:
+                known = {key: record["noticed"] for key, record in read(options.records).items()}
+                wanted = None if stage == "daily" else LATER
+                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
+                if todo and not options.trust:
+                    check_unchanged(folder, stage)
+                run(todo, ask, folder, options.records)
+    known = read(options.records)
+    text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
+    (options.records.with_suffix(".md")).write_text(text)
+    (options.records.with_suffix(".json")).write_text(json.dumps(summary, indent=2) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which cases of a test run every day: enough to meet every value, and every pair of values, of its axes.
+
+A test over 48 configurations, 2 modes, 4 numbers of ranks and 2 dtypes has 768 cases. Nearly every mistake shows in
+one value or in a pair of them, so `make test` runs a covering array of the product and `make test-full` all of it.
+
+    every test with more than SMALL cases      each pair of values of any two axes, as often as needed: once
+    @pytest.mark.covering()                    each value of each axis once; the pairs rotate
+    @pytest.mark.covering("info mode", ...)    the same, and each pair of these two axes
+    @pytest.mark.covering(all=True)            every case
+
+The cases left over get the mark `full`. The choice depends on the cases alone, so that every worker makes the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests.database import EstimatorInfo
+
+SMALL = 12  # a test with no more cases is not worth a choice
+PLAIN = (bool, int, float, str, torch.dtype, type(None), EstimatorInfo)
+
+
+def axes_of(items: list[pytest.Function]) -> list[dict[str, str]]:
+    """The value of every axis of every case, as text; what has no short text gets a number."""
+    numbers: dict[tuple[str, int], int] = {}
+
+    def text(axis: str, value: object) -> str:
+        if isinstance(value, PLAIN):
+            return f"{type(value).__name__} {value}"
+        return f"number {numbers.setdefault((axis, id(value)), len(numbers))}"
+
+    return [{axis: text(axis, value) for axis, value in item.callspec.params.items()} for item in items]
+
+
+def met_by(case: dict[str, str], pairs: list[tuple[str, str]]) -> set[tuple]:
+    """What one case covers: its values, and its values in pairs of axes."""
+    return set(case.items()) | {(a, b, case[a], case[b]) for a, b in pairs}
+
+
+def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = None) -> list[int]:
+    """Places of the cases that cover every value, and every pair of values of these axes (None: of any two).
+
+    Greedy: the next case is the one that meets most of what is missing. Among equals it is the one with the
+    rarest values and pairs so far, then the first.
+    """
+    every = list(combinations(sorted(cases[0]), 2))
+    wanted = [met_by(case, every if pairs is None else pairs) for case in cases]
+    seen_in = [met_by(case, every) for case in cases]
+    missing: set[tuple] = set().union(*wanted)
+    seen: dict[tuple, int] = defaultdict(int)
+    chosen: list[int] = []
+    while missing:
+        gains = [len(met & missing) for met in wanted]
+        most = max(gains)
+        equal = [k for k, gain in enumerate(gains) if gain == most]
+        best = min(equal, key=lambda k: sum(seen[met] for met in seen_in[k]))
+        chosen.append(best)
+        missing -= wanted[best]
+        for met in seen_in[best]:
+            seen[met] += 1
+    return chosen
+
+
+def choice(items: list[pytest.Function]) -> list[int]:
+    """Places of the daily cases of one test."""
+    mark = items[0].get_closest_marker("covering")
+    if mark is None and len(items) <= SMALL or mark and mark.kwargs.get("all"):
+        return list(range(len(items)))
+    pairs = None if mark is None else [tuple(sorted(pair.split())) for pair in mark.args]
+    return cover(axes_of(items), pairs)
+
+
+def mark_the_rest(items: list[pytest.Item]) -> None:
+    """Give `full` to every case that is not chosen."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        daily = set(choice(cases))
+        for k, item in enumerate(cases):
+            if k not in daily:
+                item.add_marker(pytest.mark.full)

@@ -1,0 +1,34 @@
+"""The choice of daily cases keeps its promise, and is worth it."""
+
+from itertools import combinations, product
+
+from tests.covering import cover
+
+AXES = {"entry": "abcdefghijkl", "mode": "bu", "ranks": "1234", "dtype": "sd"}
+CASES = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+
+
+def met(chosen, *axes):
+    """The combinations of values of these axes."""
+    return {tuple(CASES[k][axis] for axis in axes) for k in chosen}
+
+
+def test_every_pair_is_met():
+    chosen = cover(CASES)
+    for a, b in combinations(AXES, 2):
+        assert met(chosen, a, b) == set(product(AXES[a], AXES[b]))
+    assert len(chosen) <= 60  # of 192; 48 at least
+
+
+def test_every_value_is_met_and_the_pairs_rotate():
+    chosen = cover(CASES, pairs=[])
+    assert all(met(chosen, axis) == {(value,) for value in AXES[axis]} for axis in AXES)
+    assert len(chosen) == 12
+    assert len(met(chosen, "mode", "ranks")) == 8
+    assert len(met(cover(CASES, [("entry", "mode")]), "entry", "mode")) == 24
+
+
+def test_cases_that_are_missing_are_not_wanted():
+    """A product of which some cases do not exist, as where a twin takes no small temperature."""
+    some = [case for case in CASES if case["entry"] != "a" or case["mode"] == "u"]
+    assert {some[k]["mode"] for k in cover(some, [("entry", "mode")]) if some[k]["entry"] == "a"} == {"u"}
