@@ -31,7 +31,7 @@ class Deposit:
     proposals: dict[str, Tensor]
     valid: Tensor | None
     distinct: bool
-    host_rows: Tensor | None
+    host_rows: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
