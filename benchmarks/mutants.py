@@ -10,7 +10,7 @@ from its files in turn, of every kind in turn; the choice depends on the source 
 copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
 selection; the rest of the suite is asked about those that survive it, after all others. What the daily tests notice,
 the full suite notices as well: it has them all. A test that hangs, and a library that cannot be imported, count as
-noticed.
+noticed. --lanes mutants are tried at a time, each by one process.
 
 Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
 file that was changed since is run again. The unchanged library must pass first.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -118,7 +120,7 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
     """What failed first, or None."""
     expression = selection("REST" if stage == "rest" else "DAILY")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", "-m", expression, *files]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *files]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -150,9 +152,15 @@ def rest(folder: Path, room: str) -> dict:
     return {"noticed": "test-full" if failed else "nobody", "test": failed}
 
 
-def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folder: Path, records: Path) -> None:
-    """Append the verdict on every mutant."""
-    for number, (room, mutant) in enumerate(todo, 1):
+def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folders: list[Path], records: Path) -> None:
+    """Append the verdict on every mutant; each folder is a lane of its own."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for folder in folders:
+        free.put(folder)
+
+    def one(numbered: tuple[int, tuple[str, Mutation]]) -> None:
+        number, (room, mutant) = numbered
+        folder = free.get()
         file, started = folder / mutant.path, time.monotonic()
         source = file.read_bytes()
         file.write_bytes(mutant.apply(source))
@@ -162,6 +170,7 @@ def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], fold
         finally:
             file.write_bytes(source)
             os.utime(file, (0, 0))
+            free.put(folder)
         answer["seconds"] = round(time.monotonic() - started)
         with records.open("a") as lines:
             lines.write(json.dumps({"key": mutant.key, "room": room, **asdict(mutant), **answer}) + "\n")
@@ -169,6 +178,9 @@ def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], fold
         print(
             f"{number}/{len(todo)} {where}: {answer['noticed']} ({answer['test']}, {answer['seconds']} s)", flush=True
         )
+
+    with ThreadPoolExecutor(len(folders)) as lanes:
+        list(lanes.map(one, enumerate(todo, 1)))
 
 
 def check_unchanged(folder: Path, stage: str) -> None:
@@ -224,6 +236,7 @@ def main() -> None:
     parser.add_argument("--only", choices=ROOMS, action="append", help="a room; may be repeated")
     parser.add_argument("--limit", type=int, help="ask each suite about at most so many now")
     parser.add_argument("--daily", action="store_true", help="ask the daily tests alone; the others later")
+    parser.add_argument("--lanes", type=int, default=2, help="mutants that are tried at a time (2)")
     parser.add_argument("--trust", action="store_true", help="do not run the unchanged library first")
     parser.add_argument("--records", type=Path, default=RESULTS / "mutants.jsonl")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
@@ -237,14 +250,14 @@ def main() -> None:
         return
     if not options.report:
         with tempfile.TemporaryDirectory() as name:
-            folder = copy_of_checkout(Path(name))
+            folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
             for stage, ask in (("daily", daily), ("rest", rest))[: 1 if options.daily else 2]:
                 known = {key: record["noticed"] for key, record in read(options.records).items()}
                 wanted = None if stage == "daily" else LATER
                 todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
                 if todo and not options.trust:
-                    check_unchanged(folder, stage)
-                run(todo, ask, folder, options.records)
+                    check_unchanged(folders[0], stage)
+                run(todo, ask, folders, options.records)
     known = read(options.records)
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)
