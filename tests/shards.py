@@ -12,14 +12,11 @@ def write_shard(path: Path, keys, corrupt=(), captionless=()) -> Path:
     """One tar; the caption of sample ``k`` is its key, its image is broken if ``k`` is among ``corrupt``."""
     with tarfile.open(path, "w") as archive:
         for key in keys:
-            files = {
-                "jpg": b"broken" if key in corrupt else f"image of {key}".encode(),
-                "json": json.dumps({"key": key}),
-            }
+            files = {"jpg": "broken" if key in corrupt else f"image of {key}", "json": json.dumps({"key": key})}
             if key not in captionless:
                 files["txt"] = f"caption of {key}"
             for suffix, content in files.items():
-                content = content.encode() if isinstance(content, str) else content
+                content = content.encode()
                 member = tarfile.TarInfo(f"{key}.{suffix}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))

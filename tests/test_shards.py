@@ -135,15 +135,17 @@ def test_sizes_that_a_writer_left_are_believed(shards, kind, monkeypatch):
 def test_a_hundred_thousand_shards_open_at_once(tmp_path):
     index = ShardIndex({f"{shard:06d}.tar": 10_000 for shard in range(100_000)})
     index.save(tmp_path / "shards.json")
+    start = time.process_time()
+    ShardIndex.load(tmp_path / "shards.json")
+    seconds = time.process_time() - start
     tracemalloc.start()
-    start = time.perf_counter()
     index = ShardIndex.load(tmp_path / "shards.json")
-    seconds, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert index.n == 10**9
     assert index.index({"__url__": "099999.tar"}, 9_999) == 10**9 - 1
     assert peak < 100e6
-    assert seconds < 5  # under tracemalloc, on a busy machine; a second without
+    assert seconds < 3  # a fifth of it on a machine that does nothing else
 
 
 # refusals -----------------------------------------------------------------------------------------
