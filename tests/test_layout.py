@@ -27,7 +27,7 @@ FLOORS = [
     {"diagnostics", "presets"},
 ]
 # Packages that are optional; imported inside a function, where they are used.
-OPTIONAL = {"accelerate", "deepspeed", "safetensors", "scipy", "sklearn", "threadpoolctl", "transformers"}
+OPTIONAL = {"accelerate", "deepspeed", "safetensors", "scipy", "sklearn", "threadpoolctl", "tqdm", "transformers"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 

@@ -93,8 +93,8 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 
     Raises:
         FileNotFoundError: no complete checkpoint.
-        ValueError: another n, mode, method or dtype, or a damaged file; the message names the file and both
-            values, and the estimator is as it was.
+        ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
+            and both values, and the estimator is as it was.
 
     Communicates: collective; a few small messages.
     """
@@ -132,7 +132,8 @@ def _begin(est: Estimator) -> None:
 def _describe(est: Estimator) -> dict[str, Any]:
     """What the manifest says of the estimator; refused where it could not be loaded again."""
     est._groups.check()
-    return {"config": states.config(est), "sample_groups": est._groups.saved()}
+    told = {} if est.data_fingerprint is None else {"data_fingerprint": est.data_fingerprint}
+    return {"config": states.config(est), "sample_groups": est._groups.saved(), **told}
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -199,11 +200,22 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[Fi
         states.compare(est, content["config"])
     except ValueError as error:
         raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
+    _check_data(est, source, content.get("data_fingerprint"))
     row_files = [file for file in files if file.name != STATE]
     _check_cover(source, row_files, 0 if est._table is None else est._table.n)
     for file in files[est._ranks.rank :: est._ranks.size]:
         _check_file(source, file)
     return content, row_files, _read_extra(est, source)
+
+
+def _check_data(est: Estimator, source: Checkpoint, saved: str | None) -> None:
+    """Rows of other samples would be taken for those of these."""
+    if None not in (saved, est.data_fingerprint) and saved != est.data_fingerprint:
+        raise ValueError(
+            f"{source.path / manifest.MANIFEST}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
+            f"{est.data_fingerprint!r}: an index would be another sample. Data that grew: load with the old index, "
+            f"then add_sample_group and set the fingerprint of the new one"
+        )
 
 
 def _check_file(source: Checkpoint, file: File) -> None:

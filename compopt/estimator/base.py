@@ -55,6 +55,10 @@ class Estimator(Commits):
         placement: where rows live; ``None``: in this process's memory.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
 
+    Attributes:
+        data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
+            ``UidIndex``): :func:`compopt.save` stores it, and :func:`compopt.load` refuses the rows of another one.
+
     State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
 
     Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
@@ -64,6 +68,8 @@ class Estimator(Commits):
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
     """
+
+    data_fingerprint: str | None = None
 
     def __init__(
         self,

@@ -1,0 +1,219 @@
+"""A stable row for every sample of a list of tar shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from compopt import checks
+from compopt.data.shard_sizes import sizes_of
+
+FORMAT = 1
+
+
+class ShardIndex:
+    """Rows of shards: the first shard has rows ``0 .. count - 1`` in the order of its tar, the next one follows.
+
+    A sample's row depends on nothing but its shard and its place in there: neither on the order in which shards are
+    read, nor on workers, ranks, shuffling or skipped samples. The place must be counted as the tar is read, before
+    anything selects or shuffles: see :func:`~compopt.data.indexed_reader`.
+
+    Shards are known by the end of their path, so that they may move to another folder or another machine together.
+    Rows are only ever appended (:meth:`build` with ``extend=``): existing ones keep their place for good.
+
+    *What a position cannot see.* A sample of which no file can be read is not counted by the reader, and the rows of
+    those after it in that shard shift by one in that pass. Keys have no such hole: see
+    :class:`~compopt.data.KeyIndex`.
+
+    Args:
+        shards: names and sizes, in the order of their rows.
+
+    Attributes:
+        n: rows of all shards.
+
+    Raises:
+        ValueError: a shard occurs twice, or has no sample.
+
+    Example:
+        >>> import compopt
+        >>> index = compopt.data.ShardIndex({"00000.tar": 3, "00001.tar": 2})
+        >>> index.n, index.index({"__url__": "/data/00001.tar"}, 1)
+        (5, 4)
+    """
+
+    def __init__(self, shards: Mapping[str, int]) -> None:
+        self.n = 0
+        self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
+        self._last: tuple[str, int, int, str] = ("", 0, 0, "")  # samples of one shard come one after another
+        for name, count in shards.items():
+            self._append(name, checks.count(f"the size of shard {name}", count))
+
+    def _append(self, name: str, count: int) -> None:
+        if name in self._shards:
+            raise ValueError(
+                f"shard {name} occurs twice; shards of several folders need root=, a folder that holds all of them"
+            )
+        self._shards[name] = (self.n, count)
+        self.n += count
+
+    @classmethod
+    def build(
+        cls,
+        shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        extend: ShardIndex | None = None,
+        *,
+        root: str | os.PathLike[str] | None = None,
+        progress: bool = True,
+    ) -> ShardIndex:
+        """List shards with their sizes.
+
+        Sizes come from ``sizes.json``, a wids index, Energon's ``.nv-meta/.info.json`` or img2dataset's
+        ``*_stats.json`` where these are; other shards are counted.
+
+        Args:
+            shards: a folder, a pattern with braces (``"data/{00000..00099}.tar"``) or wildcards, or a list of files.
+                They get rows in this order; those of a folder or wildcard in the order of their names.
+            extend: an index to append to. Shards that it has keep their rows.
+            root: shards are named by their path from here; by default from the last folder that they have in common.
+            progress: show a bar while shards are counted, if tqdm is installed.
+
+        Returns:
+            The index; ``extend`` is not changed.
+
+        Raises:
+            FileNotFoundError: a shard is missing.
+            ValueError: a shard is truncated or empty, occurs twice, or has another size than in ``extend``.
+        """
+        files = _files(shards)
+        if not files:
+            raise FileNotFoundError(f"no shards at {shards}")
+        base = Path(root) if root is not None else Path(os.path.commonpath([file.parent for file in files]))
+        names = [file.relative_to(base).as_posix() for file in files]
+        index = cls({} if extend is None else {name: count for name, (_, count) in extend._shards.items()})
+        for name, count in zip(names, sizes_of(files, progress), strict=True):
+            if extend is None or name not in extend._shards:
+                index._append(name, count)
+            elif extend._shards[name][1] != count:
+                raise ValueError(
+                    f"shard {name} has {count} samples, and {extend._shards[name][1]} in the index to extend; rows of "
+                    f"a shard that was written anew are not those of the old one: give it another name"
+                )
+        return index
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the index as JSON: ``[name, first row, count]`` of each shard."""
+        rows = [[name, first, count] for name, (first, count) in self._shards.items()]
+        temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
+        about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
+        temporary.write_text(json.dumps({**about, "shards": rows}))
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardIndex:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: it is something else, or was changed since.
+        """
+        try:
+            saved = json.loads(Path(path).read_text())
+            index = cls({name: count for name, _, count in saved["shards"]})
+            whole = saved["format"] == FORMAT and len(index._shards) == len(saved["shards"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no index of shards: {error}; write it with ShardIndex.save") from error
+        if not whole or index.fingerprint != saved.get("fingerprint"):
+            raise ValueError(f"{path} was changed since it was saved, or is of another version; build it anew")
+        return index
+
+    @property
+    def fingerprint(self) -> str:
+        """Of names and sizes: two indices that agree give every sample the same row."""
+        text = json.dumps([[name, count] for name, (_, count) in self._shards.items()])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    # -- one sample --------------------------------------------------------------------------------------------
+
+    def index(self, sample: Mapping[str, Any], position: int) -> int:
+        """The row of a sample.
+
+        Args:
+            sample: with ``__url__``, the shard it was read from.
+            position: its place in there, from 0 on.
+
+        Raises:
+            ValueError: the shard is not in the index, or has more samples than the index says.
+        """
+        url = sample.get("__url__")
+        if url is None or url != self._last[0]:
+            self._last = self._find(url)
+        _, first, count, name = self._last
+        if not 0 <= position < count:
+            raise ValueError(
+                f"shard {name} has a sample at position {position} (key {sample.get('__key__')!r}), and {count} "
+                f"samples in the index; it was written anew since: append it under another name"
+            )
+        return first + position
+
+    def count(self, url: str) -> int:
+        """Samples that a shard should have."""
+        return self._find(url)[2]
+
+    def _find(self, url: Any) -> tuple[str, int, int, str]:
+        """First row, count and name of the shard whose name is the longest that the URL ends with."""
+        if not isinstance(url, str):
+            raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
+        parts = re.sub(r"[?#].*$", "", _location(url)).replace("\\", "/").split("/")
+        for start in range(len(parts)):
+            name = "/".join(parts[start:])
+            if name in self._shards:
+                return url, *self._shards[name], name
+        raise ValueError(
+            f"shard {url} is not among the {len(self._shards)} of the index; append it with ShardIndex.build(shards, "
+            f"extend=index), and its rows with add_sample_group"
+        )
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __repr__(self) -> str:
+        return f"ShardIndex({len(self._shards)} shards, n={self.n}, fingerprint={self.fingerprint!r})"
+
+
+def _location(url: str) -> str:
+    """Where a pipe reads from: of ``pipe:aws s3 cp s3://bucket/00000.tar -`` the word that ends with a tar's name."""
+    if not url.startswith("pipe:"):
+        return url
+    words = [word.strip("'\"") for word in url[5:].split()]
+    return next((word for word in words if ".tar" in word), url)
+
+
+def _files(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Paths of a folder, a pattern or a list."""
+    if not isinstance(shards, str | os.PathLike):
+        return [file for shard in shards for file in _files(shard)]
+    text = os.fspath(shards)
+    if Path(text).is_dir():
+        return sorted(path for path in Path(text).iterdir() if re.search(r"\.tar(\.\w+)?$", path.name))
+    if re.search(r"[*?\[]", text):
+        return sorted(Path(Path(text).anchor or ".").glob(text.removeprefix(Path(text).anchor)))
+    return [Path(one) for one in _braces(text)]
+
+
+def _braces(text: str) -> list[str]:
+    """``{000..099}`` and ``{a,b}`` spelled out, from left to right."""
+    found = re.search(r"\{([^{}]*)\}", text)
+    if found is None:
+        return [text]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    words = found[1].split(",")
+    if span is not None:
+        words = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
+    before, after = text[: found.start()], text[found.end() :]
+    return [whole for word in words for whole in _braces(f"{before}{word}{after}")]

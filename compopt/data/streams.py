@@ -1,0 +1,82 @@
+"""The index of a sample in a stream of tar shards, added where it is read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+
+class SampleIndex(Protocol):
+    """What gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own."""
+
+    n: int
+
+    @property
+    def fingerprint(self) -> str:
+        """What must be equal for the same sample to have the same row."""
+
+    def index(self, sample: dict[str, Any], position: int) -> int:
+        """The row of a sample, ``0 .. n - 1``."""
+
+
+class indexed_reader:
+    """A reader stage of a webdataset pipeline whose samples have ``sample["index"]``.
+
+    It gives one shard at a time to the stage that it wraps, and counts the samples which come out. Put it where that
+    stage was: after splitting by node and worker, before shuffling, selecting, renaming and decoding. Later stages may
+    then drop, reorder and repeat samples as they like; ``rename`` and ``to_tuple`` must name ``index``.
+
+    Args:
+        read: from an iterable of sources (``{"url": ...}``) to samples, such as webdataset's
+            ``tarfile_to_samples(handler=...)``.
+        index: the rows.
+
+    Raises:
+        ValueError: while reading: a sample that the index does not know.
+
+    Warns:
+        UserWarning: a shard gave fewer samples than its index says: samples of which nothing could be read are missing,
+            and the rows of those after them in this shard have shifted.
+
+    Example:
+        >>> import compopt
+        >>> def read(sources):  # webdataset.tarfile_to_samples() in a pipeline
+        ...     for source in sources:
+        ...         yield from ({"__url__": source["url"], "__key__": key} for key in "ab")
+        >>> index = compopt.data.ShardIndex({"0.tar": 2, "1.tar": 2})
+        >>> stage = compopt.data.indexed_reader(read, index)
+        >>> [sample["index"] for sample in stage([{"url": "1.tar"}, {"url": "0.tar"}])]
+        [2, 3, 0, 1]
+    """
+
+    def __init__(self, read: Callable[[Iterable[Any]], Iterable[dict[str, Any]]], index: SampleIndex) -> None:
+        if not callable(read):
+            raise TypeError(f"read must be a reader stage, a function of sources, got {type(read).__name__}")
+        if not hasattr(index, "index") or not hasattr(index, "n"):
+            raise TypeError(f"index must be a ShardIndex, KeyIndex or UidIndex, got {type(index).__name__}")
+        self.read, self.index = read, index
+        self._short: dict[str, int] = {}
+
+    def __call__(self, sources: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        for source in sources:
+            position, url = -1, None
+            for position, sample in enumerate(self.read(iter([source]))):
+                url = sample.get("__url__", url)
+                sample["index"] = self.index.index(sample, position)
+                yield sample
+            self._compare(url or source, position + 1)
+
+    def _compare(self, source: Any, found: int) -> None:
+        """Warn once of each shard that gave less than it should."""
+        url = source.get("url") if isinstance(source, dict) else source
+        count = getattr(self.index, "count", None)
+        expected = found if count is None or not isinstance(url, str) else count(url)
+        if isinstance(url, str) and found < expected and url not in self._short:
+            self._short[url] = expected - found
+            warnings.warn(
+                f"shard {url} gave {found} of {expected} samples; {sum(self._short.values())} of "
+                f"{len(self._short)} shards are missing by now. Samples after a missing one have shifted rows in this "
+                f"pass; a KeyIndex has no such hole",
+                stacklevel=2,
+            )

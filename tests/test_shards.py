@@ -1,0 +1,282 @@
+"""Rows of samples in tar shards: every sample gets its own row, whoever reads it, in whatever order."""
+
+import json
+import pickle
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+import compopt
+from compopt.data import KeyIndex, ShardIndex, UidIndex, indexed_reader
+from tests.shards import Shuffled, read_tar, write_shard, write_shards
+
+SIZES = [5, 3, 7, 4, 6, 2]
+
+
+def expected(key):
+    """The row of a key of `write_shards`, by what its content says."""
+    shard, row = int(key[:5]), int(key[5:])
+    return sum(SIZES[:shard]) + row
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path / "data", SIZES)
+
+
+def epoch(dataset, workers):
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers)
+    return [(int(index), key) for index, key in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_sample_once_with_its_own_row(shards, ranks, workers):
+    stage = indexed_reader(read_tar, ShardIndex.build(shards))
+    seen = [pair for rank in range(ranks) for pair in epoch(Shuffled(stage, shards, rank, ranks), workers)]
+    assert sorted(index for index, _ in seen) == list(range(sum(SIZES)))
+    assert all(index == expected(key) for index, key in seen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resampling_and_skipped_samples_keep_the_rows(tmp_path, workers):
+    lost = {"000020001", "000000000"}
+    urls = write_shards(tmp_path / "data", SIZES, corrupt=lost, captionless={"000020003"})
+    stage = indexed_reader(read_tar, ShardIndex.build(urls))
+    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), workers)]
+    assert len(seen) > sum(SIZES)  # with replacement every rank and worker draws as many shards as there are
+    assert all(index == expected(key) for index, key in seen)
+    assert not {key for _, key in seen} & (lost | {"000020003"})
+
+
+def test_webdataset(shards):
+    wds = pytest.importorskip("webdataset")
+    index = ShardIndex.build(shards)
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList([str(shard) for shard in shards], seed=3),
+        indexed_reader(wds.tarfile_to_samples(), index),
+        wds.shuffle(8),
+        wds.to_tuple("index", "__key__"),
+    )
+    assert sorted((i, key) for i, key in pipeline) == [(k, key) for k, key in enumerate(keys_of(shards))]
+
+
+def keys_of(shards):
+    return [sample["__key__"] for shard in shards for sample in read_tar([{"url": str(shard)}])]
+
+
+# the index ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_a_pattern_and_a_list_are_one(shards):
+    folder = shards[0].parent
+    ways = [folder, str(folder / "{00000..00005}.tar"), str(folder / "*.tar"), shards, [str(s) for s in shards]]
+    assert len({ShardIndex.build(way).fingerprint for way in ways}) == 1
+
+
+def test_saved_and_loaded_on_another_machine(shards, tmp_path):
+    index = ShardIndex.build(shards)
+    index.save(tmp_path / "shards.json")
+    again = ShardIndex.load(tmp_path / "shards.json")
+    assert (again.n, again.fingerprint, len(again)) == (27, index.fingerprint, 6)
+    for url in (
+        "/other/00001.tar",
+        "s3://bucket/00001.tar",
+        "pipe:aws s3 cp s3://bucket/00001.tar -",
+        "h://x/00001.tar?a=b",
+    ):
+        assert again.index({"__url__": url}, 2) == 7
+
+
+def test_growing_data_keeps_all_rows(shards, tmp_path):
+    old = ShardIndex.build(shards[2:])
+    more = ShardIndex.build(shards, extend=old)
+    assert more.n == sum(SIZES) and old.n == sum(SIZES[2:])
+    for shard in shards[2:]:
+        assert more.index({"__url__": str(shard)}, 0) == old.index({"__url__": str(shard)}, 0)
+    assert [more.index({"__url__": str(shard)}, 0) for shard in shards[:2]] == [19, 24]
+    write_shard(shards[3], ["000030000"])
+    with pytest.raises(ValueError, match=r"00003.tar has 1 samples, and 4 in the index"):
+        ShardIndex.build(shards, extend=old)
+
+
+def test_shards_of_several_folders(tmp_path):
+    first, second = (write_shards(tmp_path / name, [2, 3]) for name in "ab")
+    index = ShardIndex.build([*first, *second])
+    assert index.index({"__url__": "/moved/b/00001.tar"}, 0) == 7
+    old = ShardIndex.build(first, root=tmp_path)
+    assert ShardIndex.build(second, extend=old, root=tmp_path).index({"__url__": "b/00000.tar"}, 1) == 6
+    with pytest.raises(ValueError, match="root="):
+        ShardIndex.build([*first, *first])
+
+
+@pytest.mark.parametrize("kind", ["sizes", "stats", "wids", "energon"])
+def test_sizes_that_a_writer_left_are_believed(shards, kind, monkeypatch):
+    folder = shards[0].parent
+    sizes = {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
+    if kind == "sizes":
+        (folder / "sizes.json").write_text(json.dumps(sizes))
+    elif kind == "wids":
+        listed = [{"url": f"s3://b/{name}", "nsamples": size} for name, size in sizes.items()]
+        (folder / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
+    elif kind == "energon":
+        (folder / ".nv-meta").mkdir()
+        (folder / ".nv-meta" / ".info.json").write_text(json.dumps({"shard_counts": sizes}))
+    else:
+        for name, size in sizes.items():
+            stats = {"count": size + 3, "successes": size}
+            (folder / f"{name[:5]}_stats.json").write_text(json.dumps(stats))
+    assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
+
+
+def test_a_hundred_thousand_shards_open_at_once(tmp_path):
+    index = ShardIndex({f"{shard:06d}.tar": 10_000 for shard in range(100_000)})
+    index.save(tmp_path / "shards.json")
+    start = time.process_time()
+    ShardIndex.load(tmp_path / "shards.json")
+    seconds = time.process_time() - start
+    tracemalloc.start()
+    index = ShardIndex.load(tmp_path / "shards.json")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert index.n == 10**9
+    assert index.index({"__url__": "099999.tar"}, 9_999) == 10**9 - 1
+    assert peak < 100e6
+    assert seconds < 3  # a fifth of it on a machine that does nothing else
+
+
+# refusals -----------------------------------------------------------------------------------------
+
+
+def test_a_shard_longer_than_its_manifest_is_named(shards):
+    stage = indexed_reader(read_tar, ShardIndex.build(shards))
+    write_shard(shards[1], [f"00001{row:04d}" for row in range(4)])
+    with pytest.raises(ValueError, match=r"00001.tar has a sample at position 3 \(key '000010003'\), and 3"):
+        list(stage([{"url": str(shards[1])}]))
+
+
+def test_a_shorter_shard_is_warned_of_once(shards):
+    stage = indexed_reader(read_tar, ShardIndex.build(shards))
+    write_shard(shards[2], ["000020000", "000020001"])
+    with pytest.warns(UserWarning, match=r"00002.tar gave 2 of 7 samples; 5 of 1 shards") as said:
+        list(stage([{"url": str(shards[2])}] * 2))
+    assert len(said) == 1
+
+
+def test_bad_shards_are_named_before_training(shards, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no shards"):
+        ShardIndex.build(tmp_path)
+    with pytest.raises(FileNotFoundError, match="missing.tar"):
+        ShardIndex.build([shards[0], tmp_path / "data" / "missing.tar"])
+    shards[4].write_bytes(shards[4].read_bytes()[:2000])
+    with pytest.raises(ValueError, match="00004.tar"):
+        ShardIndex.build(shards)
+    write_shard(shards[4], [])
+    with pytest.raises(ValueError, match="00004.tar holds no sample"):
+        ShardIndex.build(shards)
+    (tmp_path / "data" / "sizes.json").write_text("{")
+    with pytest.raises(ValueError, match="sizes.json cannot be read"):
+        ShardIndex.build(shards)
+
+
+def test_unknown_shards_and_changed_files_are_refused(shards, tmp_path):
+    index = ShardIndex.build(shards)
+    with pytest.raises(ValueError, match="extend=index"):
+        index.index({"__url__": "00077.tar"}, 0)
+    with pytest.raises(ValueError, match="__url__"):
+        index.index({}, 0)
+    index.save(tmp_path / "shards.json")
+    saved = json.loads((tmp_path / "shards.json").read_text())
+    saved["shards"][0][2] += 1
+    (tmp_path / "shards.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="was changed"):
+        ShardIndex.load(tmp_path / "shards.json")
+    (tmp_path / "shards.json").write_text("[]")
+    with pytest.raises(ValueError, match="no index of shards"):
+        ShardIndex.load(tmp_path / "shards.json")
+
+
+def test_reader_arguments():
+    with pytest.raises(TypeError, match="read must be"):
+        indexed_reader(None, KeyIndex(3))
+    with pytest.raises(TypeError, match="index must be"):
+        indexed_reader(read_tar, {"a": 1})
+
+
+# keys ---------------------------------------------------------------------------------------------
+
+
+def test_integer_keys_need_no_manifest(shards):
+    stage = indexed_reader(read_tar, KeyIndex(60_000))
+    assert [s["index"] for s in stage([{"url": str(shards[2])}])] == [20_000 + row for row in range(7)]
+    index = KeyIndex(n=10, first=100)
+    assert index.index({"__key__": "deep/folder/000109"}) == 9
+    for key in ("99", "110"):
+        with pytest.raises(ValueError, match=r"outside 100 .. 109.*not of samples"):
+            index.index({"__key__": key, "__url__": "a/1.tar"})
+    for key in ("cat", "1e3", "-5", "٣", None):
+        with pytest.raises(ValueError, match="no integer"):
+            index.index({"__key__": key})
+    assert KeyIndex(10).fingerprint != KeyIndex(10, first=1).fingerprint
+
+
+@pytest.fixture
+def uids(tmp_path):
+    random = np.random.default_rng(0)
+    values = sorted(int.from_bytes(random.bytes(16), "big") for _ in range(5_000))
+    rows = np.array([(uid >> 64, uid & (2**64 - 1)) for uid in values], dtype="u8,u8")
+    np.save(tmp_path / "uids.npy", rows)
+    return tmp_path / "uids.npy", values
+
+
+def test_identifiers_in_a_sorted_file(uids):
+    path, values = uids
+    index = pickle.loads(pickle.dumps(UidIndex(path)))
+    for row in (0, 1, 2_500, 4_999):
+        assert index.index({"__key__": f"{values[row]:032x}-17"}) == row
+        assert index.index({"__key__": "000012", "json": json.dumps({"uid": f"{values[row]:032x}"}).encode()}) == row
+        assert index.index({"__key__": "000012", "json": {"uid": f"{values[row]:032X}"}}) == row
+    with pytest.raises(ValueError, match="is not in"):
+        index.index({"__key__": f"{values[7] + 1:032x}"})
+    with pytest.raises(ValueError, match="has no identifier"):
+        index.index({"__key__": "000012", "json": b"{}"})
+
+
+def test_files_that_hold_no_sorted_identifiers(uids, tmp_path):
+    path, _ = uids
+    rows = np.load(path)
+    np.save(tmp_path / "backwards.npy", rows[::-1])
+    np.save(tmp_path / "twice.npy", np.repeat(rows[:10], 2))
+    for name in ("backwards", "twice"):
+        with pytest.raises(ValueError, match="not sorted"):
+            UidIndex(tmp_path / f"{name}.npy")
+    np.save(tmp_path / "numbers.npy", np.arange(5))
+    with pytest.raises(ValueError, match="pairs of 64-bit integers"):
+        UidIndex(tmp_path / "numbers.npy")
+    assert UidIndex(path).fingerprint != UidIndex(save_without_last(rows, tmp_path)).fingerprint
+
+
+def save_without_last(rows, folder):
+    np.save(folder / "fewer.npy", rows[:-1])
+    return folder / "fewer.npy"
+
+
+# checkpoints --------------------------------------------------------------------------------------
+
+
+def test_rows_of_other_data_are_refused(tmp_path):
+    est = compopt.SogCLREstimator(n=20_000)
+    est.data_fingerprint = KeyIndex(20_000).fingerprint
+    path = compopt.save(est, tmp_path)
+    other = compopt.SogCLREstimator(n=20_000)
+    compopt.load(other, path)  # it was told nothing
+    other.data_fingerprint = est.data_fingerprint
+    compopt.load(other, path)
+    other.data_fingerprint = KeyIndex(20_000, first=1).fingerprint
+    with pytest.raises(ValueError, match=r"keys 0..19999.*keys 1..20000"):
+        compopt.load(other, path)
+    untold = compopt.save(compopt.SogCLREstimator(n=20_000), tmp_path / "untold")
+    compopt.load(other, untold)  # as checkpoints from before there were fingerprints
