@@ -41,7 +41,7 @@ class KeyIndex:
 
     @property
     def fingerprint(self) -> str:
-        """Of the range of keys."""
+        """The range of keys."""
         return f"keys {self.first}..{self.first + self.n - 1}"
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:

@@ -134,7 +134,7 @@ class ShardIndex:
 
     @property
     def fingerprint(self) -> str:
-        """Of names and sizes: two indices that agree give every sample the same row."""
+        """Checksum of names and sizes: two indices that agree give every sample the same row."""
         text = json.dumps([[name, count] for name, (_, count) in self._shards.items()])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
