@@ -59,6 +59,8 @@ def test_webdataset(shards):
         wds.SimpleShardList([str(shard) for shard in shards], seed=3),
         indexed_reader(wds.tarfile_to_samples(), index),
         wds.shuffle(8),
+        wds.decode(only="json", partial=True),
+        wds.rename(about="json"),
         wds.to_tuple("index", "__key__"),
     )
     assert sorted((i, key) for i, key in pipeline) == [(k, key) for k, key in enumerate(keys_of(shards))]
