@@ -36,6 +36,10 @@ class ResidualEstimator(ContrastiveEstimator):
 
     State: the queue, ``(2, m, d)``, twice; with ``n`` a logarithm and a count per sample and direction.
 
+    References:
+        Ours. MoCo (He et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020) keep a queue of features too,
+        as further negatives; here it predicts the normalizer, and its features take the weight that the batch leaves.
+
     Example:
         >>> import torch, compopt
         >>> est = compopt.ResidualEstimator(dim=16, n=1000, prototypes=64)
