@@ -207,6 +207,11 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     share = total["test"] / full if full else 0.0
     said_in_all = f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), "
     said_in_all += f"`make test-full` notices {full} and `make test` {total['test']}: {share:.1%} of those."
+    if total[LATER]:
+        said_in_all = (
+            f"Not finished. Of {total.total()} mistakes put into the library one at a time, of {wanted} chosen, "
+        )
+        said_in_all += f"`make test` notices {total['test']}; the other tests were not asked about {total[LATER]} yet."
     lines = ["# Mutants", "", said_in_all]
     lines += ["`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
     lines += ["| room | mutants | noticed by `make test` | by `make test-full` | by nobody |", "|---|---|---|---|---|"]
