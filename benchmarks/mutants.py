@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -38,9 +39,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.mutations import Mutation, mutations
+from benchmarks.saved import RESULTS, ROOT, append_run, read_runs
+from recipes.report import table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 # name in the report: what of the library, and the test files that are likely to notice, the likeliest first
 ROOMS: dict[str, tuple[str, str]] = {
     "kernel": ("kernel", "masks derivatives precision nan underflow autograd_edges mcmc ranks"),
@@ -155,6 +156,7 @@ def rest(folder: Path, room: str) -> dict:
 def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folders: list[Path], records: Path) -> None:
     """Append the verdict on every mutant; each folder is a lane of its own."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    writing = threading.Lock()
     for folder in folders:
         free.put(folder)
 
@@ -172,8 +174,8 @@ def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], fold
             os.utime(file, (0, 0))
             free.put(folder)
         answer["seconds"] = round(time.monotonic() - started)
-        with records.open("a") as lines:
-            lines.write(json.dumps({"key": mutant.key, "room": room, **asdict(mutant), **answer}) + "\n")
+        with writing:
+            append_run(records, {"key": mutant.key, "room": room, **asdict(mutant), **answer})
         where = f"{room} {mutant.path}:{mutant.line} {mutant.kind}"
         print(
             f"{number}/{len(todo)} {where}: {answer['noticed']} ({answer['test']}, {answer['seconds']} s)", flush=True
@@ -195,8 +197,7 @@ def check_unchanged(folder: Path, stage: str) -> None:
 
 def read(records: Path) -> dict[str, dict]:
     """Verdicts by key."""
-    lines = records.read_text().splitlines() if records.exists() else []
-    return {record["key"]: record for record in map(json.loads, lines)}
+    return {record["key"]: record for record in read_runs(records)}
 
 
 def report(found: list[dict], wanted: int) -> tuple[str, dict]:
@@ -205,18 +206,19 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     total = sum(counts.values(), Counter())
     full = total["test"] + total["test-full"]
     share = total["test"] / full if full else 0.0
-    said_in_all = f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), "
-    said_in_all += f"`make test-full` notices {full} and `make test` {total['test']}: {share:.1%} of those."
+    tried = (
+        f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), `make test` notices "
+    )
+    tried += f"{total['test']}"
     if total[LATER]:
-        said_in_all = (
-            f"Not finished. Of {total.total()} mistakes put into the library one at a time, of {wanted} chosen, "
-        )
-        said_in_all += f"`make test` notices {total['test']}; the other tests were not asked about {total[LATER]} yet."
-    lines = ["# Mutants", "", said_in_all]
-    lines += ["`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
-    lines += ["| room | mutants | noticed by `make test` | by `make test-full` | by nobody |", "|---|---|---|---|---|"]
-    for name, c in [*counts.items(), ("all", total)]:
-        lines.append(f"| {name} | {c.total()} | {c['test']} | {c['test'] + c['test-full']} | {c['nobody']} |")
+        tried = f"Not finished. {tried}; the other tests were not asked about {total[LATER]} yet."
+    else:
+        tried += f" and `make test-full` {full}: {share:.1%} of what the full suite notices."
+    counted = [[name, c.total(), c["test"], c["test"] + c["test-full"], c["nobody"]] for name, c in counts.items()]
+    counted.append(["all", total.total(), total["test"], full, total["nobody"]])
+    head = ["room", "mutants", "noticed by `make test`", "by `make test-full`", "by nobody"]
+    lines = ["# Mutants", "", tried, "`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
+    lines.append(table(head, [[str(cell) for cell in row] for row in counted]))
     titles = {"test-full": "Noticed by the full suite alone", "nobody": "Noticed by nobody"}
     if total[LATER]:
         titles[LATER] = "Not noticed by the daily tests, the others not asked yet"

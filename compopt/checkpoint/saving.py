@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
+from compopt.estimator.base import Estimator
 from compopt.stores.table import BLOCK_ROWS, RowTable
-
-if TYPE_CHECKING:
-    from compopt.estimator.base import Estimator
 
 # safetensors makes what it reads on the default device, which may be another one.
 _HOST = torch.device("cpu")

@@ -33,7 +33,8 @@ def sizes_of(shards: Iterable[Path], progress: bool) -> list[int]:
     for shard in shards:
         if shard.parent not in known:
             known[shard.parent] = dict(_written(shard.parent))
-        size = known[shard.parent].get(shard.name, _successes(shard))
+        size = known[shard.parent].get(shard.name)
+        size = _successes(shard) if size is None else size
         if size is not None:
             sizes[shard] = size
     unknown = [shard for shard in shards if shard not in sizes]

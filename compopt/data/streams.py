@@ -70,9 +70,11 @@ class indexed_reader:
     def _compare(self, source: Any, found: int) -> None:
         """Warn once of each shard that gave less than it should."""
         url = source.get("url") if isinstance(source, dict) else source
-        count = getattr(self.index, "count", None)
-        expected = found if count is None or not isinstance(url, str) else count(url)
-        if isinstance(url, str) and found < expected and url not in self._short:
+        count = getattr(self.index, "count", None)  # keys have none: any of them may be missing
+        if count is None or not isinstance(url, str) or url in self._short:
+            return
+        expected = count(url)
+        if found < expected:
             self._short[url] = expected - found
             warnings.warn(
                 f"shard {url} gave {found} of {expected} samples; {sum(self._short.values())} of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
@@ -311,11 +311,6 @@ class Estimator(Commits):
     def learnables(self) -> dict[str, torch.nn.Module]:
         """By role, the modules whose parameters the user's optimizer learns."""
         return {role: part.learnable for role, part in self._components.items() if part.learnable is not None}
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What the user's optimizer must learn (a learned temperature); usually empty."""
-        for part in self._components.values():
-            yield from part.learned()
 
     @property
     def metrics(self) -> dict[str, Tensor]:

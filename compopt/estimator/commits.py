@@ -38,8 +38,9 @@ class Commits(Hooks):
         self._forgotten = Forgotten()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What the user's optimizer must learn."""
-        raise NotImplementedError
+        """What the user's optimizer must learn (a learned temperature); usually empty."""
+        for part in self._components.values():
+            yield from part.learned()
 
     def stand_alone(self) -> None:
         """A hook, called first by whatever a part of another estimator leaves to its owner."""

@@ -90,9 +90,9 @@ class BatchReader:
         facts["configuration"] = self._fingerprint() if self.ranks.size > 1 else 0
         written = 0 if self.table is None else self.table.rows.written
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
-        block, everyone = self._gather(agreed, fetch, own, values)
         if self.ranks.size > 1:
             rows, host_rows = _stack(agreed.keys, device), _on_host(agreed.keys)
+        block, everyone = self._gather(agreed, host_rows, fetch, own, values)
         batch = self._batch(agreed, everyone, rows, host_rows, block, bad, like, depositing)
         for name, key in batch.keys.items() if least == 2 else ():
             batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key))
@@ -170,17 +170,21 @@ class BatchReader:
         return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
 
     def _gather(
-        self, agreed: Agreement, fetch: Fetch | None, own: Tensor | None, values: Mapping[str, Tensor]
+        self,
+        agreed: Agreement,
+        host_rows: Tensor | None,
+        fetch: Fetch | None,
+        own: Tensor | None,
+        values: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Rows of the global batch and everybody's values."""
         if self.table is not None:
             self.table.rows.acknowledge(agreed.written)
         block: Tensor | None = None
         if own is None and self.table is not None:
-            rows = _on_host(agreed.keys)
-            assert rows is not None
+            assert host_rows is not None  # several ranks have their keys on the CPU
             ticket = None if fetch is None or agreed.prefetched == 0 else fetch.claim()
-            block = self._read_sharded(rows.flatten(), ticket, self._device)
+            block = self._read_sharded(host_rows.flatten(), ticket, self._device)
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
         block = block if own is None else everyone.pop()
         return block, dict(zip(values, everyone, strict=True))
