@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 BENCH_VENV ?= .venv-bench
+CLIP_VENV ?= .venv-clip
 
 # Further arguments, for example:
 #   make test PYTEST_ARGS="-k kernel -x"
@@ -24,7 +25,7 @@ REST := full or launch or slow
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-full lint bench clean
+.PHONY: help demo test test-rest test-clip test-full lint bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +39,12 @@ test: $(VENV)/.dev  ## run the daily tests (minutes on two cores)
 test-rest: $(VENV)/.dev  ## run what `make test` leaves out
 	$(PYTEST) -m "$(REST)" $(PYTEST_ARGS)
 
+test-clip: $(CLIP_VENV)/.open_clip  ## run the tests beside open_clip, in an environment of their own
+	$(CLIP_VENV)/bin/python -m pytest tests/open_clip $(PYTEST_ARGS)
+
 test-full: $(VENV)/.dev  ## run every test
 	$(PYTEST) $(PYTEST_ARGS)
+	$(MAKE) test-clip
 
 lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
 	$(BIN)/ruff check .
@@ -68,6 +73,15 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e ".[deepspeed]"
 	@touch $(VENV)/.recipes $@
+
+# transformers imports torchvision wherever it is installed, so open_clip lives apart. This environment lies on top of the
+# first one: what it lacks, torch for example, is found there. Without dependencies, which would replace torch.
+$(CLIP_VENV)/.open_clip: $(VENV)/.dev tests/open_clip/packages.txt tests/open_clip/layer.py
+	$(PYTHON) -m venv --clear --without-pip $(CLIP_VENV)
+	$(BIN)/python -m pip --python $(CLIP_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) \
+		-r tests/open_clip/packages.txt
+	$(BIN)/python -m tests.open_clip.layer $(CLIP_VENV)
+	@touch $@
 
 # The other packages come without their dependencies, which would replace torch; benchmarks/history/peers/imports.txt has the rest.
 BENCH_INSTALL = $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
