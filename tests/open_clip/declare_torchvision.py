@@ -1,8 +1,8 @@
 """Make `import torchvision` work beside a torch without CUDA, for tests; copied into .venv-clip by the Makefile.
 
-The registry's torchvision is built for CUDA. Beside a CPU build of torch its library of operators does not load, and the
-import then fails for want of their names. open_clip uses torchvision's transforms alone, so names are enough. A `.pth`
-file imports this at every start of Python: it costs nothing until torchvision is asked for.
+The registry's torchvision is built for CUDA. Beside a CPU build of torch its library of operators does not load, and
+the import then fails for want of their names. open_clip uses torchvision's transforms alone, so names are enough. A
+`.pth` file imports this at every start of Python: it costs nothing until torchvision is asked for.
 """
 
 import sys
