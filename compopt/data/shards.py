@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compopt import checks
+from compopt.data.shard_list import shard_list
 from compopt.data.shard_sizes import sizes_of
 
 FORMAT = 1
@@ -89,7 +90,7 @@ class ShardIndex:
             FileNotFoundError: a shard is missing.
             ValueError: a shard is truncated or empty, occurs twice, or has another size than in ``extend``.
         """
-        files = _files(shards)
+        files = [Path(shard) for shard in shard_list(shards)]
         if not files:
             raise FileNotFoundError(f"no shards at {shards}")
         base = Path(root) if root is not None else Path(os.path.commonpath([file.parent for file in files]))
@@ -192,28 +193,3 @@ def _location(url: str) -> str:
         return url
     words = [word.strip("'\"") for word in url[5:].split()]
     return next((word for word in words if ".tar" in word), url)
-
-
-def _files(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Paths of a folder, a pattern or a list."""
-    if not isinstance(shards, str | os.PathLike):
-        return [file for shard in shards for file in _files(shard)]
-    text = os.fspath(shards)
-    if Path(text).is_dir():
-        return sorted(path for path in Path(text).iterdir() if re.search(r"\.tar(\.\w+)?$", path.name))
-    if re.search(r"[*?\[]", text):
-        return sorted(Path(Path(text).anchor or ".").glob(text.removeprefix(Path(text).anchor)))
-    return [Path(one) for one in _braces(text)]
-
-
-def _braces(text: str) -> list[str]:
-    """``{000..099}`` and ``{a,b}`` spelled out, from left to right."""
-    found = re.search(r"\{([^{}]*)\}", text)
-    if found is None:
-        return [text]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
-    words = found[1].split(",")
-    if span is not None:
-        words = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
-    before, after = text[: found.start()], text[found.end() :]
-    return [whole for word in words for whole in _braces(f"{before}{word}{after}")]

@@ -77,8 +77,8 @@ class indexed_reader:
         if found < expected:
             self._short[url] = expected - found
             warnings.warn(
-                f"shard {url} gave {found} of {expected} samples; {sum(self._short.values())} of "
-                f"{len(self._short)} shards are missing by now. Samples after a missing one have shifted rows in this "
-                f"pass; a KeyIndex has no such hole",
+                f"shard {url} gave {found} of {expected} samples; by now {sum(self._short.values())} samples of "
+                f"{len(self._short)} shards are missing. Samples after a missing one have shifted rows in this pass; "
+                f"a KeyIndex has no such hole",
                 stacklevel=2,
             )

@@ -1,0 +1,250 @@
+"""An epoch over tar shards that can be left after any batch and taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import accumulate, islice
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from compopt import checks
+from compopt.data.shard_list import shard_list
+from compopt.data.shards import ShardIndex
+from compopt.data.spans import Layout, Span, Spans, block_order
+
+Sample = dict[str, Any]
+
+
+class ShardBatches(IterableDataset[list[Sample]]):
+    r"""Batches of samples of tar shards, each sample once per epoch, in an order that can be taken up anywhere.
+
+    An epoch puts the shards into an order drawn from ``(seed, epoch)``. What they hold is shared equally between all
+    workers of all ranks, if need be by cutting a shard. Each worker reads its share in blocks of ``shuffle`` samples
+    and shuffles each block. The position in an epoch is thus a number of batches: no buffer has to be saved, and a
+    resumed run reads from the block in which it was left.
+
+    A batch is a list of samples as ``read`` gives them; decode and collate them in ``DataLoader(..., collate_fn=)``.
+    It is shorter where samples could not be read.
+
+    Args:
+        shards: a folder, a pattern or a list, see :func:`~compopt.data.shard_list`; a resumed run needs the same.
+        read: a reader stage, such as :class:`~compopt.data.indexed_reader` around webdataset's
+            ``tarfile_to_samples(handler=...)``.
+        batch_size: samples of one rank.
+        sizes: how many samples each shard has.
+        num_workers: of the ``DataLoader`` that reads this, which must be the same number.
+        shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
+        seed: of all orders.
+        rank, ranks: this process and how many there are; by default those of ``torch.distributed``.
+
+    Attributes:
+        epoch: see :meth:`set_epoch`.
+        done: batches of this epoch that this rank has trained on, see :meth:`advance`.
+
+    Raises:
+        ValueError: a shard occurs twice or has no size; too few samples for one batch on every rank.
+        FileNotFoundError: a local shard is missing or empty.
+        RuntimeError: while reading: another number of workers; no sample could be read from the start of a share.
+
+    Warns:
+        UserWarning: a batch of which no sample could be read; an earlier batch takes its place, so that all ranks keep
+            as many.
+
+    Example:
+        >>> import compopt
+        >>> def read(sources):  # webdataset.tarfile_to_samples() for real shards
+        ...     for source in sources:
+        ...         yield from ({"__url__": source["url"], "__key__": key} for key in "abc")
+        >>> sizes = compopt.data.ShardIndex({"s3://0.tar": 3, "s3://1.tar": 3})
+        >>> stage = compopt.data.indexed_reader(read, sizes)
+        >>> batches = compopt.data.ShardBatches(["s3://0.tar", "s3://1.tar"], stage, 2, sizes=sizes, shuffle=4)
+        >>> first = next(iter(batches))
+        >>> batches.advance()
+        >>> rest = [batch for batch in batches]  # a resumed run
+        >>> sorted(sample["index"] for batch in [first, *rest] for sample in batch)
+        [0, 1, 2, 3, 4, 5]
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        read: Callable[[Iterable[Any]], Iterable[Sample]],
+        batch_size: int,
+        *,
+        sizes: ShardIndex,
+        num_workers: int = 0,
+        shuffle: int = 2000,
+        seed: int = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.shards = shard_list(shards)
+        self.read, self.seed = read, checks.whole("seed", seed)
+        self._counts = [sizes.count(shard) for shard in self.shards]
+        _check_files(self.shards)
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
+        ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
+        self.layout = Layout(
+            checks.count("ranks", ranks),
+            max(1, checks.whole("num_workers", num_workers)),
+            checks.count("batch_size", batch_size),
+            checks.count("shuffle", shuffle),
+        )
+        if not 0 <= self.rank < ranks:
+            raise ValueError(f"rank must be between 0 and {ranks - 1}, got {self.rank}")
+        self.n = sum(self._counts)
+        if not self.layout.batches(self.n):
+            raise ValueError(
+                f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
+            )
+        self._rows = [sizes.index({"__url__": shard}, 0) for shard in self.shards]  # they name the shards, moved or not
+        if len(set(self._rows)) != len(self._rows):
+            raise ValueError("a shard occurs twice among shards; each is read once per epoch")
+        self.set_epoch(0)
+
+    # -- position ----------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; each has another order."""
+        self.epoch, self.done = checks.whole("epoch", epoch), 0
+        self._earlier: list[tuple[Layout, int]] = []  # how this epoch was read before, and so many batches of a rank
+        self._spans = Spans([(0, self.n)])
+
+    def advance(self, batches: int = 1) -> None:
+        """Say that this rank has trained on further batches, in the order in which the loader gave them."""
+        self.done += checks.count("batches", batches)
+
+    def __len__(self) -> int:
+        """Batches that are left of this epoch on every rank."""
+        return self.layout.batches(len(self._spans)) - self.done
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of this epoch that all ranks have trained on."""
+        stages = [*self._earlier, (self.layout, self.done)]
+        return sum(layout.ranks * layout.batch_size * done for layout, done in stages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the epoch; plain numbers, the same on every rank."""
+        stages = [*self._earlier, (self.layout, self.done)]
+        return {
+            "shards": hashlib.sha256(repr([*zip(self._rows, self._counts, strict=True)]).encode()).hexdigest()[:32],
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "read": [{**asdict(layout), "done": done} for layout, done in stages],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was taken.
+
+        With the same ranks, workers and sizes of batch and block the batches are those that would have come. With
+        others, what is left of the epoch is shared anew: still no sample comes twice and none is missing, but those
+        of the last incomplete batch; the order is another one.
+
+        Raises:
+            ValueError: the state is of other shards or of another seed.
+        """
+        mine = self.state_dict()
+        if any(state_dict[name] != mine[name] for name in ("shards", "seed")):
+            raise ValueError(
+                "the position is of other shards or another seed, where it means nothing; give the same shards in the "
+                "same order and the same seed, or begin with the next epoch: set_epoch"
+            )
+        self.set_epoch(state_dict["epoch"])
+        stages = [({**stage}, stage["done"]) for stage in state_dict["read"]]
+        for options, done in stages:
+            del options["done"]
+            self._earlier.append((Layout(**options), done))
+        if self._earlier[-1][0] == self.layout:
+            self.done = self._earlier.pop()[1]
+        for stage, (layout, done) in enumerate(self._earlier):
+            self._spans = layout.rest(self._spans, done, (self.seed, self.epoch, stage))
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        info, layout = get_worker_info(), self.layout
+        if info is not None and info.num_workers != layout.workers:
+            raise RuntimeError(
+                f"the DataLoader has num_workers={info.num_workers}, and ShardBatches was told {layout.workers}; give "
+                f"both the same number"
+            )
+        # loaders begin with worker 0, which therefore takes the part of the worker whose turn it is
+        workers = range(layout.workers) if info is None else [(self.done + info.id) % layout.workers]
+        done, left = self.done, len(self)  # the position may advance while this runs
+        lanes = [self._lane(worker, done) for worker in workers]
+        for number in range(done, done + left) if info is None else ():
+            yield next(lanes[number % layout.workers])
+        if info is not None:
+            yield from lanes[0]
+
+    def _lane(self, worker: int, done: int) -> Iterator[list[Sample]]:
+        """What a worker of this rank still has to give after ``done`` batches of the rank."""
+        layout = self.layout
+        start, size = layout.lane(len(self._spans), self.rank, worker)
+        block, given = divmod(layout.turns(worker, done) * layout.batch_size, layout.shuffle)
+        first = start + block * layout.shuffle
+        samples = self._read(self._spans.cut(first, start + size))
+        shuffled = islice(self._shuffled(samples, self.rank * layout.workers + worker, block), given, None)
+        last: list[Sample] = []
+        while places := list(islice(shuffled, layout.batch_size)):
+            batch = [sample for sample in places if sample is not None]
+            last = batch or self._replacement(last)
+            yield last
+
+    def _replacement(self, last: list[Sample]) -> list[Sample]:
+        """What stands for a batch of which nothing could be read."""
+        told = f"no sample of a batch of {self.layout.batch_size} could be read (rank {self.rank}, epoch {self.epoch})"
+        if not last:
+            raise RuntimeError(f"{told}; look at the warnings of the reader for the damaged shards")
+        warnings.warn(f"{told}; the batch before is given again", stacklevel=2)
+        return last
+
+    def _shuffled(self, samples: Iterator[Sample | None], lane: int, block: int) -> Iterator[Sample | None]:
+        """The samples of a lane, each block in its own order, from a given block on."""
+        key = (self.seed, self.epoch, len(self._earlier), lane)
+        while held := list(islice(samples, self.layout.shuffle)):
+            yield from (held[place] for place in block_order((*key, block), len(held)))
+            block += 1
+
+    def _read(self, spans: Iterable[Span]) -> Iterator[Sample | None]:
+        """The samples at these positions of the epoch; None for those that cannot be read."""
+        opened, at = -1, 0  # the shard that is read, the place in it
+        stream: Iterator[Sample] = iter(())
+        for shard, start, stop in self._places(spans):
+            if shard != opened or start < at:
+                opened, at, stream = shard, 0, iter(self.read(iter([{"url": self.shards[shard]}])))
+            missing = stop - start
+            for sample in islice(stream, start - at, stop - at):
+                missing -= 1
+                yield sample
+            yield from [None] * missing
+            at = stop
+
+    def _places(self, spans: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
+        """``(shard, first, stop)`` of positions of the epoch, whose shards have an order of their own."""
+        order = block_order((self.seed, self.epoch), len(self.shards))
+        ends = list(accumulate(self._counts[shard] for shard in order))
+        for start, stop in spans:
+            at = bisect_right(ends, start)
+            while start < stop:
+                begin = ends[at] - self._counts[order[at]]
+                end = min(stop, ends[at])
+                yield order[at], start - begin, end - begin
+                start, at = end, at + 1
+
+
+def _check_files(shards: list[str]) -> None:
+    """Local shards must be there; others are met while reading."""
+    local = [shard for shard in shards if "://" not in shard and not shard.startswith("pipe:")]
+    bad = [shard for shard in local if not os.path.isfile(shard) or os.path.getsize(shard) == 0]
+    if bad:
+        raise FileNotFoundError(f"{len(bad)} of {len(shards)} shards are missing or empty, such as {bad[0]}")

@@ -1,0 +1,50 @@
+"""The shards that a folder, a pattern or a list names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Paths or URLs of shards.
+
+    Args:
+        shards: a folder, a pattern with braces (``"s3://bucket/{00000..00099}.tar"``) or, on local disks, wildcards; or
+            a list of these.
+
+    Returns:
+        One string per shard; those of a folder or wildcard in the order of their names.
+
+    Example:
+        >>> import compopt
+        >>> compopt.data.shard_list("s3://bucket/{00000..00002}.tar")
+        ['s3://bucket/00000.tar', 's3://bucket/00001.tar', 's3://bucket/00002.tar']
+    """
+    if not isinstance(shards, str | os.PathLike):
+        return [name for shard in shards for name in shard_list(shard)]
+    text = os.fspath(shards)
+    if Path(text).is_dir():
+        found = (path for path in Path(text).iterdir() if re.search(r"\.tar(\.\w+)?$", path.name))
+        return [os.fspath(path) for path in sorted(found)]
+    if re.search(r"[*?\[]", text) and "://" not in text:
+        return [
+            os.fspath(path)
+            for path in sorted(Path(Path(text).anchor or ".").glob(text.removeprefix(Path(text).anchor)))
+        ]
+    return _braces(text)
+
+
+def _braces(text: str) -> list[str]:
+    """``{000..099}`` and ``{a,b}`` spelled out, from left to right."""
+    found = re.search(r"\{([^{}]*)\}", text)
+    if found is None:
+        return [text]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    words = found[1].split(",")
+    if span is not None:
+        words = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
+    before, after = text[: found.start()], text[found.end() :]
+    return [whole for word in words for whole in _braces(f"{before}{word}{after}")]

@@ -1,0 +1,215 @@
+"""Epochs over tar shards that are left and taken up: every sample once, the same batches, on any ranks and workers."""
+
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from compopt.data import ShardBatches, ShardIndex, indexed_reader
+from compopt.data.spans import Spans
+from tests.shards import read_tar, write_shards
+
+SIZES = [5, 13, 7, 14, 6, 11, 9, 8, 16, 10]  # 99 samples
+TOTAL = sum(SIZES)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    shards = write_shards(tmp_path_factory.mktemp("data"), SIZES, corrupt={"000040002"})
+    return shards, ShardIndex.build(shards)
+
+
+def batches_of(data, rank=0, ranks=1, workers=0, batch_size=3, **options):
+    shards, index = data
+    stage = indexed_reader(read_tar, index)
+    options = {"shuffle": 7, "seed": 5, **options}
+    return ShardBatches(shards, stage, batch_size, sizes=index, num_workers=workers, rank=rank, ranks=ranks, **options)
+
+
+def rows(batch):
+    assert all(
+        sample["index"] == sum(SIZES[: int(k[:5])]) + int(k[5:]) for sample in batch for k in [sample["__key__"]]
+    )
+    return [sample["index"] for sample in batch]
+
+
+def read(batches, count=None):
+    """Rows of the next batches, with as many processes as it was told."""
+    workers = batches.layout.workers if batches.layout.workers > 1 else 0
+    loader = iter(torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=rows, num_workers=workers))
+    found = []
+    while count is None or len(found) < count:
+        batch = next(loader, None)
+        if batch is None:
+            break
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("ranks, workers, shuffle", [(1, 0, 7), (3, 2, 7), (2, 3, 1), (4, 0, 1000)])
+def test_an_epoch_has_every_sample_once(data, ranks, workers, shuffle):
+    given = [read(batches_of(data, rank, ranks, workers, shuffle=shuffle)) for rank in range(ranks)]
+    assert {len(batches) for batches in given} == {TOTAL // (3 * ranks)}  # equally many on every rank
+    seen = Counter(row for batches in given for batch in batches for row in batch)
+    assert set(seen.values()) == {1} and len(seen) == TOTAL // (3 * ranks) * 3 * ranks
+
+
+def test_epochs_and_seeds_differ(data):
+    batches = batches_of(data)
+    first = read(batches)
+    batches.set_epoch(1)
+    assert read(batches) != first and sorted(sum(read(batches), [])) == sorted(sum(first, []))
+    assert read(batches_of(data, seed=6)) != first == read(batches_of(data))
+
+
+def test_a_block_is_shuffled_and_shards_have_an_order(data):
+    whole = sum(read(batches_of(data, batch_size=1, shuffle=1)), [])
+    assert whole != sorted(whole)  # shards
+    assert all(b == a + 1 for a, b in zip(whole, whole[1:], strict=False) if (a + 1) not in starts())
+    mixed = sum(read(batches_of(data, batch_size=1, shuffle=7)), [])
+    for at in range(0, TOTAL, 7):
+        assert sorted(mixed[at : at + 7]) == sorted(whole[at : at + 7])
+    assert mixed != whole
+
+
+def starts():
+    return {sum(SIZES[:k]) for k in range(len(SIZES) + 1)}
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("left", [1, 2, 5, 10, 15, 16])
+def test_a_resumed_epoch_gives_the_batches_that_would_have_come(data, workers, left):
+    whole = [read(batches_of(data, rank, 2, workers)) for rank in range(2)]
+    for rank in range(2):
+        stopped = batches_of(data, rank, 2, workers)
+        assert read(stopped, left) == whole[rank][:left]
+        stopped.advance(left)
+        state = pickle.loads(pickle.dumps(stopped.state_dict()))
+        resumed = batches_of(data, rank, 2, workers)
+        resumed.load_state_dict(state)
+        assert len(resumed) == len(whole[rank]) - left and resumed.samples_seen == 6 * left
+        assert read(resumed) == whole[rank][left:]
+        assert resumed.state_dict() == state
+
+
+@pytest.mark.parametrize("shuffle", [1, 7, 1000])
+def test_other_ranks_workers_and_batches_take_up_the_same_epoch(data, shuffle):
+    """Two ranks of two workers, then three of one, then one: no sample twice, and at most a batch is missing."""
+    seen, state = Counter(), None
+    for ranks, workers, size, count in [(2, 2, 3, 4), (3, 0, 4, 3), (3, 0, 4, 1), (1, 2, 2, None)]:
+        for rank in range(ranks):
+            batches = batches_of(data, rank, ranks, workers, size, shuffle=shuffle)
+            if state is not None:
+                batches.load_state_dict(state)
+            given = read(batches, count)
+            seen.update(row for batch in given for row in batch)
+            batches.advance(len(given))
+        state = batches.state_dict()
+    assert set(seen.values()) == {1} and len(seen) >= TOTAL - 1
+    assert batches.samples_seen == len(seen)
+
+
+def test_the_position_moves_with_a_worker_in_this_process(data):
+    """Batches may be counted while they are read."""
+    whole, batches = read(batches_of(data, workers=3)), batches_of(data, workers=3)
+    found = []
+    for batch in batches:  # without a DataLoader
+        found.append(rows(batch))
+        batches.advance()
+    assert found == whole and len(batches) == 0
+
+
+def test_samples_that_cannot_be_read_make_a_batch_shorter(data, tmp_path):
+    shards = write_shards(tmp_path, SIZES)
+    index = ShardIndex.build(shards)
+    content = shards[3].read_bytes()
+    shards[3].write_bytes(content[: len(content) // 2 // 512 * 512])
+
+    def lenient(sources):
+        samples = read_tar(sources)
+        while True:
+            try:
+                yield next(samples)
+            except (StopIteration, Exception):
+                return
+
+    batches = ShardBatches(shards, indexed_reader(lenient, index), 3, sizes=index, shuffle=20, seed=5)
+    with pytest.warns(UserWarning, match="shard .*00003.tar gave"):
+        given = [rows(batch) for batch in batches]
+    lost = set(range(sum(SIZES[:3]), sum(SIZES[:4]))) - {row for batch in given for row in batch}
+    assert len(given) == TOTAL // 3 and 0 < len(lost) <= SIZES[3]
+    assert Counter(row for batch in given for row in batch) == Counter(set(range(TOTAL)) - lost)
+
+
+def test_a_batch_without_a_sample_is_replaced(data):
+    shards, index = data
+    nothing = {3, 4}
+
+    def some(sources):
+        for source in sources:
+            if int(source["url"].split("/")[-1][:5]) not in nothing:
+                yield from read_tar([source])
+
+    batches = ShardBatches(shards, indexed_reader(some, index), 3, sizes=index, shuffle=1, seed=5)
+    with pytest.warns(UserWarning, match="no sample of a batch of 3 could be read"):
+        given = [rows(batch) for batch in batches]
+    assert len(given) == TOTAL // 3 and all(given)
+    nothing.update(range(10))
+    with pytest.raises(RuntimeError, match="no sample of a batch of 3"):
+        list(batches)
+
+
+def test_bad_input(data, tmp_path):
+    shards, index = data
+    stage = indexed_reader(read_tar, index)
+    with pytest.raises(ValueError, match="too few for a batch of 60 on each of 2"):
+        batches_of(data, ranks=2, batch_size=60)
+    with pytest.raises(ValueError, match="occurs twice"):
+        ShardBatches([shards[0], shards[1], shards[0]], stage, 2, sizes=index)
+    with pytest.raises(ValueError, match="not among the 10 of the index"):
+        ShardBatches([tmp_path / "other.tar"], stage, 2, sizes=index)
+    with pytest.raises(FileNotFoundError, match="1 of 2 shards are missing or empty"):
+        ShardBatches([shards[0], tmp_path / "00001.tar"], stage, 2, sizes=index)
+    with pytest.raises(ValueError, match="rank must be between 0 and 1"):
+        batches_of(data, rank=2, ranks=2)
+    with pytest.raises(ValueError, match="other shards or another seed"):
+        batches_of(data).load_state_dict(batches_of(data, seed=6).state_dict())
+    fewer = ShardBatches(shards[:5], stage, 2, sizes=index, seed=5)
+    with pytest.raises(ValueError, match="other shards or another seed"):
+        fewer.load_state_dict(batches_of(data).state_dict())
+    with pytest.raises(RuntimeError, match="num_workers=2, and ShardBatches was told 1"):
+        next(iter(torch.utils.data.DataLoader(batches_of(data), batch_size=None, num_workers=2)))
+
+
+def test_shards_that_moved_keep_their_position(data, tmp_path):
+    shards, index = data
+    stopped = batches_of(data)
+    stopped.advance(4)
+    moved = write_shards(tmp_path / "elsewhere", SIZES)
+    resumed = ShardBatches(moved, indexed_reader(read_tar, index), 3, sizes=index, shuffle=7, seed=5)
+    resumed.load_state_dict(stopped.state_dict())
+    assert read(resumed) == read(stopped)
+
+
+def test_a_long_epoch_is_resumed_without_reading_what_was_done():
+    """2e8 samples: the shards before the position are not opened."""
+    opened = []
+
+    def stage(sources):
+        for source in sources:
+            opened.append(source["url"])
+            yield from ({"row": row} for row in range(10_000))
+
+    sizes = ShardIndex({f"s3://{k}.tar": 10_000 for k in range(20_000)})
+    names = [f"s3://{k}.tar" for k in range(20_000)]
+    batches = ShardBatches(names, stage, 256, sizes=sizes, ranks=64, rank=3)
+    batches.advance(8_000)
+    assert len(next(iter(batches))) == 256 and len(opened) <= 2
+
+
+def test_spans():
+    spans = Spans([(10, 13), (13, 15), (20, 20), (3, 5)])
+    assert spans.spans == [(10, 15), (3, 5)] and len(spans) == 7
+    assert list(spans.cut(4, 6)) == [(14, 15), (3, 4)]
+    assert list(spans.cut(0, 99)) == [(10, 15), (3, 5)] and list(spans.cut(7, 9)) == []
