@@ -228,28 +228,35 @@ class ContrastiveEstimator(Estimator):
 
         Encode the whole window without a graph, call this once on all of it (the whole window then serves as
         negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
-        call.
+        call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, tau, labels: as in a call.
+            z1, z2, index, index2, group, labels: as in a call.
             encode: refused: its features would get no gradient.
+            tau: as in a call, without a graph.
 
         Returns:
             ``(loss, g1, g2)``, detached, the gradients in the features' dtype.
 
         Raises:
-            ValueError: with ``encode``; whatever a call raises.
+            ValueError: with ``encode``, or a ``tau`` that requires a gradient; whatever a call raises.
         """
         if encode is not None:
             raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
+        if isinstance(tau, Tensor) and tau.requires_grad:
+            raise ValueError(
+                "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
+                ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
+            )
         refuse_transforms()
         for name, z in (("z1", z1), ("z2", z2)):  # before detach drops it
             refuse_tangent(name, z)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
             loss = self(z1, z2, index, index2, group, tau=tau, labels=labels)
-            g1, g2 = torch.autograd.grad(loss, (z1, z2))
-        return loss.detach(), g1, g2
+            loss.backward(inputs=[z1, z2, *(p for p in self.parameters() if p.requires_grad)])
+        assert z1.grad is not None and z2.grad is not None
+        return loss.detach(), z1.grad, z2.grad
 
     # -- before the kernel -------------------------------------------------------------------------------------
 

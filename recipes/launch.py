@@ -84,14 +84,18 @@ def results_folder(folder: Path) -> Iterator[Path]:
 _first: list[tuple[Path | None, int]] = []
 
 
-def accelerator(device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None) -> Accelerator:
+def accelerator(
+    device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None, **options: Any
+) -> Accelerator:
     """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
+
+    Further options are those of ``Accelerator``.
 
     Raises:
         ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
     """
     first = _is_first(deepspeed, accumulate)
-    options: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
+    options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
         return Accelerator(cpu=device.type == "cpu", **options)

@@ -98,9 +98,18 @@ def test_cached_features_make_micro_batches_one_large_batch(info, mode):
         torch.autograd.backward((first(x1[part]), second(x2[part])), (g1[part], g2[part]))
     near(value, loss, 1e-13)
     near(gradients(first, second), want, 1e-12)
+    for learned, other in zip(cached.parameters(), large.parameters(), strict=True):  # a learned temperature
+        near(learned.grad, other.grad, 1e-12)
     large.step()
     cached.step()
     assert_same_bits(snapshot(large, N), snapshot(cached, N))
+
+
+def test_feature_gradients_refuse_a_temperature_that_wants_one():
+    est = compopt.InfoNCEEstimator()
+    z1, z2 = features(4, 4, seed=0)
+    with pytest.raises(ValueError, match="tau= requires a gradient, which this does not return"):
+        est.feature_gradients(z1, z2, tau=torch.tensor(0.1, requires_grad=True))
 
 
 @pytest.mark.slow

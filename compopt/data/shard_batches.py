@@ -50,7 +50,7 @@ class ShardBatches(IterableDataset[list[Sample]]):
 
     Raises:
         ValueError: a shard occurs twice or has no size; too few samples for one batch on every rank.
-        FileNotFoundError: a local shard is missing or empty.
+        FileNotFoundError: there is no shard; a local one is missing or empty.
         RuntimeError: while reading: another number of workers; no sample could be read from the start of a share.
 
     Warns:
@@ -86,6 +86,8 @@ class ShardBatches(IterableDataset[list[Sample]]):
         ranks: int | None = None,
     ) -> None:
         self.shards = shard_list(shards)
+        if not self.shards:
+            raise FileNotFoundError(f"no shards at {shards}")
         self.read, self.seed = read, checks.whole("seed", seed)
         self._counts = [sizes.count(shard) for shard in self.shards]
         _check_files(self.shards)

@@ -1,0 +1,416 @@
+"""CLIP on tar shards: any open_clip model, any estimator, one process or many. One file to copy.
+
+    python -m recipes.make_shards --out runs/glyphs
+    python -m recipes.clip_webdataset --shards runs/glyphs/train --model recipes/clip/tiny.json
+    torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --offload disk --shard --prefetch
+    torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --deepspeed-config recipes/deepspeed/zero2.json
+    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_webdataset --shards ... --device cuda
+
+--resume continues, in the middle of an epoch too: with as many processes and workers to the same bits, with others so
+that every sample of the epoch still comes once. epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's
+rows, state/ what --resume reads. Batch sizes count per process and forward, as open_clip's.
+"""
+
+import argparse
+import ast
+import inspect
+import io
+import json
+import math
+import time
+from pathlib import Path
+
+import open_clip
+import torch
+import webdataset as wds
+from PIL import Image
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import compopt
+from compopt.data import KeyIndex, ShardBatches, ShardIndex, UidIndex, indexed_reader
+from compopt.integrations import accelerate as integration
+from recipes import checkpoints, launch
+from recipes.tasks import retrieval
+
+ESTIMATORS = {
+    "infonce": compopt.InfoNCEEstimator,
+    "dcl": compopt.DCLEstimator,
+    "sogclr": compopt.SogCLREstimator,
+    "isogclr": compopt.ISogCLREstimator,
+    "fastclip": compopt.FastCLIPEstimator,
+    "neuclip": compopt.NeuCLIPEstimator,
+    "residual": compopt.ResidualEstimator,
+    "emc2": compopt.EMC2Estimator,
+}
+IMAGES = ("jpg", "png", "jpeg", "webp")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def load_indices(args):
+    """What gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
+    path = args.sizes or args.output / "shards.json"
+    if launch.is_main() and not path.exists():
+        ShardIndex.build(args.shards).save(path)
+    launch.barrier()
+    sizes = ShardIndex.load(path)
+    if args.index.startswith("keys:"):
+        return KeyIndex(int(args.index.removeprefix("keys:"))), sizes
+    return (UidIndex(args.index) if args.index else sizes), sizes
+
+
+class Decode:
+    """From samples of a tar to tensors; what cannot be decoded is left out and counted."""
+
+    def __init__(self, preprocess, tokenizer, seed=0):
+        self.preprocess, self.tokenizer, self.seed, self.epoch = preprocess, tokenizer, seed, 0
+
+    def __call__(self, samples):
+        with torch.random.fork_rng(devices=[]):
+            pairs = [pair for sample in samples if (pair := self.pair(sample)) is not None]
+        if not pairs:
+            raise ValueError(f"none of the {len(samples)} samples of a batch in {samples[0]['__url__']} can be decoded")
+        images, texts, rows = zip(*pairs, strict=True)
+        return torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows), len(samples) - len(pairs)
+
+    def pair(self, sample):
+        torch.manual_seed((self.seed * 10_007 + self.epoch) * 2**40 + sample["index"])  # augmented alike after a resume
+        image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
+        text = sample.get("txt", b"").decode(errors="replace").strip()
+        try:
+            image = self.preprocess(Image.open(io.BytesIO(image)).convert("RGB"))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return None
+        return (image, text, sample["index"]) if text else None
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def build_model(args):
+    """Name, model and both transforms of an open_clip model, by name or from a JSON file."""
+    name = args.model
+    if name.endswith(".json"):
+        open_clip.add_model_config(Path(name))
+        name = Path(name).stem
+    model, *transforms = open_clip.create_model_and_transforms(name, pretrained=args.pretrained)
+    if getattr(model, "logit_bias", None) is not None:
+        raise SystemExit(f"--model {name} has a logit_bias, which is of SigLIP's loss; take a configuration without it")
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing()
+    return name, model.to(memory_format=torch.contiguous_format), transforms  # DeepSpeed broadcasts flat bytes
+
+
+def build_estimator(args, n, dim):
+    """The preset with the options of --set, its rows where --offload and --shard say."""
+    preset, options = ESTIMATORS[args.estimator], dict(args.set)
+    takes = inspect.signature(preset).parameters
+    if unknown := sorted(set(options) - set(takes)):
+        raise SystemExit(f"--estimator {args.estimator} has no {', '.join(unknown)}; it takes {', '.join(takes)}")
+    for name, value in {"n": n, "dim": dim}.items():
+        if name in takes and takes[name].default is inspect.Parameter.empty:
+            options[name] = value
+    folder = args.output / "rows" if args.offload == "disk" else None
+    return preset(**options, offload=args.offload, offload_dir=folder, shard=args.shard)
+
+
+def parameter_groups(model, est, weight_decay):
+    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
+    return [
+        {"params": [p for name, p in named if name in plain] + list(est.parameters()), "weight_decay": 0.0},
+        {"params": [p for name, p in named if name not in plain], "weight_decay": weight_decay},
+    ]
+
+
+def learning_rate(args, progress):
+    """Linear warm-up, then a cosine to zero; ``progress`` goes from 0 to 1."""
+    if progress < args.warmup:
+        return args.lr * progress / args.warmup
+    return args.lr * 0.5 * (1 + math.cos(math.pi * (progress - args.warmup) / (1 - args.warmup)))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A model and an estimator in training, and their place in the data."""
+
+    def __init__(self, args):
+        self.args, self.step, self.lost = args, 0, 0
+        torch.manual_seed(args.seed)
+        args.output.mkdir(parents=True, exist_ok=True)
+        tracking = {"log_with": args.log_with, "project_dir": args.output}
+        self.accelerator = launch.accelerator(
+            args.device, args.accumulate, args.precision, args.deepspeed_config, **tracking
+        )
+        self.device = self.accelerator.device
+        index, sizes = load_indices(args)
+        stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
+        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
+        self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
+        for shard in (self.batches.shards[0], self.batches.shards[-1]):  # refuse foreign keys before training
+            next(iter(stage([{"url": shard}])))
+        self._build(index)
+
+    def _build(self, index):
+        """Build the parts: the estimator after the process group, attached after ``prepare``."""
+        args = self.args
+        self.name, model, (preprocess, self.preprocess_val) = build_model(args)
+        self.tokenizer = open_clip.get_tokenizer(self.name)
+        self.decode = Decode(preprocess, self.tokenizer, args.seed)
+        torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
+        self.est = build_estimator(args, index.n, model.text_projection.shape[-1]).to(self.device)
+        self.est.data_fingerprint = index.fingerprint
+        self._check_run(index)
+        if not args.learn_scale:  # without a gradient DDP would wait for it
+            group = self.est.sample_groups[0]
+            tau = group.get("tau", group.get("tau_init", 0.07))
+            model.logit_scale.requires_grad_(False).fill_(math.log(1 / float(tau)))
+        launch.check_learned(self.accelerator, list(self.est.parameters()), args.estimator)
+        launch.set_micro_batch(self.accelerator, args.batch_size)
+        groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        integration.attach(self.est, self.optimizer, self.accelerator)
+        integration.register_for_checkpointing(self.est, self.accelerator)
+        self.accelerator.register_for_checkpointing(self)
+        if args.log_with:
+            self.accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
+
+    def _check_run(self, index):
+        """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
+        mine = {
+            "model": open_clip.get_model_config(self.name),
+            "estimator": [self.args.estimator, {name: repr(value) for name, value in self.args.set}],
+            "index": index.fingerprint,
+            "seed": self.args.seed,
+        }
+        mine, path = json.loads(json.dumps(mine)), self.args.output / "run.json"
+        if self.args.resume and path.exists():
+            saved = json.loads(path.read_text())
+            different = [name for name in mine if mine[name] != saved.get(name)]
+            if different:
+                found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
+                raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
+        launch.barrier()
+        if launch.is_main():
+            path.write_text(json.dumps(mine))
+
+    def state_dict(self):
+        """What accelerate keeps beside model, optimizer and rows."""
+        return {"batches": self.batches.state_dict(), "step": self.step, "lost": self.lost}
+
+    def load_state_dict(self, state):
+        self.batches.load_state_dict(state["batches"])
+        self.step, self.lost = state["step"], state["lost"]
+
+    @property
+    def samples(self):
+        """Samples that all processes have trained on."""
+        return self.batches.epoch * self.batches.n + self.batches.samples_seen
+
+    def train(self):
+        """Train to the last epoch, from the newest state if asked to."""
+        args = self.args
+        if args.resume:
+            checkpoints.load(self.accelerator, args.output / "state")
+        while self.batches.epoch < args.epochs:
+            self._epoch()
+            epoch = self.batches.epoch + 1
+            self.batches.set_epoch(epoch)
+            self._export(epoch)
+            checkpoints.save(self.accelerator, args.output / "state")
+            if args.val_shards:
+                self._report({f"val/{name}": value for name, value in self.evaluate().items()})
+        self.accelerator.end_training()
+
+    def _epoch(self):
+        """What is left of the epoch; micro-batches that do not fill a window are left to the next one."""
+        args, batches = self.args, self.batches
+        windows = len(batches) // args.accumulate
+        self.decode.epoch = batches.epoch
+        workers = {"num_workers": args.workers, "pin_memory": self.device.type == "cuda"}
+        loader = DataLoader(batches, batch_size=None, collate_fn=self.decode, **workers)
+        loader = iter(self.est.prefetch(loader, index=2) if args.prefetch else loader)
+        total = len(batches) + batches.done
+        bar = tqdm(total=total, initial=batches.done, unit="batch", disable=not launch.is_main() or args.quiet)
+        started, first = time.perf_counter(), self.samples
+        for number in range(windows):
+            window = [next(loader) for _ in range(args.accumulate)]
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(args, self.samples / (args.epochs * batches.n))
+            loss = (self._cached if args.gradient_cache else self._accumulated)(window)
+            batches.advance(args.accumulate)
+            self.step += 1
+            self.lost += sum(lost for *_, lost in window)
+            bar.update(args.accumulate)
+            if self.step % args.log_every == 0 or number + 1 == windows:
+                rate = (self.samples - first) / (time.perf_counter() - started)
+                self._report({"loss": loss.item(), "samples_per_second": rate, **self._metrics()}, bar)
+            stop = self.step == args.max_steps
+            if stop or (args.save_every and self.step % args.save_every == 0 and number + 1 < windows):
+                checkpoints.save(self.accelerator, args.output / "state")
+            if stop:
+                raise SystemExit(0)
+        bar.close()
+        if self.lost and launch.is_main():
+            tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
+
+    def _forward(self, images, texts, number):
+        """Features of a micro-batch, and the model's own temperature if it is to be learned."""
+        torch.manual_seed(self.args.seed + 2 + (self.step * self.args.accumulate + number) * 2**20 + launch.rank())
+        dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
+        z1, z2, scale, *_ = self.model(images.to(self.device, dtype), texts.to(self.device))
+        return (z1, z2, 1 / scale) if self.args.learn_scale else (z1, z2)
+
+    def _update(self, loss):
+        """Backward; after the window's last micro-batch the step, in which the attached estimator commits."""
+        accelerator = self.accelerator
+        accelerator.backward(loss)
+        if accelerator.sync_gradients and self.args.grad_clip:
+            accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _accumulated(self, window):
+        """Each micro-batch has a loss of its own, with its own negatives; their gradients are averaged."""
+        total = 0.0
+        for number, (images, texts, index, _) in enumerate(window):
+            with self.accelerator.accumulate(self.model):
+                z1, z2, *tau = self._forward(images, texts, number)
+                loss = self.est(z1, z2, index, tau=tau[0] if tau else None)
+                self._update(loss)
+            total += loss.detach() / len(window)
+        return total
+
+    def _cached(self, window):
+        """One loss over the window, all of whose samples are negatives, in the memory of a micro-batch."""
+        with torch.no_grad():
+            outputs = [self._forward(*micro[:2], number) for number, micro in enumerate(window)]
+        z1, z2 = (torch.cat(part).requires_grad_() for part in list(zip(*outputs, strict=True))[:2])
+        leaves = [z1, z2, *(tau.detach().requires_grad_() for tau in outputs[0][2:])]
+        index = torch.cat([index for _, _, index, _ in window])
+        loss = self.est(z1, z2, index, tau=leaves[2] if leaves[2:] else None)
+        loss.backward()  # reaches the features, and the estimator's own parameters
+        sizes = [len(images) for images, *_ in window]
+        pieces = zip(z1.grad.split(sizes), z2.grad.split(sizes), strict=True)
+        for number, (micro, gradients) in enumerate(zip(window, pieces, strict=True)):
+            with self.accelerator.accumulate(self.model):
+                z = self._forward(*micro[:2], number)
+                surrogate = sum((a * b).sum() for a, b in zip(z, gradients, strict=False))
+                if leaves[2:] and number == 0:
+                    surrogate = surrogate + z[2] * leaves[2].grad
+                self._update(surrogate * len(window))  # accelerate divides it
+        return loss.detach()
+
+    def _metrics(self):
+        values = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
+        return {**values, "lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
+
+    def _report(self, values, bar=None):
+        self.accelerator.log(values, step=self.step)
+        if bar is None:
+            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        else:
+            bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['samples_per_second']:.0f} samples/s")
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _export(self, epoch):
+        """``epoch_K.pt`` for open_clip and its tools, ``epoch_K.compopt/`` for the rows; on all processes."""
+        folder = self.args.output
+        compopt.save(self.est, folder / f"epoch_{epoch}.compopt")
+        checkpoint = {"epoch": epoch, "name": self.name, "state_dict": self.accelerator.get_state_dict(self.model)}
+        if launch.is_main():
+            temporary = folder / f"epoch_{epoch}.partial"
+            torch.save(checkpoint, temporary)
+            temporary.replace(folder / f"epoch_{epoch}.pt")
+        launch.barrier()
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Recall at 1 among the first pairs of --val-shards; every process does the same."""
+        decode = Decode(self.preprocess_val, self.tokenizer)
+        read = wds.tarfile_to_samples(handler=wds.warn_and_continue)
+        shards = compopt.data.shard_list(self.args.val_shards)
+        samples = ({**sample, "index": 0} for sample in read({"url": shard} for shard in shards))
+        features, captions, number = [], [], 0
+        self.model.eval()
+        while batch := [sample for sample, _ in zip(samples, range(256), strict=False)]:
+            images, texts, *_ = decode(batch)
+            z1, z2, *_ = self._forward(images, texts, 0)
+            features.append((z1.float(), z2.float()))
+            captions.append(texts)
+            number += len(batch)
+            if number >= self.args.val_samples:
+                break
+        self.model.train()
+        z1, z2 = (torch.cat(z) for z in zip(*features, strict=True))
+        _, right = torch.cat(captions).unique(dim=0, return_inverse=True)
+        first = torch.stack([(right == label).nonzero()[0, 0] for label in range(int(right.max()) + 1)])
+        found = retrieval(z1, z2[first], right.to(z1.device))
+        return {"image_to_text": found.image_to_text, "text_to_image": found.text_to_image}
+
+
+def option(text):
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def parse(argv=None):
+    root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = root.add_argument
+    add("--shards", required=True, help="folder or pattern of tar shards, or their URLs")
+    add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
+    add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
+    add("--val-shards", help="held-out shards for recall after every epoch")
+    add("--val-samples", type=int, default=2000)
+    add("--model", default="ViT-B-32", help="name or JSON file of an open_clip model")
+    add("--pretrained", help="weights to begin with, as open_clip's")
+    add("--estimator", choices=ESTIMATORS, default="sogclr")
+    add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
+    add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
+    add("--epochs", type=int, default=2)
+    add("--batch-size", type=int, default=64)
+    add("--accumulate", type=int, default=1, help="micro-batches per update")
+    add("--gradient-cache", action="store_true", help="all of them are each other's negatives")
+    add("--lr", type=float, default=1e-3)
+    add("--warmup", type=float, default=0.05, help="share of the training")
+    add("--weight-decay", type=float, default=0.1)
+    add("--grad-clip", type=float, default=0.0)
+    add("--precision", choices=("no", "bf16", "fp16"), default="no")
+    add("--grad-checkpointing", action="store_true")
+    add("--offload", choices=("cpu", "disk"), help="rows in host memory or in a file below OUTPUT")
+    add("--shard", action="store_true", help="each process keeps its share of the rows")
+    add("--prefetch", action="store_true", help="fetch the next batch's rows meanwhile")
+    add("--deepspeed-config", type=Path)
+    add("--device", type=torch.device, default="cpu")
+    add("--workers", type=int, default=2)
+    add("--shuffle", type=int, default=2000, help="samples that each worker shuffles together")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, default=Path("runs/clip"))
+    add("--resume", action="store_true")
+    add("--save-every", type=int, default=0, metavar="STEPS", help="also within an epoch")
+    add("--max-steps", type=int, metavar="STEPS", help="stop there; --resume continues")
+    add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")
+    add("--log-every", type=int, default=10, metavar="STEPS")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    return root.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    args.device = launch.local_device(args.device)
+    Trainer(args).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A model of open_clip's and pairs in tar shards, both as small as they can be."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+from PIL import Image
+
+MODEL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+WORDS = "red green blue round square large small old new left right near far open closed deep".split()
+
+
+def write_model(folder, name="micro", **changes):
+    """The configuration's JSON file."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**MODEL, **changes}))
+    return path
+
+
+def caption_of(row):
+    return " ".join(WORDS[(row >> shift) % 16] for shift in (0, 4, 8))
+
+
+def image_of(row):
+    return np.random.default_rng(row).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+
+
+def write_pairs(folder, sizes, corrupt=(), captionless=(), first=0):
+    """Shards of pairs whose row can be told from picture and caption; keys are rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = first
+    for shard, size in enumerate(sizes):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
+            for key in range(row, row + size):
+                picture = io.BytesIO()
+                Image.fromarray(image_of(key)).save(picture, "png")
+                files = {
+                    "png": b"broken" if key in corrupt else picture.getvalue(),
+                    "txt": b" " if key in captionless else caption_of(key).encode(),
+                    "json": json.dumps({"key": key}).encode(),
+                }
+                for suffix, content in files.items():
+                    member = tarfile.TarInfo(f"{key:09d}.{suffix}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        row += size
+    return folder

@@ -1,0 +1,209 @@
+"""recipes/clip_webdataset.py: an interrupted run ends where a whole one does, in every way of starting it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+open_clip = pytest.importorskip("open_clip")
+
+import compopt  # noqa: E402
+from recipes import clip_webdataset as recipe  # noqa: E402
+from tests.open_clip.data import caption_of, write_model, write_pairs  # noqa: E402
+
+SIZES = [9, 13, 7, 11]  # 40 samples
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    return write_pairs(folder / "shards", SIZES), write_model(folder)
+
+
+def arguments(given, output, *more, estimator="sogclr"):
+    shards, model = given
+    small = ["--batch-size", "4", "--epochs", "2", "--shuffle", "5", "--workers", "0", "--quiet"]
+    return [
+        *("--shards", str(shards), "--model", str(model), "--estimator", estimator, "--output", str(output)),
+        *small,
+        *more,
+    ]
+
+
+def train(given, output, *more, **options):
+    try:
+        recipe.main(arguments(given, output, *more, **options))
+    except SystemExit as end:
+        assert not end.code, end.code
+
+
+def weights(output, epoch=2):
+    return torch.load(output / f"epoch_{epoch}.pt", weights_only=True)["state_dict"]
+
+
+def rows(output, epoch=2, n=sum(SIZES)):
+    est = compopt.SogCLREstimator(n)
+    compopt.load(est, output / f"epoch_{epoch}.compopt")
+    return est.read(torch.arange(n))
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+WAYS = {
+    "plain": (),
+    "workers": ("--workers", "2"),
+    "accumulated": ("--accumulate", "2"),
+    "cached": ("--accumulate", "2", "--gradient-cache"),
+    "disk": ("--offload", "disk", "--prefetch"),
+    "clipped": ("--grad-checkpointing", "--grad-clip", "1.0"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_stopped_within_an_epoch_ends_with_the_same_bits(given, tmp_path, way):
+    train(given, tmp_path / "whole", *WAYS[way])
+    train(given, tmp_path / "stopped", *WAYS[way], "--max-steps", "3")
+    assert not list((tmp_path / "stopped").glob("*.pt"))
+    train(given, tmp_path / "stopped", *WAYS[way], "--resume")
+    for epoch in (1, 2):
+        same(weights(tmp_path / "stopped", epoch), weights(tmp_path / "whole", epoch))
+        same(rows(tmp_path / "stopped", epoch), rows(tmp_path / "whole", epoch))
+    assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}  # every sample once in each epoch
+
+
+def test_a_cached_window_is_one_large_batch(given, tmp_path):
+    train(given, tmp_path / "whole", "--batch-size", "8", "--epochs", "1")
+    train(given, tmp_path / "cached", *WAYS["cached"], "--epochs", "1")
+    one, other = weights(tmp_path / "whole", 1), weights(tmp_path / "cached", 1)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(rows(tmp_path / "whole", 1), rows(tmp_path / "cached", 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [(), ("--accumulate", "2", "--gradient-cache")])
+def test_the_model_may_learn_its_own_temperature(given, tmp_path, cache):
+    train(given, tmp_path, "--learn-scale", "--epochs", "1", *cache, estimator="infonce")
+    assert abs(weights(tmp_path, 1)["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
+
+
+@pytest.mark.parametrize("estimator", sorted(recipe.ESTIMATORS))
+def test_every_estimator(given, tmp_path, estimator):
+    few = {"neuclip": ["prototypes=8", "restart_every=4"], "residual": ["prototypes=8"]}.get(estimator, [])
+    train(given, tmp_path, "--epochs", "1", "--set", *few, estimator=estimator)
+    assert all(value.isfinite().all() for value in weights(tmp_path, 1).values())
+
+
+def test_open_clip_loads_the_checkpoint(given, tmp_path):
+    train(given, tmp_path, "--epochs", "1", "--set", "tau=0.05", "gamma=0.8")
+    model, _, _ = open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "epoch_1.pt"))
+    same(model.state_dict(), weights(tmp_path, 1))
+    assert model.logit_scale.exp().item() == pytest.approx(20)
+
+
+def test_bad_samples_are_left_out_and_counted(given, tmp_path, capsys):
+    shards = write_pairs(tmp_path / "shards", SIZES, corrupt={3, 20}, captionless={31})
+    train((shards, given[1]), tmp_path / "out", "--epochs", "1")
+    assert "3 samples of process 0 could not be decoded or had no caption" in capsys.readouterr().out
+    count = rows(tmp_path / "out", 1)["count"]
+    assert [row for row in range(40) if count[row] == 0] == [3, 20, 31]
+
+
+def test_every_sample_comes_with_its_own_row(given, tmp_path, monkeypatch):
+    seen = []
+    original = recipe.Decode.pair
+
+    def pair(self, sample):
+        seen.append((sample["index"], sample["txt"].decode()))
+        return original(self, sample)
+
+    monkeypatch.setattr(recipe.Decode, "pair", pair)
+    train(given, tmp_path, "--index", "keys:40")
+    assert all(text == caption_of(row) for row, text in seen)
+    assert Counter(row for row, _ in seen) == {row: 2 for row in range(40)}
+
+
+def test_metrics_reach_a_tracker(given, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(given, tmp_path, "--log-with", "tensorboard", "--log-every", "5")
+    events = EventAccumulator(str(tmp_path / "clip"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [5, 10, 15, 20]
+    assert {"lr", "samples_per_second"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("--estimator", "dcl"), "another run: estimator"),
+        (("--set", "gamma=0.5"), "another run: estimator"),
+        (("--index", "keys:60"), "another run: index"),
+        (("--seed", "1"), "another run: seed"),
+    ],
+)
+def test_resuming_another_run_is_refused(given, tmp_path, change, said):
+    train(given, tmp_path, "--max-steps", "1")
+    with pytest.raises(SystemExit, match=said):
+        recipe.main(arguments(given, tmp_path, "--resume", *change))
+    with pytest.raises(SystemExit, match="another run: model"):
+        wider = write_model(tmp_path, embed_dim=8)
+        recipe.main(arguments((given[0], wider), tmp_path, "--resume"))
+
+
+def test_bad_arguments(given, tmp_path):
+    with pytest.raises(SystemExit, match="sogclr has no rho; it takes n, gamma"):
+        recipe.main(arguments(given, tmp_path, "--set", "rho=1"))
+    with pytest.raises(ValueError, match="key '?000000029'?"):
+        recipe.main(arguments(given, tmp_path, "--index", "keys:10"))
+    with pytest.raises(FileNotFoundError, match="no shards"):
+        recipe.main(arguments((tmp_path / "none*.tar", given[1]), tmp_path))
+
+
+# -- several processes, each way of starting them ----------------------------------------------------------------------
+
+
+def launch(processes, given, output, *more, check=True):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--standalone", "-m", "recipes.clip_webdataset", *arguments(given, output, *more)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    if check:
+        assert run.returncode == 0, run.stderr[-3000:]
+    return run
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("way", ["ddp", "bf16", "zero1", "zero2", "zero3"])
+def test_two_processes(given, tmp_path, way, request):
+    more = ["--shard", "--offload", "cpu", "--prefetch", "--batch-size", "2"]
+    if way in ("bf16", "zero2"):
+        more += ["--precision", "bf16", "--accumulate", "2", "--gradient-cache"]
+    if way.startswith("zero"):
+        request.getfixturevalue("deepspeed_compiled")
+        more += ["--deepspeed-config", f"recipes/deepspeed/{way}.json"]
+    launch(2, given, tmp_path / "whole", *more)
+    launch(2, given, tmp_path / "stopped", *more, "--max-steps", "13")
+    launch(2, given, tmp_path / "stopped", *more, "--resume")
+    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
+    same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
+    assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}
+    open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "whole" / "epoch_2.pt"))
+
+
+@pytest.mark.launch
+def test_one_process_takes_up_what_two_have_left(given, tmp_path):
+    launch(2, given, tmp_path, "--batch-size", "2", "--max-steps", "13")
+    train(given, tmp_path, "--resume")
+    assert set(rows(tmp_path)["count"].tolist()) == {2}
+    launch(2, given, tmp_path / "other", "--batch-size", "2", "--max-steps", "4")
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert state["estimator"][0] == "sogclr"
