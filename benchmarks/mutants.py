@@ -8,7 +8,8 @@
 The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
 from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
 copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
-selection; the rest of the suite is asked about those that survive it, after all others. What the daily tests notice,
+selection; the rest of the suite is asked about those that survive it, after all others, except for those that no test on
+a CPU can notice (BY_READING). What the daily tests notice,
 the full suite notices as well: it has them all. A test that hangs, and a library that cannot be imported, count as
 noticed. --lanes mutants are tried at a time, each by one process.
 
@@ -55,6 +56,20 @@ ROOMS: dict[str, tuple[str, str]] = {
     "ranks": ("distributed", "control ranks sampler_ranks shared_tables integrations"),
 }
 LATER = "not by test"  # the daily tests let it pass, and the others were not asked yet
+ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
+# Mutants that no test on a CPU can notice, found by reading them: file, function and kind -> why.
+BY_READING = {
+    ("compopt/kernel/autograd.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
+    ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
+    ("compopt/normalizers/functional_optimizer.py", "FunctionalOptimizer.start", "and/or"): ACCELERATOR,
+    ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
+    ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
+    ("compopt/stores/fetched.py", "gather", "return"): ACCELERATOR,
+    ("compopt/stores/host.py", "HostStore._zeros", "keyword"): ACCELERATOR,
+    ("compopt/stores/memory.py", "_Later.take", "keyword"): f"{EQUAL}: a copy that need not wait",
+    ("compopt/stores/offloaded.py", "OffloadedRows._stage", "keyword"): ACCELERATOR,
+    ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
+}
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
 HANGS = 120  # seconds, after which one test does
 
@@ -200,8 +215,20 @@ def read(records: Path) -> dict[str, dict]:
     return {record["key"]: record for record in read_runs(records)}
 
 
+def reason(record: dict) -> str | None:
+    """Why nobody can notice a mutant here, or None."""
+    return BY_READING.get((record["path"], record["function"], record["kind"]))
+
+
+def judged(record: dict) -> dict:
+    """The record, or what reading says where no test did."""
+    why = reason(record) if record["noticed"] == LATER else None
+    return record if why is None else {**record, "noticed": "nobody", "test": why}
+
+
 def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     """Markdown, and the same numbers."""
+    found = [judged(record) for record in found]
     counts = {room: Counter(r["noticed"] for r in found if r["room"] == room) for room in ROOMS}
     total = sum(counts.values(), Counter())
     full = total["test"] + total["test-full"]
@@ -219,7 +246,7 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     head = ["room", "mutants", "noticed by `make test`", "by `make test-full`", "by nobody"]
     lines = ["# Mutants", "", tried, "`python -m benchmarks.mutants` makes this table; its docstring says how.", ""]
     lines.append(table(head, [[str(cell) for cell in row] for row in counted]))
-    titles = {"test-full": "Noticed by the full suite alone", "nobody": "Noticed by nobody"}
+    titles = {"test-full": "Noticed by the full suite alone", "nobody": "Noticed by nobody, and why by reading"}
     if total[LATER]:
         titles[LATER] = "Not noticed by the daily tests, the others not asked yet"
     for who, title in titles.items():
@@ -233,7 +260,7 @@ def said(record: dict) -> str:
     """One mutant in a line."""
     before, after = (record[key].strip().replace("`", "'") for key in ("before", "after"))
     where = f"{record['path']}:{record['line']} ({record['function']}, {record['kind']})"
-    return f"- {where}: `{before}` -> `{after}`" + (f"; by {record['test']}" if record["test"] else "")
+    return f"- {where}: `{before}` -> `{after}`" + (f"; {record['test']}" if record["test"] else "")
 
 
 def main() -> None:
@@ -243,6 +270,7 @@ def main() -> None:
     parser.add_argument("--only", choices=ROOMS, action="append", help="a room; may be repeated")
     parser.add_argument("--limit", type=int, help="ask each suite about at most so many now")
     parser.add_argument("--daily", action="store_true", help="ask the daily tests alone; the others later")
+    parser.add_argument("--again", action="store_true", help="ask the daily tests again about those that they let pass")
     parser.add_argument("--lanes", type=int, default=2, help="mutants that are tried at a time (2)")
     parser.add_argument("--trust", action="store_true", help="do not run the unchanged library first")
     parser.add_argument("--records", type=Path, default=RESULTS / "mutants.jsonl")
@@ -259,9 +287,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
             for stage, ask in (("daily", daily), ("rest", rest))[: 1 if options.daily else 2]:
-                known = {key: record["noticed"] for key, record in read(options.records).items()}
-                wanted = None if stage == "daily" else LATER
-                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
+                known = {key: judged(record)["noticed"] for key, record in read(options.records).items()}
+                wanted = {LATER} if stage == "rest" else {None, LATER} if options.again else {None}
+                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) in wanted][: options.limit]
                 if todo and not options.trust:
                     check_unchanged(folders[0], stage)
                 run(todo, ask, folders, options.records)

@@ -116,6 +116,16 @@ def build_estimator(args, n, dim):
     return preset(**options, offload=args.offload, offload_dir=folder, shard=args.shard)
 
 
+def set_scale(model, group):
+    """Learn the model's logit_scale, or keep it at the temperature of the estimator's sample group."""
+    if group is None:  # DeepSpeed cannot send parameters without a dimension
+        model.logit_scale = torch.nn.Parameter(model.logit_scale.detach().reshape(1))
+        return
+    tau = float(group.get("tau", group.get("tau_init", 0.07)))
+    del model.logit_scale  # DDP waits for the gradient of a parameter; the state dict shows no difference
+    model.register_buffer("logit_scale", torch.tensor(math.log(1 / tau)))
+
+
 def parameter_groups(model, est, weight_decay):
     """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -166,10 +176,7 @@ class Trainer:
         self.est = build_estimator(args, index.n, model.text_projection.shape[-1]).to(self.device)
         self.est.data_fingerprint = index.fingerprint
         self._check_run(index)
-        if not args.learn_scale:  # without a gradient DDP would wait for it
-            group = self.est.sample_groups[0]
-            tau = group.get("tau", group.get("tau_init", 0.07))
-            model.logit_scale.requires_grad_(False).fill_(math.log(1 / float(tau)))
+        set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
         launch.check_learned(self.accelerator, list(self.est.parameters()), args.estimator)
         launch.set_micro_batch(self.accelerator, args.batch_size)
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
@@ -265,7 +272,7 @@ class Trainer:
         torch.manual_seed(self.args.seed + 2 + (self.step * self.args.accumulate + number) * 2**20 + launch.rank())
         dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
         z1, z2, scale, *_ = self.model(images.to(self.device, dtype), texts.to(self.device))
-        return (z1, z2, 1 / scale) if self.args.learn_scale else (z1, z2)
+        return (z1, z2, 1 / scale.squeeze()) if self.args.learn_scale else (z1, z2)
 
     def _update(self, loss):
         """Backward; after the window's last micro-batch the step, in which the attached estimator commits."""
@@ -324,8 +331,10 @@ class Trainer:
         """``epoch_K.pt`` for open_clip and its tools, ``epoch_K.compopt/`` for the rows; on all processes."""
         folder = self.args.output
         compopt.save(self.est, folder / f"epoch_{epoch}.compopt")
-        checkpoint = {"epoch": epoch, "name": self.name, "state_dict": self.accelerator.get_state_dict(self.model)}
+        weights = self.accelerator.get_state_dict(self.model)
         if launch.is_main():
+            weights["logit_scale"] = weights["logit_scale"].reshape(())
+            checkpoint = {"epoch": epoch, "name": self.name, "state_dict": weights}
             temporary = folder / f"epoch_{epoch}.partial"
             torch.save(checkpoint, temporary)
             temporary.replace(folder / f"epoch_{epoch}.pt")

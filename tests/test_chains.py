@@ -266,3 +266,17 @@ def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
     assert share[99] == 0
     for sample, want in ((3, 0.2), (5, 0.2), (7, 0.4), (11, 0.2)):
         assert abs(share[sample] - want) < 4 * (want * (1 - want) / count) ** 0.5, share
+
+
+def test_a_direction_that_was_not_visited_has_no_part_in_the_mean():
+    """Neither in the value nor in the number that keeps the exponentials from overflowing."""
+    from compopt.stores.deposits import Deposit, merge
+    from compopt.stores.layout import Column, RowLayout
+
+    layout = RowLayout((Column("log_u", 2, reduce="log_mean_exp"), Column("count", 2, torch.int32)))
+    rows, old = torch.tensor([4, 4, 4]), torch.zeros(3, layout.words, dtype=torch.complex128)
+    proposals = torch.tensor([[-90.0, 90.0], [-91.0, 1.0], [90.0, 2.0]])
+    valid = torch.tensor([[True, False], [True, True], [False, True]])
+    _, _, new = merge([Deposit(rows, old, {"log_u": proposals}, valid, False)], layout)
+    mean = torch.tensor([[-90.0, -91.0], [1.0, 2.0]]).logsumexp(1) - torch.tensor(2.0).log()
+    torch.testing.assert_close(layout.unpack(new)["log_u"], mean.expand(3, 2))

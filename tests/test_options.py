@@ -46,6 +46,12 @@ def test_unknown_options_are_refused_by_name(preset, given):
     assert est.chunk_size == 4 and est.normalize is False
 
 
+@pytest.mark.parametrize("preset, given", PRESETS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_placement_that_does_not_exist_is_refused_with_or_without_rows(preset, given):
+    with pytest.raises(ValueError, match="offload must be None, .cpu. or .disk., got .ram."):
+        preset(**given, offload="ram")
+
+
 def test_every_preset_is_here():
     subclasses = set(compopt.ContrastiveEstimator.__subclasses__())
     assert {cls for cls in subclasses if cls.__module__.startswith("compopt.")} == {preset for preset, _ in PRESETS}

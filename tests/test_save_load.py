@@ -547,3 +547,20 @@ def test_a_directory_is_of_one_estimator(tmp_path):
     est.add_sample_group({"n": 4})
     compopt.save(est, tmp_path)
     compopt.save(trained(), tmp_path)  # as after going back to the first
+
+
+def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path, monkeypatch):
+    """Its manifest is there, so that it may be loaded already."""
+    est, write = sogclr(), manifest.write
+
+    def write_and_fail(*given):
+        write(*given)
+        raise OSError("the folder cannot be synchronised")
+
+    monkeypatch.setattr(manifest, "write", write_and_fail)
+    train(est, batches(N, 2, seed=3))
+    with pytest.raises(OSError, match="synchronised"):
+        compopt.save(est, tmp_path)
+    loaded = sogclr()
+    compopt.load(loaded, tmp_path)
+    assert_same_bits(snapshot(loaded, N), snapshot(est, N))
