@@ -8,10 +8,10 @@
 The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
 from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
 copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
-selection; the rest of the suite is asked about those that survive it, after all others, except for those that no test on
-a CPU can notice (BY_READING). What the daily tests notice,
-the full suite notices as well: it has them all. A test that hangs, and a library that cannot be imported, count as
-noticed. --lanes mutants are tried at a time, each by one process.
+selection; the rest of the suite is asked about those that survive it, after all others, except for those that no test
+on a CPU can notice (BY_READING). What the daily tests notice, the full suite notices as well: it has them all. A test
+that hangs, and a library that cannot be imported, count as noticed: run nothing else meanwhile, since tests of several
+processes have time limits of their own. --lanes mutants are tried at a time, each by one process.
 
 Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
 file that was changed since is run again. The unchanged library must pass first.
