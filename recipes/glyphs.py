@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +22,11 @@ from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont, features
 from torch import Tensor
 
+from recipes import cache as cached
+
 SIZE = 32  # pixels per side
 FONT_SIZE = 24  # ascent + descent of DejaVu at this size fill 28 of the 32 rows
 BASELINE = 24  # row of the baseline, so that '.' and '\N{MIDDLE DOT}' stay apart
-CACHE_ENV = "COMPOPT_CACHE"  # directory of the cache file, `.cache` when unset
 FORMAT = 1  # raise when the rendering or the file's layout changes
 
 FACES = (
@@ -109,12 +109,11 @@ def load(cache: str | os.PathLike[str] | None = None) -> Glyphs:
     Args:
         cache: directory of ``glyphs.npz``; default: ``$COMPOPT_CACHE``, else ``.cache``.
     """
-    path = Path(cache or os.environ.get(CACHE_ENV) or ".cache") / "glyphs.npz"
-    key = cache_key()
-    arrays = _read(path, key)
+    path, key = cached.file(cache, "glyphs.npz"), cache_key()
+    arrays = cached.read(path, key, ("images", "codepoint", "face"))
     if arrays is None:
         arrays = render()
-        _write(path, key, arrays)
+        cached.write(path, key, arrays)
     return Glyphs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
@@ -172,22 +171,3 @@ def _draw(character: str, fonts: list[ImageFont.FreeTypeFont]) -> np.ndarray:
     place = ((SIZE - left - right) // 2, baseline)
     ImageDraw.Draw(image).text(place, character, font=font, fill=255, anchor="ls")
     return np.asarray(image)
-
-
-def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
-    """The arrays of a cache file, or None if there is none, it is damaged, or its key differs."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            if str(file["key"]) != key:
-                return None
-            return {name: file[name] for name in ("images", "codepoint", "face")}
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
-
-
-def _write(path: Path, key: str, arrays: dict[str, np.ndarray]) -> None:
-    """Write beside the target and rename, so that a reader never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        np.savez(file, key=np.array(key), **arrays)
-    os.replace(file.name, path)

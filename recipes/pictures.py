@@ -18,7 +18,7 @@ from recipes.methods import METHODS
 from recipes.plots import COLOURS, RIGHT, STYLE, WRONG, new_figure, plt, save_figure
 from recipes.report import quartiles
 from recipes.runs import by_method
-from recipes.tasks import GlyphNames
+from recipes.tasks import NamedImages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +148,7 @@ def _rank(a: Tensor, b: Tensor) -> float:
 
 @plt.rc_context(STYLE)
 @torch.no_grad()
-def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int = 4, seed: int = 0) -> Path:
+def gallery(run: Run, task: NamedImages, path: Path, columns: int = 8, rows: int = 4, seed: int = 0) -> Path:
     """Draw a random choice of queries, the upper half retrieved rightly, the lower half wrongly.
 
     Under each image stands the retrieved name, green if right; if wrong, red with the true name below it.
@@ -175,7 +175,7 @@ def gallery(run: Run, task: GlyphNames, path: Path, columns: int = 8, rows: int 
     return save_figure(figure, path)
 
 
-def _name(task: GlyphNames, position: torch.Tensor) -> str:
+def _name(task: NamedImages, position: torch.Tensor) -> str:
     """A candidate caption in at most three short lines."""
     name = task.names[task.candidates[int(position)]]
     return "\n".join(textwrap.wrap(name, width=21, max_lines=3, placeholder=" ..."))

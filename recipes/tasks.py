@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,43 +14,50 @@ from recipes.config import Metrics
 from recipes.methods import BIMODAL, UNIMODAL
 from recipes.models import Projected, Tokenizer, TwoTowers
 
+QUERIES = 4096  # images whose similarities with all captions are held at a time
 
-class GlyphNames:
-    """Image-name retrieval.
+
+class NamedImages:
+    """Retrieval between images and captions.
 
     A query is a held-out image and the candidates are the distinct captions of the held-out pairs: R@1 is the
-    share of queries whose top caption is the right name.  Text to image, a distinct held-out caption is a hit
-    if any held-out image of that name is on top.
+    share of queries whose top caption is the right one.  Text to image, a distinct held-out caption is a hit
+    if any held-out image of that caption is on top.
 
     Args:
-        data: all pairs.
-        split_seed: which 5 % of the pairs are held out.
-        limit: train on the first ``limit`` pairs of the split only (0: all).
+        images: (N, 32, 32) uint8, all of them.
+        caption: (N,) each image's caption, a position in ``names``.
+        names: the distinct captions.
+        train: positions of the training pairs; a pair's data-set index is its place in here.
+        held_out: positions of the held-out pairs.
+        tokenizer: reads captions.
         device: where images, tokens and features live.
     """
 
     mode = BIMODAL
     headline = "r1"
     labels = {"r1": "R@1 image to name", "r1_text_to_image": "R@1 name to image"}
+    description = ""
 
     def __init__(
-        self, data: glyphs.Glyphs, split_seed: int = 0, limit: int = 0, device: torch.device | str = "cpu"
+        self,
+        images: Tensor,
+        caption: Tensor,
+        names: Sequence[str],
+        train: Tensor,
+        held_out: Tensor,
+        tokenizer: Tokenizer,
+        device: torch.device | str = "cpu",
     ) -> None:
-        split = glyphs.split_pairs(data, seed=split_seed)
-        train = split.train
-        if limit:
-            chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(split_seed))[:limit]
-            train = train[chosen.sort().values]
         self.n = len(train)
-        self.description = f"glyph names, split {split_seed}, n = {self.n}"
-        self.names, self.device = data.names, torch.device(device)
-        self.caption = self.group = data.caption[train]  # (n,) caption of each training pair
-        self.images = data.images[train].to(device)
-        self.held_out_images = data.images[split.held_out].to(device)
-        self.candidates, right = data.caption[split.held_out].unique(return_inverse=True)
+        self.names, self.device = names, torch.device(device)
+        self.caption = self.group = caption[train]  # (n,) caption of each training pair
+        self.images = images[train].to(device)
+        self.held_out_images = images[held_out].to(device)
+        self.candidates, right = caption[held_out].unique(return_inverse=True)
         self.right = right.to(device)
-        self.tokenizer = Tokenizer(data.names)
-        self.tokens = self.tokenizer(data.names).to(device)
+        self.tokenizer = tokenizer
+        self.tokens = tokenizer(names).to(device)
 
     def model(self) -> nn.Module:
         return TwoTowers(len(self.tokenizer), self.tokenizer.length)
@@ -75,6 +82,34 @@ class GlyphNames:
     def caption_frequency(self) -> Tensor:
         """(n,) how many training pairs share each training pair's caption."""
         return torch.bincount(self.caption, minlength=len(self.names))[self.caption]
+
+
+class GlyphNames(NamedImages):
+    """Glyphs and their names.
+
+    Args:
+        data: all pairs.
+        split_seed: which 5 % of the pairs are held out.
+        limit: train on a random choice of ``limit`` pairs of the split only (0: all).
+        device: where images, tokens and features live.
+    """
+
+    def __init__(
+        self, data: glyphs.Glyphs, split_seed: int = 0, limit: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        split = glyphs.split_pairs(data, seed=split_seed)
+        train = limited(split.train, limit, split_seed)
+        names = data.names
+        super().__init__(data.images, data.caption, names, train, split.held_out, Tokenizer(names), device)
+        self.description = f"glyph names, split {split_seed}, n = {self.n}"
+
+
+def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
+    """All pairs, or a random choice of ``limit`` of them, in their order."""
+    if not limit:
+        return pairs
+    chosen = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[:limit]
+    return pairs[chosen.sort().values]
 
 
 class GlyphFaces:
@@ -187,8 +222,17 @@ def retrieval(images: Tensor, captions: Tensor, right: Tensor) -> Retrieval:
         captions: (k, d) features of the distinct captions.
         right: (m,) position of each image's own caption; every caption belongs to an image.
     """
-    similarity = F.normalize(images, dim=1) @ F.normalize(captions, dim=1).T
-    caption, image = similarity.argmax(dim=1), similarity.argmax(dim=0)
+    captions = F.normalize(captions, dim=1)
+    answers = []  # the best caption of each image, a chunk of them at a time
+    best = captions.new_full((len(captions),), -torch.inf)
+    image = torch.zeros(len(captions), dtype=torch.int64, device=captions.device)
+    for start in range(0, len(images), QUERIES):
+        similarity = F.normalize(images[start : start + QUERIES], dim=1) @ captions.T
+        answers.append(similarity.argmax(dim=1))
+        highest, here = similarity.max(dim=0)
+        image = torch.where(highest > best, start + here, image)
+        best = torch.maximum(best, highest)
+    caption = torch.cat(answers)
     image_hits = caption == right
     caption_hits = right[image] == torch.arange(len(captions), device=right.device)
     return Retrieval(caption, image, image_hits.float().mean().item(), caption_hits.float().mean().item())

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks import saved
-from recipes import batches, glyphs
+from recipes import batches, cache, glyphs
+from recipes import tasks as tasks_module
 from recipes.config import Config, Control
 from recipes.engine import Run
 from recipes.methods import METHODS
@@ -114,3 +115,20 @@ def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
 def test_the_data_are_what_the_readme_says(tasks):
     data = glyphs.load()
     assert 54_000 < len(data.images) < 54_200
+
+
+def test_retrieval_in_chunks_is_that_of_the_whole_matrix(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    images, captions = torch.randn(50, 8, generator=draw), torch.randn(12, 8, generator=draw)
+    right = torch.arange(50) % 12
+    similarity = torch.nn.functional.normalize(images, dim=1) @ torch.nn.functional.normalize(captions, dim=1).T
+    monkeypatch.setattr(tasks_module, "QUERIES", 7)
+    found = tasks_module.retrieval(images, captions, right)
+    assert torch.equal(found.caption_of_image, similarity.argmax(1))
+    assert torch.equal(found.image_of_caption, similarity.argmax(0))
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04", b"text"])
+def test_a_damaged_cache_is_drawn_anew(tmp_path, content):
+    (tmp_path / "glyphs.npz").write_bytes(content)
+    assert cache.read(tmp_path / "glyphs.npz", "key", ("images",)) is None
