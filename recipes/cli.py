@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from recipes import batches, launch
+from recipes import batches, cache, launch
 from recipes.methods import BIMODAL, HYPERPARAMETERS, METHODS
+
+T = TypeVar("T")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -51,7 +53,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
 
     training = root.add_argument_group("training")
     training.add_argument("--batch-size", type=int, metavar="N", default=64, help="samples per forward, over all ranks")
-    training.add_argument("--accumulate", type=_positive, metavar="N", default=1, help="batches per update")
+    training.add_argument("--accumulate", type=positive, metavar="N", default=1, help="batches per update")
     training.add_argument(
         "--mixed-precision", choices=("no", "bf16"), default="no", help="autocast; the estimator computes in float32"
     )
@@ -95,7 +97,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
     machine.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="folder of the rendered glyphs; default $COMPOPT_CACHE or .cache"
+        "--cache-dir", type=Path, metavar="DIR", help="folder of the drawn data sets; default $COMPOPT_CACHE or .cache"
     )
     machine.add_argument(
         "--deepspeed-config", type=Path, metavar="FILE", help="train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
@@ -105,7 +107,26 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     return root
 
 
-def _positive(text: str) -> int:
+def add_data(group: argparse._ActionsContainer, choices: Sequence[str]) -> None:
+    """Add which data set, and where the one that needs a download comes from."""
+    group.add_argument("--data", choices=choices, default=choices[0], help="data set; icons are fetched with npm once")
+    group.add_argument(
+        "--icons", type=Path, metavar="FILE", help="the icons' package, packed with npm; default: npm fetches it"
+    )
+
+
+def data_or_exit(root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], T], args: argparse.Namespace) -> T:
+    """Load what ``--data`` names; what is missing for it ends the program with one line."""
+    if args.icons is not None and args.data != "icons":
+        root.error(f"--icons names the package of --data icons, got --data {args.data}")
+    try:
+        return load(args)
+    except cache.Unavailable as error:
+        root.error(str(error))
+
+
+def positive(text: str) -> int:
+    """A number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

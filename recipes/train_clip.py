@@ -1,35 +1,58 @@
-"""Learn to name glyphs: image-text training (CLIP) with any estimator, on real data that needs no download.
+"""Learn to name glyphs or icons: image-text training (CLIP) with any estimator, on real data.
 
-The loop is ``recipes.engine.Run``; this file picks the task, the methods and the pictures::
+Glyphs need no download.  Icons come from a package registry.  The loop is ``recipes.engine.Run``; this file picks
+the task, the methods and the pictures::
 
     python -m recipes.train_clip --estimator sogclr --batch-size 64
+    python -m recipes.train_clip --data icons --epochs 1
     python -m recipes.train_clip --compare infonce infonce-no-positive clip sogclr isogclr fastclip-v3
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes import cli, glyphs, launch, pictures, runs
+from recipes import cli, glyphs, icons, launch, pictures, runs
 from recipes.engine import Run
-from recipes.tasks import GlyphNames
+from recipes.icon_task import PARTS, IconNames
+from recipes.methods import BIMODAL
+from recipes.tasks import GlyphNames, NamedImages
 
 ERROR_TIMES = 3
+
+
+def glyph_names(args: argparse.Namespace) -> NamedImages:
+    """Learn the Unicode names of glyphs."""
+    return GlyphNames(glyphs.load(args.cache_dir), args.split_seed, args.limit, args.device)
+
+
+def icon_names(args: argparse.Namespace) -> NamedImages:
+    """Learn the names of icons."""
+    data = icons.load(args.cache_dir, args.icons, progress=args.progress and launch.is_main())
+    return IconNames(data, args.held_out, args.split_seed, args.limit, args.device)
+
+
+# The task of each data set.
+TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {"glyphs": glyph_names, "icons": icon_names}
 
 
 def parser() -> argparse.ArgumentParser:
     """The recipe's command line."""
     root = cli.parser(
         "python -m recipes.train_clip",
-        "Train an image tower and a text tower on glyphs and their Unicode names, and measure retrieval of "
-        "held-out pairs (R@1).",
-        GlyphNames.mode,
+        "Train an image tower and a text tower on glyphs and their Unicode names, or on icons and theirs, and "
+        "measure retrieval of held-out pairs (R@1).",
+        BIMODAL,
         epochs=2,
         output_dir="runs/clip",
     )
     own = root.add_argument_group("only here")
+    cli.add_data(own, tuple(TASKS))
+    own.add_argument(
+        "--held-out", choices=PARTS, default=PARTS[0], help="families of icons to measure: validation to choose by"
+    )
     own.add_argument("--limit", type=int, metavar="N", default=0, help="train on this many pairs only (0: all)")
     own.add_argument(
         "--normalizer-error",
@@ -41,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def draw(finished: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
+def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]:
     """Draw the pictures that these runs allow."""
     measured = [run for run in finished if run.final]
     if not measured:
@@ -62,10 +85,10 @@ def draw(finished: Sequence[Run], task: GlyphNames, folder: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the arguments ask for, measure it, and report."""
-    args = cli.parse(parser(), argv, GlyphNames.mode)
+    root = parser()
+    args = cli.parse(root, argv, BIMODAL)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
-    data = glyphs.load(args.cache_dir)
-    task = GlyphNames(data, split_seed=args.split_seed, limit=args.limit, device=args.device)
+    task = cli.data_or_exit(root, TASKS[args.data], args)
     finished = runs.train_all(args, task, error_count=times)
     runs.finish(finished, args.output_dir)
     if args.plots:

@@ -1,0 +1,78 @@
+"""What the recipes learn from icons: captions of families never seen, by retrieval and as classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from recipes import icons
+from recipes.config import Metrics
+from recipes.models import Tokenizer
+from recipes.tasks import NamedImages, in_chunks, limited, retrieval
+
+CLASSES = 500  # of the zero-shot measure
+PARTS = ("test", "validation")
+
+
+class IconNames(NamedImages):
+    """Icons and the words of their names, measured on held-out families.
+
+    Zero-shot classification tells which of the :data:`CLASSES` captions that most training families have a
+    held-out icon bears; icons that bear none of them are left out.
+
+    Args:
+        data: all pairs.
+        part: the held-out families that are measured: validation to choose by, test to report.
+        split_seed: which pairs ``limit`` chooses; the families of a part are fixed.
+        limit: train on a random choice of ``limit`` pairs only (0: all).
+        device: where images, tokens and features live.
+    """
+
+    labels = {
+        "r1": "R@1 image to name",
+        "r1_text_to_image": "R@1 name to image",
+        "r1_mean": "R@1 mean",
+        "zero_shot": "zero-shot",
+    }
+
+    def __init__(
+        self,
+        data: icons.Icons,
+        part: str = "test",
+        split_seed: int = 0,
+        limit: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
+        split = icons.split_families(data)
+        train, held_out = limited(split.train, limit, split_seed), getattr(split, part)
+        known = [data.names[position] for position in data.caption[train].unique().tolist()]
+        super().__init__(data.images, data.caption, data.names, train, held_out, Tokenizer(known), device)
+        self.classes, self.classified, self.label = zero_shot(data, split.train, held_out)
+        self.classified, self.label = self.classified.to(device), self.label.to(device)
+        self.description = f"icon names, {part} families, limit {limit}, split {split_seed}, n = {self.n}"
+
+    def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
+        captions = in_chunks(model.text, self.tokens[self.candidates.to(self.device)])
+        classes = in_chunks(model.text, self.tokens[self.classes.to(self.device)])
+        images = in_chunks(model.image, self.held_out_images)
+        found = retrieval(images, captions, self.right)
+        both = (found.image_to_text, found.text_to_image)
+        metrics = {"r1": both[0], "r1_text_to_image": both[1], "r1_mean": sum(both) / 2}
+        return metrics | {"zero_shot": retrieval(images[self.classified], classes, self.label).image_to_text}
+
+
+def zero_shot(
+    data: icons.Icons, train: Tensor, held_out: Tensor, count: int = CLASSES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Classes among captions, and the held-out icons that have one.
+
+    Returns:
+        (k,) captions that are the classes, the most common one first; (m,) places in ``held_out``; (m,) their class.
+    """
+    classes = icons.common_captions(data, train, count)
+    position = torch.full((len(data.names),), -1)
+    position[classes] = torch.arange(len(classes))
+    label = position[data.caption[held_out]]
+    return classes, (label >= 0).nonzero().flatten(), label[label >= 0]

@@ -1,0 +1,177 @@
+"""Icons: 345,000 real image-text pairs that a package registry delivers.
+
+The npm package ``@iconify/json`` holds the icons of 243 sets, each with a name and a licence.  They are drawn as
+32 x 32 grey images and paired with the words of their names: "calendar" occurs hundreds of times, half of the
+100,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
+
+Sets of one design share artwork, so whole families of sets are held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from recipes import cache as cached
+from recipes import icon_drawing, icon_sets
+from recipes.cache import Unavailable
+from recipes.icon_sets import KINDS
+
+FORMAT = 1  # raise when the choice of icons, the drawing or the file's layout changes
+COLUMNS = ("images", "caption", "family", "kind", "licence")
+TEXTS = ("names", "families", "licences", "sources", "aliases")
+
+TEST = ("ph", "carbon", "teenyicons", "pixelarticons", "iconpark", "game-icons")
+VALIDATION = ("hugeicons", "f7", "tdesign", "healthicons")
+
+
+@dataclass(frozen=True)
+class Icons:
+    """All pairs, set by set; pair i shows icon ``sources[i]``."""
+
+    images: Tensor  # (N, 32, 32) uint8, 255 = ink
+    caption: Tensor  # (N,) int64, position in names
+    family: Tensor  # (N,) int64, position in families
+    kind: Tensor  # (N,) int64, position in KINDS
+    licence: Tensor  # (N,) int64, position in licences
+    names: list[str]  # distinct captions, sorted
+    families: list[str]  # designs, sorted
+    licences: list[str]  # SPDX identifiers, sorted
+    sources: list[str]  # (N,) set:name in the package
+    aliases: list[str]  # (N,) captions of the icon's other names, joined by tabs; mostly ""
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Positions of pairs, each ascending; a training pair's data-set index is its position in :attr:`train`."""
+
+    train: Tensor  # interface icons of all other families
+    validation: Tensor  # icons of VALIDATION
+    test: Tensor  # icons of TEST
+    domain: Tensor  # emoji and flags: another domain
+
+
+def split_families(data: Icons) -> Split:
+    """Hold out families; logos, whose names one cannot guess, are in no part."""
+    held_out = {part: torch.tensor([family in part for family in data.families]) for part in (TEST, VALIDATION)}
+    interface = data.kind == KINDS.index("interface")
+    test, validation = (held_out[part][data.family] for part in (TEST, VALIDATION))
+    other = (data.kind == KINDS.index("emoji")) | (data.kind == KINDS.index("flags"))
+    masks = (interface & ~test & ~validation, interface & validation, interface & test, other)
+    return Split(*(mask.nonzero().flatten() for mask in masks))
+
+
+def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
+    """(<= count,) int64: the captions that most families have among ``pairs``, and most pairs where families tie."""
+    both = torch.stack([data.caption[pairs], data.family[pairs]]).unique(dim=1)
+    families = torch.bincount(both[0], minlength=len(data.names))
+    times = torch.bincount(data.caption[pairs], minlength=len(data.names))
+    order = (families * (len(data) + 1) + times).argsort(descending=True, stable=True)[:count]
+    return order[times[order] > 0]
+
+
+def load(
+    cache: str | os.PathLike[str] | None = None, file: str | os.PathLike[str] | None = None, progress: bool = True
+) -> Icons:
+    """The data set, from the cache file if it fits the package and the libraries, else built anew.
+
+    Processes that ask for it at a time wait for the first one.
+
+    Args:
+        cache: directory of ``icons.npz``; default: ``$COMPOPT_CACHE``, else ``.cache``.
+        file: the package as ``npm pack`` leaves it; by default npm fetches the pinned version.
+        progress: show a bar.
+
+    Raises:
+        Unavailable: resvg or npm is missing, npm failed, or the file is missing or no such package.
+    """
+    path, packed = cached.file(cache, "icons.npz"), None if file is None else Path(file)
+    key = cache_key(icon_sets.DIGEST if packed is None else icon_sets.digest(packed))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        arrays = cached.read(path, key, COLUMNS + TEXTS)
+        if arrays is None:
+            with icon_sets.package(packed) as found:
+                arrays = build(found, progress)
+            cached.write(path, key, arrays)
+            print(f"wrote {path} ({path.stat().st_size / 1e6:.0f} MB)")
+    columns = {name: torch.from_numpy(arrays[name]) for name in COLUMNS}
+    return Icons(**columns, **{name: _lines(arrays[name]) for name in TEXTS})
+
+
+def cache_key(package: str) -> str:
+    """Digest of everything the pairs depend on: the package's own digest, the renderer, parameters.
+
+    Raises:
+        Unavailable: the renderer is not installed.
+    """
+    try:
+        renderer = importlib.metadata.version("resvg")
+    except importlib.metadata.PackageNotFoundError:
+        raise Unavailable('the icons are drawn with resvg: pip install -c constraints.txt -e ".[icons]"') from None
+    pixels = (icon_drawing.SIZE, icon_drawing.FAINT, icon_drawing.BLANK, renderer)
+    names = (icon_sets.STYLES, icon_sets.FAMILIES, icon_sets.FLAGS, icon_sets.EMOJI, icon_sets.LOGOS)
+    return hashlib.sha256(repr((FORMAT, package, icon_sets.LARGEST, pixels, names)).encode()).hexdigest()
+
+
+def build(packed: Path, progress: bool = True) -> dict[str, np.ndarray]:
+    """Draw every icon, leave out those that show nothing or much the same as another one, and say how many."""
+    left_out: Counter[str] = Counter()
+    icons = list(icon_sets.icons(packed, left_out))
+    images = icon_drawing.draw_all([icon.svg for icon in icons], progress)
+    shown = images.any(axis=(1, 2))
+    left_out["empty"] = int((~shown).sum())
+    kept = _distinct(images, [icon.caption for icon in icons], shown)
+    left_out["near duplicates"] = int(shown.sum()) - len(kept)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
+    print(f"{len(kept):,} icons; left out: {reasons or 'none'}")
+    if not len(kept):
+        raise Unavailable(f"{packed} has no icon to show; {icon_sets.REMEDY}")
+    icons = [icons[row] for row in kept]
+    names, caption = _positions([icon.caption for icon in icons])
+    families, family = _positions([icon.family for icon in icons])
+    licences, licence = _positions([icon.licence for icon in icons])
+    kind = np.array([KINDS.index(icon.kind) for icon in icons])
+    texts = (names, families, licences, [icon.name for icon in icons], ["\t".join(icon.aliases) for icon in icons])
+    columns = (images[kept], caption, family, kind, licence)
+    return dict(zip(COLUMNS, columns, strict=True)) | {n: _bytes(t) for n, t in zip(TEXTS, texts, strict=True)}
+
+
+def _distinct(images: np.ndarray, captions: Sequence[str], shown: np.ndarray) -> np.ndarray:
+    """Rows of the first icon of each look; a look is a caption and 8 x 8 pixels in 8 levels."""
+    seen, kept = set(), []
+    for row in shown.nonzero()[0]:
+        small = images[row].reshape(8, 4, 8, 4).mean(axis=(1, 3)).astype(np.uint8) >> 5
+        look = (captions[row], small.tobytes())
+        if look not in seen:
+            seen.add(look)
+            kept.append(row)
+    return np.array(kept, dtype=np.int64)
+
+
+def _positions(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Distinct texts, sorted, and the place of each text among them."""
+    distinct = sorted(set(texts))
+    place = {text: position for position, text in enumerate(distinct)}
+    return distinct, np.array([place[text] for text in texts], dtype=np.int64)
+
+
+def _bytes(texts: Sequence[str]) -> np.ndarray:
+    return np.frombuffer("".join(f"{text}\n" for text in texts).encode(), dtype=np.uint8)
+
+
+def _lines(array: np.ndarray) -> list[str]:
+    return array.tobytes().decode().split("\n")[:-1]

@@ -1,0 +1,245 @@
+"""The icon data set, built from a package of a few hand-written icons; no network."""
+
+import io
+import json
+import subprocess
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from recipes import cache, icon_drawing, icon_sets, icons, train_clip
+from recipes.icon_task import IconNames
+
+pytest.importorskip("resvg")
+
+SQUARE, DOT = '<path d="M2 2h20v20H2z"/>', '<circle cx="12" cy="12" r="5"/>'
+BAR, CORNER = '<path d="M10 0h4v24h-4z"/>', '<path d="M0 0h12v12H0z"/>'
+RING = '<circle cx="12" cy="12" r="8" fill="none" stroke="currentColor" stroke-width="3"/>'
+WHITE = '<path fill="#fff" d="M0 12h24v12H0z"/>'
+
+
+def icon_set(prefix, bodies, licence="MIT", category="UI 24px", **more):
+    content = {name: {"body": body} | ({"hidden": True} if "gone" in name else {}) for name, body in bodies.items()}
+    about = {"name": prefix, "license": {"spdx": licence}, "category": category}
+    return {"prefix": prefix, "info": about, "icons": content, "width": 24, "height": 24, **more}
+
+
+SETS = [
+    icon_set(
+        "fluent",
+        {
+            "phone-tablet-20-regular": SQUARE,
+            "phone-tablet-24-regular": SQUARE + DOT,  # the same to the eye
+            "home-20-regular": DOT,
+            "home-24-regular": BAR,
+            "gone-20-regular": DOT,
+            "huge-20-regular": "x" * (icon_sets.LARGEST + 1),
+            "empty-20-regular": "<g/>",
+            "broken-20-regular": "<path",
+        },
+        suffixes={"20-regular": "20", "24-regular": "24"},
+    ),
+    icon_set(
+        "tabler",
+        {"home-filled": CORNER, "moon": RING, "snow": WHITE},
+        licence="CC0-1.0",
+        aliases={
+            "house": {"parent": "home-filled"},
+            "casa": {"parent": "house"},
+            "moon-turned": {"parent": "moon", "rotate": 1},
+            "moon-filled": {"parent": "moon"},
+        },
+    ),
+    icon_set(
+        "ph",
+        {"house-fill": CORNER, "moon-bold": DOT, "home": BAR},
+        suffixes={"bold": "Bold"},
+        aliases={"villa": {"parent": "house-fill"}, "house": {"parent": "moon-bold"}},
+    ),
+    icon_set("f7", {"moon-fill": CORNER, "snow": DOT}),
+    icon_set("logos", {"acme": BAR}, category="Logos"),
+    icon_set("noto", {"grinning-face": DOT}, category="Emoji"),
+    icon_set("ps", {"home": DOT, "moon": RING}, licence="CC-BY-NC-4.0"),
+]
+
+
+def pack(path, sets=tuple(SETS)):
+    with tarfile.open(path, "w:gz") as archive:
+        for content in sets:
+            text = json.dumps(content).encode()
+            member = tarfile.TarInfo(f"package/json/{content['prefix']}.json")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return pack(tmp_path_factory.mktemp("npm") / "icons.tgz")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def data(packed, folder):
+    return icons.load(folder, packed, progress=False)
+
+
+def row(data, source):
+    return data.sources.index(source)
+
+
+def test_which_icons_are_shown_and_what_they_are_called(data):
+    """ph:home looks like fluent:home-24-regular, and is called the same."""
+    captions = dict(zip(data.sources, [data.names[position] for position in data.caption], strict=True))
+    assert captions == {
+        "fluent:phone-tablet-20-regular": "phone tablet",
+        "fluent:home-20-regular": "home",
+        "fluent:home-24-regular": "home",
+        "tabler:home-filled": "home",
+        "tabler:moon": "moon",
+        "tabler:snow": "snow",
+        "ph:house-fill": "house",
+        "ph:moon-bold": "moon",
+        "f7:moon-fill": "moon",
+        "f7:snow": "snow",
+        "logos:acme": "acme",
+        "noto:grinning-face": "grinning face",
+    }
+
+
+def test_what_was_left_out_is_said(packed, tmp_path, capsys):
+    icons.load(tmp_path, packed, progress=False)
+    told = capsys.readouterr().out
+    for reason in ("1 hidden", "2 non-commercial", "1 too large", "2 empty", "2 near duplicates", "12 icons"):
+        assert reason in told, told
+
+
+def test_columns(data):
+    here = row(data, "tabler:home-filled")
+    assert data.families[data.family[here]] == "tabler" and data.licences[data.licence[here]] == "CC0-1.0"
+    assert data.aliases[here].split("\t") == ["casa", "house"]
+    assert data.aliases[row(data, "tabler:moon")] == "", "a turned moon is another picture, a filled one is no new name"
+    kinds = {data.sources[k].split(":")[0]: icons.KINDS[kind] for k, kind in enumerate(data.kind.tolist())}
+    assert kinds["logos"] == "logos" and kinds["noto"] == "emoji" and kinds["fluent"] == "interface"
+    assert icon_sets.family_of("icon-park-outline") == "iconpark" and icon_sets.family_of("mdi") == "material"
+    assert icon_sets.kind_of("circle-flags", "Flags / Maps") == "flags"
+
+
+def test_pixels(data):
+    corner = data.images[row(data, "tabler:home-filled")]
+    assert (corner[:15, :15] == 255).all() and (corner[17:] == 0).all() and (corner[:, 17:] == 0).all()
+    snow = data.images[row(data, "tabler:snow")]
+    assert (snow[17:] == 255).all() and (snow[:15] == 0).all(), "white is drawn on black"
+
+
+def test_processes_draw_what_one_does(monkeypatch):
+    svgs = [icon_sets._svg({"body": body}, {"width": 24, "height": 24}) for body in (SQUARE, DOT, RING)]
+    alone = icon_drawing.draw_all(svgs, progress=False)
+    monkeypatch.setattr(icon_drawing, "CHUNK", 2)
+    assert np.array_equal(icon_drawing.draw_all(svgs, progress=False), alone)
+
+
+def test_parts(data):
+    split = icons.split_families(data)
+    parts = {name: {data.sources[k].split(":")[0] for k in getattr(split, name)} for name in vars(split)}
+    assert parts == {"train": {"fluent", "tabler"}, "validation": {"f7"}, "test": {"ph"}, "domain": {"noto"}}
+
+
+def test_the_commonest_captions_are_those_of_most_families(data):
+    split = icons.split_families(data)
+    common = icons.common_captions(data, split.train, 3)
+    assert [data.names[k] for k in common] == ["home", "moon", "phone tablet"]
+    assert len(icons.common_captions(data, split.train, 99)) == 4, "captions of the training pairs only"
+
+
+# -- the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_read_again(data, packed, folder, monkeypatch):
+    monkeypatch.setattr(icons, "build", None)
+    again = icons.load(folder, packed, progress=False)
+    assert torch.equal(again.images, data.images) and again.sources == data.sources and again.aliases == data.aliases
+
+
+@pytest.mark.parametrize("damage", ["cut", "other version", "no archive"])
+def test_a_damaged_cache_is_built_anew(data, packed, folder, tmp_path, monkeypatch, damage):
+    content = (folder / "icons.npz").read_bytes()
+    (tmp_path / "icons.npz").write_bytes({"cut": content[:-99], "no archive": b"PK\x03\x04"}.get(damage, content))
+    if damage == "other version":
+        monkeypatch.setattr(icons, "FORMAT", icons.FORMAT + 1)
+    built = []
+    monkeypatch.setattr(icons, "build", lambda *args, build=icons.build: built.append(1) or build(*args))
+    assert icons.load(tmp_path, packed, progress=False).sources == data.sources
+    assert built and not list(tmp_path.glob("*.tmp"))
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    def load(file=None):
+        icons.load(tmp_path, file, progress=False)
+
+    with pytest.raises(cache.Unavailable, match="there is no file .*npm pack @iconify/json"):
+        load(tmp_path / "none.tgz")
+    (tmp_path / "text.tgz").write_text("no archive")
+    with pytest.raises(cache.Unavailable, match="no complete @iconify/json package"):
+        load(tmp_path / "text.tgz")
+    with pytest.raises(cache.Unavailable, match="no icon sets"):
+        load(pack(tmp_path / "empty.tgz", ()))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(cache.Unavailable, match="npm, which is not installed.*--icons FILE"):
+        load()
+    failed = subprocess.CalledProcessError(1, "npm", stderr="npm error network\n")
+    monkeypatch.setattr(icon_sets.subprocess, "run", lambda *args, **options: (_ for _ in ()).throw(failed))
+    with pytest.raises(cache.Unavailable, match="npm error network.*--icons FILE"):
+        load()
+
+
+def test_the_command_ends_with_one_line(tmp_path, capsys):
+    for options, message in (
+        (["--data", "icons", "--icons", str(tmp_path / "none.tgz")], "there is no file"),
+        (["--icons", "icons.tgz"], "--icons names the package of --data icons"),
+    ):
+        with pytest.raises(SystemExit):
+            train_clip.main([*options, "--cache-dir", str(tmp_path)])
+        assert message in capsys.readouterr().err
+
+
+# -- the task ------------------------------------------------------------------------------------------------------
+
+
+def test_the_task_measures_held_out_families(data):
+    task = IconNames(data)
+    assert task.n == 6 and len(task.held_out_images) == 2
+    assert [task.names[k] for k in task.candidates] == ["house", "moon"]
+    assert [data.names[k] for k in task.classes] == ["home", "moon", "phone tablet", "snow"]
+    assert task.classified.tolist() == [1] and task.label.tolist() == [1], "a house is none of them"
+    assert IconNames(data, part="validation").right.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="part must be one of test, validation"):
+        IconNames(data, part="train")
+
+
+def test_features_that_say_the_caption_score_one(data):
+    task = IconNames(data)
+    code, rows = torch.eye(len(data.names)), {tuple(row): k for k, row in enumerate(task.tokens.tolist())}
+    model = torch.nn.Module()
+    model.image = lambda images: code[task.candidates[task.right]]
+    model.text = lambda tokens: torch.stack([code[rows[tuple(row)]] for row in tokens.tolist()])
+    assert task.evaluate(model) == {"r1": 1.0, "r1_text_to_image": 1.0, "r1_mean": 1.0, "zero_shot": 1.0}
+    model.image = lambda images: code[task.candidates[task.right.flip(0)]]
+    assert task.evaluate(model) == {"r1": 0.0, "r1_text_to_image": 0.0, "r1_mean": 0.0, "zero_shot": 0.0}
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_on_icons(packed, folder, tmp_path):
+    arguments = ["--data", "icons", "--icons", str(packed), "--cache-dir", str(folder), "--batch-size", "2"]
+    train_clip.main([*arguments, "--epochs", "1", "--no-plots", "--no-progress", "--output-dir", str(tmp_path)])
+    (run,) = json.loads((tmp_path / "metrics.json").read_text())["runs"]
+    assert run["finished"] and set(run["final"]) >= {"r1", "r1_text_to_image", "r1_mean", "zero_shot"}
