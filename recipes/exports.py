@@ -1,0 +1,116 @@
+"""What files for other tools hold of each data set: pictures, captions, facts, parts and classes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recipes import glyphs, icon_task, icons
+
+
+class Export(ABC):
+    """A data set to be written to files.
+
+    Attributes:
+        parts: name of a part (train, validation, test) -> positions of its pairs.
+        classes: names of the classes of the zero-shot test.
+        classified: (m,) positions of the test pairs that have a class.
+        label: (m,) their class.
+    """
+
+    parts: dict[str, Tensor]
+    classes: list[str]
+    classified: Tensor
+    label: Tensor
+
+    def __init__(self, images: Tensor, caption: Tensor, names: list[str]) -> None:
+        self.images, self.position, self.names = images, caption, names
+
+    def png(self, pair: int) -> bytes:
+        """The picture, black on white."""
+        content = io.BytesIO()
+        Image.fromarray(255 - self.images[pair].numpy()).save(content, "png")
+        return content.getvalue()
+
+    def caption(self, pair: int) -> str:
+        return self.names[self.position[pair]]
+
+    def others(self, pair: int) -> list[str]:
+        """Further captions of the same picture."""
+        return []
+
+    @abstractmethod
+    def facts(self, pair: int) -> dict[str, Any]:
+        """What else is known of a pair."""
+
+    def one_per_caption(self) -> tuple[Tensor, list[list[str]]]:
+        """One test pair of each distinct caption, and its captions, none of which another one has too.
+
+        In a retrieval test a caption has one right picture.
+        """
+        test = self.parts["test"]
+        test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(0))]
+        order = test[self.position[test].argsort(stable=True)]
+        changes = self.position[order].diff(prepend=torch.tensor([-1])) != 0
+        chosen = order[changes]
+        taken = {self.caption(pair) for pair in chosen.tolist()}
+        captions = []
+        for pair in chosen.tolist():
+            new = [other for other in self.others(pair) if other not in taken]
+            taken.update(new)
+            captions.append([self.caption(pair), *new])
+        return chosen, captions
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of pictures and captions."""
+        digest = hashlib.sha256(self.images.numpy())
+        digest.update("\n".join(self.names).encode())
+        digest.update(self.position.numpy())
+        return digest.hexdigest()[:32]
+
+
+class GlyphExport(Export):
+    """Glyphs: 5 % of the pairs are the test, their scripts are the classes."""
+
+    def __init__(self, data: glyphs.Glyphs) -> None:
+        super().__init__(data.images, data.caption, data.names)
+        self.data, split = data, glyphs.split_pairs(data)
+        self.parts = {"train": split.train, "test": split.held_out}
+        self.classes = list(glyphs.SCRIPTS)
+        script = data.script[data.caption[split.held_out]]
+        self.classified, self.label = split.held_out[script >= 0], script[script >= 0]
+
+    def facts(self, pair: int) -> dict[str, Any]:
+        face = glyphs.FACES[self.data.face[pair]]
+        licence = "STIX fonts licence" if face.startswith("STIX") else "DejaVu fonts licence"
+        return {"character": chr(self.data.codepoint[pair]), "family": face, "licence": licence}
+
+
+class IconExport(Export):
+    """Icons: families are held out, the captions that most training families have are the classes."""
+
+    def __init__(self, data: icons.Icons) -> None:
+        super().__init__(data.images, data.caption, data.names)
+        self.data, split = data, icons.split_families(data)
+        self.parts = {"train": split.train, "validation": split.validation, "test": split.test}
+        classes, place, self.label = icon_task.zero_shot(data, split.train, split.test)
+        self.classes, self.classified = [data.names[position] for position in classes], split.test[place]
+
+    def others(self, pair: int) -> list[str]:
+        return [alias for alias in self.data.aliases[pair].split("\t") if alias]
+
+    def facts(self, pair: int) -> dict[str, Any]:
+        return {
+            "source": self.data.sources[pair],
+            "family": self.data.families[self.data.family[pair]],
+            "kind": icons.KINDS[self.data.kind[pair]],
+            "licence": self.data.licences[self.data.licence[pair]],
+            "other_captions": self.others(pair),
+        }

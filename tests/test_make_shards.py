@@ -1,0 +1,179 @@
+"""Tar shards of the recipes: each sample reads back as itself, the same bytes every time, and clip-benchmark's sets."""
+
+import errno
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import webdataset as wds
+from PIL import Image
+
+from compopt.data import KeyIndex, ShardIndex, indexed_reader
+from recipes import glyphs, icons, make_shards, tars
+from tests.test_icons import pack
+
+SIZE, LIMIT = 40, 100
+
+
+def write(out, *options):
+    arguments = ["--out", str(out), "--no-progress", "--shard-size", str(SIZE), "--limit", str(LIMIT)]
+    make_shards.main([*arguments, *options])
+    return out
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("shards") / "glyphs")
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def ink(png):
+    image = Image.open(io.BytesIO(png))
+    assert image.mode == "L"
+    return 255 - np.asarray(image)
+
+
+def read(urls, index):
+    urls = [{"url": str(url)} for url in sorted(urls)]
+    return list(indexed_reader(wds.tarfile_to_samples(), index)(iter(urls)))
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_every_sample_reads_back_with_its_own_caption_and_picture(shards, part):
+    data = glyphs.load()
+    split = glyphs.split_pairs(data)
+    pairs = set((split.train if part == "train" else split.held_out).tolist())
+    characters = zip(data.codepoint.tolist(), data.face.tolist(), strict=True)
+    place = {(code, glyphs.FACES[face]): k for k, (code, face) in enumerate(characters)}
+    samples = read((shards / part).glob("*.tar"), ShardIndex.build(shards / part, progress=False))
+    assert [sample["index"] for sample in samples] == list(range(LIMIT))
+    by_key = KeyIndex(300)
+    seen = []
+    for sample in samples:
+        about = json.loads(sample["json"])
+        pair = place[ord(about["character"]), about["family"]]
+        seen.append(pair)
+        assert sample["txt"].decode() == about["caption"] == data.names[data.caption[pair]]
+        assert np.array_equal(ink(sample["png"]), data.images[pair].numpy())
+        assert about["key"] == sample["__key__"] and about["width"] == about["height"] == 32
+        shard = int(sample["__url__"][-9:-4])
+        assert by_key.index(sample) == 100 * shard + sample["index"] - SIZE * shard
+    assert set(seen) <= pairs and len(set(seen)) == LIMIT and seen != sorted(seen)
+
+
+def test_keys_are_img2datasets():
+    """Those of its compute_key with five digits for the shard."""
+    assert tars.key_of(12, 7, 1000) == "00012007" and tars.key_of(12, 7, 10_000) == "000120007"
+    assert tars.key_of(3, 0, 1) == "00003" and tars.key_of(1, 11, 12) == "0000111"
+
+
+def test_sizes_are_written_beside_the_shards(shards):
+    names = [f"{shard:05d}" for shard in range(3)]
+    assert json.loads((shards / "train" / "sizes.json").read_text()) == dict(
+        zip([f"{name}.tar" for name in names], [40, 40, 20], strict=True)
+    )
+    stats = [json.loads((shards / "train" / f"{name}_stats.json").read_text())["successes"] for name in names]
+    assert stats == [40, 40, 20]
+    for name, size in zip(names, stats, strict=True):
+        with tarfile.open(shards / "train" / f"{name}.tar") as archive:
+            assert len(archive.getnames()) == 3 * size
+
+
+def test_the_same_bytes_again(shards, tmp_path):
+    again = write(tmp_path / "again")
+    assert contents(again) == contents(shards)
+    other = write(tmp_path / "other", "--seed", "1")
+    assert contents(other)["train/00000.tar"] != contents(shards)["train/00000.tar"]
+
+
+def test_a_killed_run_is_continued(shards, tmp_path, monkeypatch, capsys):
+    """The disk is full in the second shard; nothing that looks like a shard is left of it."""
+    out, written, replace = tmp_path / "out", [], tars.os.replace
+
+    def full(source, target):
+        if target.name == "00001.tar":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(target.name)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tars.os, "replace", full)
+        with pytest.raises(SystemExit):
+            write(out)
+    assert "No space left" in capsys.readouterr().err
+    assert [path.name for path in out.rglob("*") if "0000" in path.name and path.suffix != ".json"] == ["00000.tar"]
+    before = (out / "train" / "00000.tar").stat().st_mtime_ns
+    write(out)
+    assert contents(out) == contents(shards) and (out / "train" / "00000.tar").stat().st_mtime_ns == before
+
+
+def test_a_folder_of_something_else_is_refused(shards, tmp_path, capsys):
+    (tmp_path / "letter.txt").write_text("mine")
+    for out, options, message in (
+        (tmp_path, (), "not empty"),
+        (shards, ("--seed", "5"), r"was made from seed=0 (now 5)"),
+    ):
+        with pytest.raises(SystemExit):
+            write(out, *options)
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+# -- clip-benchmark ------------------------------------------------------------------------------------------------
+
+
+def benchmark(folder):
+    """The samples as clip-benchmark's build_wds_dataset finds them."""
+    shards = int((folder / "test" / "nshards.txt").read_text())
+    urls = [str(folder / "test" / f"{shard}.tar") for shard in range(shards)]
+    decoder = wds.autodecode.ImageHandler("pil", extensions=["webp", "png", "jpg", "jpeg"])
+    return list(wds.WebDataset(urls, nodesplitter=lambda urls: urls, shardshuffle=False).decode(decoder))
+
+
+def test_the_classes_of_the_zeroshot_set(shards):
+    folder = shards / "benchmark" / "zeroshot"
+    names = (folder / "classnames.txt").read_text().splitlines()
+    assert names == list(glyphs.SCRIPTS) and (folder / "dataset_type.txt").read_text().strip() == "classification"
+    (template,) = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert template.format(c=names[0]) == "LATIN"
+    samples = benchmark(folder)
+    assert len(samples) == LIMIT and len({sample["cls"] for sample in samples}) > 5
+    assert all(names[sample["cls"]] and sample["png"].size == (32, 32) for sample in samples)
+
+
+def test_a_caption_of_the_retrieval_set_has_one_picture(shards):
+    data = glyphs.load()
+    held_out = glyphs.split_pairs(data).held_out
+    known = {(data.names[data.caption[k]], data.images[k].numpy().tobytes()) for k in held_out.tolist()}
+    samples = benchmark(shards / "benchmark" / "retrieval")
+    assert (shards / "benchmark" / "retrieval" / "dataset_type.txt").read_text().strip() == "retrieval"
+    captions = [sample["txt"].splitlines() for sample in samples]
+    assert len({caption for (caption,) in captions}) == LIMIT
+    for sample, (caption,) in zip(samples, captions, strict=True):
+        assert (caption, (255 - np.asarray(sample["png"].convert("L"))).tobytes()) in known
+
+
+def test_icons(tmp_path):
+    pytest.importorskip("resvg")
+    packed = pack(tmp_path / "icons.tgz")
+    out = write(tmp_path / "out", "--cache-dir", str(tmp_path), "--data", "icons", "--icons", str(packed))
+    data = icons.load(tmp_path, packed, progress=False)
+    found = {}
+    for part in ("train", "validation", "test"):
+        for sample in read((out / part).glob("*.tar"), ShardIndex.build(out / part, progress=False)):
+            about = json.loads(sample["json"])
+            pair = data.sources.index(about["source"])
+            assert sample["txt"].decode() == data.names[data.caption[pair]]
+            assert np.array_equal(ink(sample["png"]), data.images[pair].numpy())
+            found.setdefault(part, {})[about["source"]] = (about["licence"], about["other_captions"])
+    assert {part: len(sources) for part, sources in found.items()} == {"train": 6, "validation": 2, "test": 2}
+    assert found["train"]["tabler:home-filled"] == ("CC0-1.0", ["casa", "house"])
+    assert sorted(sample["txt"] for sample in benchmark(out / "benchmark" / "retrieval")) == ["house\nvilla", "moon"]
+    (sample,) = benchmark(out / "benchmark" / "zeroshot")
+    names = (out / "benchmark" / "zeroshot" / "classnames.txt").read_text().splitlines()
+    assert names[sample["cls"]] == "moon"
