@@ -117,8 +117,9 @@ def add_data(group: argparse._ActionsContainer, choices: Sequence[str]) -> None:
 
 def data_or_exit(root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], T], args: argparse.Namespace) -> T:
     """Load what ``--data`` names; what is missing for it ends the program with one line."""
-    if args.icons is not None and args.data != "icons":
-        root.error(f"--icons names the package of --data icons, got --data {args.data}")
+    for name in ("icons", "held_out"):
+        if getattr(args, name, None) is not None and args.data != "icons":
+            root.error(f"--{name.replace('_', '-')} belongs to --data icons, got --data {args.data}")
     try:
         return load(args)
     except cache.Unavailable as error:

@@ -1,8 +1,8 @@
-"""Icons: 345,000 real image-text pairs that a package registry delivers.
+"""Icons: 343,000 real image-text pairs that a package registry delivers.
 
 The npm package ``@iconify/json`` holds the icons of 243 sets, each with a name and a licence.  They are drawn as
 32 x 32 grey images and paired with the words of their names: "calendar" occurs hundreds of times, half of the
-100,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
+106,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
 
 Sets of one design share artwork, so whole families of sets are held out.
 """

@@ -31,7 +31,7 @@ def glyph_names(args: argparse.Namespace) -> NamedImages:
 def icon_names(args: argparse.Namespace) -> NamedImages:
     """Learn the names of icons."""
     data = icons.load(args.cache_dir, args.icons, progress=args.progress and launch.is_main())
-    return IconNames(data, args.held_out, args.split_seed, args.limit, args.device)
+    return IconNames(data, args.held_out or PARTS[0], args.split_seed, args.limit, args.device)
 
 
 # The task of each data set.
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     own = root.add_argument_group("only here")
     cli.add_data(own, tuple(TASKS))
     own.add_argument(
-        "--held-out", choices=PARTS, default=PARTS[0], help="families of icons to measure: validation to choose by"
+        "--held-out", choices=PARTS, help=f"families of icons to measure: validation to choose by; default {PARTS[0]}"
     )
     own.add_argument("--limit", type=int, metavar="N", default=0, help="train on this many pairs only (0: all)")
     own.add_argument(

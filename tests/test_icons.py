@@ -205,7 +205,8 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 def test_the_command_ends_with_one_line(tmp_path, capsys):
     for options, message in (
         (["--data", "icons", "--icons", str(tmp_path / "none.tgz")], "there is no file"),
-        (["--icons", "icons.tgz"], "--icons names the package of --data icons"),
+        (["--icons", "icons.tgz"], "--icons belongs to --data icons"),
+        (["--held-out", "validation"], "--held-out belongs to --data icons"),
     ):
         with pytest.raises(SystemExit):
             train_clip.main([*options, "--cache-dir", str(tmp_path)])
