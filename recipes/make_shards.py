@@ -58,23 +58,33 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def former_run(folder: Path) -> dict[str, Any] | None:
+    """What the folder was made from; None if it is new or empty.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    manifest = folder / MANIFEST
+    if manifest.exists():
+        return dict(json.loads(manifest.read_text()))
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--out {folder} is not empty, and holds no shards of this recipe; choose another folder")
+    return None
+
+
 def claim(folder: Path, made_from: dict[str, Any]) -> None:
     """Make the folder and note what it is made from, or see that a former run noted the same.
 
     Raises:
         ValueError: it holds something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = folder / MANIFEST
-    if manifest.exists():
-        former = json.loads(manifest.read_text())
-        if others := [name for name in made_from if former.get(name) != made_from[name]]:
-            told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
-            raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
-    elif any(folder.iterdir()):
-        raise ValueError(f"--out {folder} is not empty, and holds no shards of this recipe; choose another folder")
-    else:
-        tars.write_json(manifest, made_from)
+    former = former_run(folder)
+    if former is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tars.write_json(folder / MANIFEST, made_from)
+    elif others := [name for name in made_from if former.get(name) != made_from[name]]:
+        told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
+        raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
 
 
 def shuffled(pairs: Tensor, seed: int, limit: int | None) -> list[int]:
@@ -130,9 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write what the arguments ask for."""
     root = parser()
     args = root.parse_args(argv)
-    data = cli.data_or_exit(root, DATA[args.data], args)
     chosen = {name: getattr(args, name) for name in ("data", "shard_size", "limit", "seed")}
     try:
+        former_run(args.out)  # before icons are fetched
+        data = cli.data_or_exit(root, DATA[args.data], args)
         claim(args.out, {"format": FORMAT, **chosen, "fingerprint": data.fingerprint, "pillow": PIL.__version__})
         for write in (write_pairs, write_zeroshot, write_retrieval):
             write(data, args)
