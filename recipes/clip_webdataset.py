@@ -179,6 +179,8 @@ class Trainer:
         set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
         launch.check_learned(self.accelerator, list(self.est.parameters()), args.estimator)
         launch.set_micro_batch(self.accelerator, args.batch_size)
+        if args.grad_clip and launch.uses_deepspeed(self.accelerator):
+            raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
