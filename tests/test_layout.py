@@ -22,12 +22,14 @@ FLOORS = [
     {"kernel", "stores"},
     {"estimator"},
     {"checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
-    {"integrations", "normalizers"},
+    {"normalizers"},
     {"compositional", "contrastive"},
     {"diagnostics", "presets"},
+    {"integrations"},
 ]
 # Packages that are optional; imported inside a function, where they are used.
-OPTIONAL = {"accelerate", "deepspeed", "safetensors", "scipy", "sklearn", "threadpoolctl", "tqdm", "transformers"}
+OPTIONAL = {"accelerate", "deepspeed", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
+OPTIONAL |= {"threadpoolctl", "tqdm", "transformers"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 
