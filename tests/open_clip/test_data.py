@@ -1,0 +1,123 @@
+"""The row of each sample: it is that of the picture which the model is shown."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("open_clip")
+
+import numpy as np
+import torch
+import webdataset
+
+import compopt
+from compopt.integrations.open_clip import pipeline
+from tests.open_clip import tiny
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tars")
+    pattern = tiny.write_tars(folder)
+    compopt.data.ShardIndex.build(pattern, progress=False).save(folder / "shards.json")
+    return pattern, folder / "shards.json"
+
+
+def assert_own_rows(watch, samples):
+    assert watch.seen
+    for shown, index in watch.seen:
+        assert index.device.type == "cpu" and index.dtype == torch.int64
+        assert shown.tolist() == index.tolist()
+    visited = torch.cat([index.unique() for _, index in watch.seen])  # a sample that repeats in a batch is one visit
+    assert watch.rows()["count"].tolist() == visited.bincount(minlength=tiny.N).tolist()
+    assert sum(len(index) for _, index in watch.seen) == samples
+
+
+@pytest.mark.parametrize("resampled", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards(tmp_path, shards, workers, resampled):
+    """Workers, shuffling, epochs, and shards drawn with replacement."""
+    pattern, index = shards
+    options = {"train_num_samples": 16, "workers": workers, "dataset_resampled": resampled, "batch_size": 4}
+    theirs = tiny.arguments(tmp_path, train_data=pattern, epochs=2, **options)
+    watch = tiny.train(["--estimator", "sogclr", "--index", str(index)], theirs)
+    assert_own_rows(watch, 32)
+    assert watch.est.data_fingerprint == compopt.data.ShardIndex.load(index).fingerprint
+    if not resampled:
+        assert (watch.rows()["count"] == 2).all()
+
+
+def test_keys(tmp_path, shards):
+    theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
+    watch = tiny.train(["--estimator", "sogclr", "--index", "keys:20"], theirs)
+    assert_own_rows(watch, 16)
+    assert watch.est.n == 20
+
+
+def test_identifiers(tmp_path):
+    """A sorted file; a key that is none is an error, not another sample's row."""
+    uids = np.zeros(16, dtype="u8,u8")
+    uids["f1"] = range(16)
+    np.save(tmp_path / "uids.npy", uids)
+    index = pipeline.open_index(str(tmp_path / "uids.npy"))
+    assert index.index({"__key__": f"{5:032x}"}, 0) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positions(tmp_path, workers):
+    data = tiny.write_csv(tmp_path)
+    theirs = tiny.arguments(tmp_path, train_data=data, workers=workers, epochs=2)
+    watch = tiny.train(["--estimator", "sogclr", "--offload", "cpu"], theirs)
+    assert_own_rows(watch, 32)
+
+
+def test_a_method_without_rows_takes_an_index_if_it_is_given(tmp_path, shards):
+    """Samples that repeat in a batch are then no negatives of themselves."""
+    theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
+    watch = tiny.train(["--estimator", "dcl", "--index", str(shards[1])], theirs)
+    assert watch.seen and all(shown.tolist() == index.tolist() for shown, index in watch.seen)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_placements(tmp_path, offload):
+    data = tiny.write_csv(tmp_path)
+    where = ["--offload", offload, *(["--offload-dir", str(tmp_path / "rows")] if offload == "disk" else [])]
+    one, other = (
+        tiny.train(["--estimator", "sogclr", *extra], tiny.arguments(tmp_path, name, train_data=data, epochs=2))
+        for name, extra in (("device", []), ("elsewhere", where))
+    )
+    tiny.assert_alike(one.weights, other.weights, 0)
+    tiny.assert_alike(one.rows(), other.rows(), 0)
+
+
+def read(sources):
+    """Stands for open_clip's reader, by its name."""
+
+
+read.__name__ = "tarfile_to_samples_nothrow"
+INDEX = compopt.data.ShardIndex({"0.tar": 2})
+
+
+def test_what_a_stage_does_not_keep_is_seen():
+    def resize(samples): ...
+
+    for stages, named in (([read, resize], "resize"), ([resize], "resize"), ([read, webdataset.map(resize)], "_map")):
+        with pytest.raises(ValueError, match=f"not known here: .*{named}.*Expected a reader .tarfile_samples"):
+            pipeline.edit(stages, INDEX)
+
+
+def test_both_forms_of_the_pipeline_are_edited():
+    released = [read, webdataset.decode("pilrgb"), webdataset.rename(image="png"), webdataset.to_tuple("image text")]
+    pipeline.edit(released, INDEX)
+    assert isinstance(released[0], compopt.data.indexed_reader)
+    assert released[1].kw["partial"] and "index" not in released[2].kw
+    assert released[3].args == ("image", "text", "index")
+    rebuilt = [read, webdataset.rename(image="png", keep=False)]
+    pipeline.edit(rebuilt, INDEX)
+    assert rebuilt[1].kw["index"] == "index"
+
+
+def test_a_loader_that_is_no_pipeline_is_refused():
+    info = SimpleNamespace(dataloader=[1, 2])
+    with pytest.raises(ValueError, match="expected a webdataset pipeline in open_clip's loader, found list"):
+        pipeline.add_index(info, INDEX, None)

@@ -1,0 +1,136 @@
+"""A run that was stopped and goes on is the run that was not."""
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("open_clip")
+
+import torch
+
+from tests.open_clip import tiny
+
+SOGCLR = "--estimator sogclr --gamma 0.5"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.write_csv(tmp_path_factory.mktemp("csv"))
+
+
+def run(ours, folder, data, name="run", stop_before=None, **changed):
+    theirs = tiny.arguments(folder, name, train_data=data, **{"epochs": 3, "save_frequency": 1, **changed})
+    return tiny.train(ours.split(), theirs, stop_before=stop_before)
+
+
+def stopped(ours, folder, data, after=2, **changed):
+    """Killed when so many epochs are completed."""
+    with pytest.raises(tiny.Stopped):
+        run(ours, folder, data, stop_before=after, **changed)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [SOGCLR, "--estimator fastclip-v3 --rho 1", "--estimator neuclip --prototypes 16 --updates 2", "--estimator clip"],
+)
+def test_resume(tmp_path, data, ours):
+    """Weights and rows, bit for bit; the folder's newest, and a path."""
+    whole = run(ours, tmp_path, data, "whole")
+    stopped(ours, tmp_path, data)
+    latest = run(ours, tmp_path, data, resume="latest")
+    path = tmp_path / "logs" / "run" / "checkpoints" / "epoch_2.pt"
+    elsewhere = run(ours, tmp_path, data, "elsewhere", resume=path)
+    for other in (latest, elsewhere):
+        assert other.updates == 2
+        tiny.assert_alike(other.weights, whole.weights, 0)
+        assert str(other.est) == str(whole.est)
+        if whole.est.n is not None:
+            tiny.assert_alike(other.rows(), whole.rows(), 0)
+    assert ours.endswith("clip") == ("epoch_3.compopt" not in tiny.files(tmp_path))  # nothing to keep
+
+
+def test_files(tmp_path, data):
+    """Rows have a folder of their own, beside open_clip's file and not in it."""
+    run(SOGCLR, tmp_path, data, epochs=2)
+    assert tiny.files(tmp_path) == ["epoch_1.compopt", "epoch_1.pt", "epoch_2.compopt", "epoch_2.pt"]
+    assert not {"rows", "compopt", "estimator"} & tiny.checkpoint(tmp_path).keys()
+    assert not list((tmp_path / "logs").rglob("*.compopt/**/*.pt"))
+
+
+def test_no_checkpoints_no_rows(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # open_clip makes a folder of that name
+    run(SOGCLR, tmp_path, data, logs="none", epochs=1)
+    assert not list(tmp_path.rglob("*.compopt"))
+
+
+def test_rows_go_with_their_file(tmp_path, data):
+    run(SOGCLR, tmp_path, data, delete_previous_checkpoint=True)
+    assert tiny.files(tmp_path) == ["epoch_3.compopt", "epoch_3.pt"]
+
+
+def test_the_most_recent_checkpoint_has_rows(tmp_path, data):
+    """`epoch_latest.pt` says of which epoch it is."""
+    options = {"save_frequency": 0, "save_most_recent": True}
+    whole = run(SOGCLR, tmp_path, data, "whole", **options)
+    stopped(SOGCLR, tmp_path, data, **options)
+    assert tiny.files(tmp_path) == ["epoch_2.compopt", "epoch_latest.pt"]
+    resumed = run(SOGCLR, tmp_path, data, resume="latest", **options)
+    tiny.assert_alike(resumed.rows(), whole.rows(), 0)
+    assert tiny.files(tmp_path) == ["epoch_3.compopt", "epoch_3.pt", "epoch_latest.pt"]
+
+
+def test_killed_between_rows_and_file(tmp_path, data):
+    """Rows are written first; those without a file are written anew."""
+    stopped(SOGCLR, tmp_path, data)
+    folder = tmp_path / "logs" / "run" / "checkpoints"
+    (folder / "epoch_2.pt").unlink()
+    run(SOGCLR, tmp_path, data, resume="latest")
+    assert tiny.files(tmp_path) == sorted(f"epoch_{k}.{kind}" for k in (1, 2, 3) for kind in ("pt", "compopt"))
+
+
+def refused(folder, data, match, ours=SOGCLR, **changed):
+    """Before any update."""
+    watch = []
+    theirs = tiny.arguments(folder, train_data=data, epochs=3, save_frequency=1, resume="latest", **changed)
+    with pytest.raises(ValueError, match=match):
+        tiny.train(ours.split(), theirs, prepare=lambda *_: watch.append(1))
+    assert not watch
+
+
+def test_rows_that_do_not_fit_are_refused(tmp_path, data):
+    stopped(SOGCLR, tmp_path, data)
+    folder = tmp_path / "logs" / "run" / "checkpoints"
+    other = tmp_path / "other"
+    other.mkdir()
+    text = tiny.write_csv(other).read_text().splitlines()
+    (other / "data.csv").write_text("\n".join([text[0], *reversed(text[1:])]))
+    refused(tmp_path, other / "data.csv", "do not fit this run. .*fingerprint 'positions in a file of 16 samples")
+    refused(tmp_path, data, "do not fit this run. .*method", ours="--estimator isogclr --rho 1")
+    about = json.loads((folder / "epoch_2.compopt" / "about.json").read_text())
+    (folder / "epoch_2.compopt" / about["checkpoint"] / "manifest.json").unlink()
+    refused(tmp_path, data, "do not fit this run. .*manifest")
+    shutil.rmtree(folder / "epoch_2.compopt")
+    shutil.copytree(folder / "epoch_1.compopt", folder / "epoch_2.compopt")
+    refused(tmp_path, data, r"epoch_2.compopt has rows of epoch 1, .*epoch_2.pt is of epoch 2; .*--pretrained")
+    (folder / "epoch_2.compopt" / "about.json").write_text("{")
+    refused(tmp_path, data, "about.json cannot be read .*unfinished or damaged")
+    shutil.rmtree(folder / "epoch_2.compopt")
+    refused(tmp_path, data, "no rows beside it, .*epoch_2.compopt is missing; .*--pretrained .*epoch_2.pt instead")
+
+
+def test_weights_without_rows_begin_anew_as_pretrained(tmp_path, data):
+    """What the refusal says."""
+    stopped(SOGCLR, tmp_path, data)
+    path = tmp_path / "logs" / "run" / "checkpoints" / "epoch_2.pt"
+    watch = run(SOGCLR, tmp_path, data, "anew", pretrained=path, epochs=1)
+    assert watch.est.t == 2
+    moved = watch.model.text_projection - torch.load(path)["state_dict"]["text_projection"]
+    assert moved.abs().max() < 0.01
+
+
+def test_other_options_than_the_checkpoints_are_said(tmp_path, data, caplog):
+    stopped(SOGCLR, tmp_path, data)
+    watch = run("--estimator sogclr --gamma 0.7", tmp_path, data, resume="latest")
+    assert watch.est.sample_groups[0]["gamma"] == 0.5
+    assert any("'gamma': (0.7, 0.5)" in message for message in caplog.messages)
