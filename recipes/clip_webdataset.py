@@ -30,19 +30,10 @@ from tqdm import tqdm
 import compopt
 from compopt.data import KeyIndex, ShardBatches, ShardIndex, UidIndex, indexed_reader
 from compopt.integrations import accelerate as integration
+from compopt.integrations.open_clip.options import METHODS, MODEL
 from recipes import checkpoints, launch
 from recipes.tasks import retrieval
 
-ESTIMATORS = {
-    "infonce": compopt.InfoNCEEstimator,
-    "dcl": compopt.DCLEstimator,
-    "sogclr": compopt.SogCLREstimator,
-    "isogclr": compopt.ISogCLREstimator,
-    "fastclip": compopt.FastCLIPEstimator,
-    "neuclip": compopt.NeuCLIPEstimator,
-    "residual": compopt.ResidualEstimator,
-    "emc2": compopt.EMC2Estimator,
-}
 IMAGES = ("jpg", "png", "jpeg", "webp")
 
 
@@ -104,16 +95,17 @@ def build_model(args):
 
 
 def build_estimator(args, n, dim):
-    """The preset with the options of --set, its rows where --offload and --shard say."""
-    preset, options = ESTIMATORS[args.estimator], dict(args.set)
-    takes = inspect.signature(preset).parameters
-    if unknown := sorted(set(options) - set(takes)):
-        raise SystemExit(f"--estimator {args.estimator} has no {', '.join(unknown)}; it takes {', '.join(takes)}")
+    """A method's preset with the options of --set; rows where --offload and --shard say."""
+    method, options = METHODS[args.estimator], dict(args.set)
+    if unknown := sorted(set(options) - set(method.parameters)):
+        raise SystemExit(
+            f"--set: {args.estimator} has no {', '.join(unknown)}; it takes {', '.join(method.parameters)}"
+        )
     for name, value in {"n": n, "dim": dim}.items():
-        if name in takes and takes[name].default is inspect.Parameter.empty:
+        if name in method.parameters and method.parameters[name].default is inspect.Parameter.empty:
             options[name] = value
     folder = args.output / "rows" if args.offload == "disk" else None
-    return preset(**options, offload=args.offload, offload_dir=folder, shard=args.shard)
+    return method.preset(**{**method.fixed, **options}, offload=args.offload, offload_dir=folder, shard=args.shard)
 
 
 def set_scale(model, group):
@@ -172,6 +164,7 @@ class Trainer:
         self.name, model, (preprocess, self.preprocess_val) = build_model(args)
         self.tokenizer = open_clip.get_tokenizer(self.name)
         self.decode = Decode(preprocess, self.tokenizer, args.seed)
+        args.learn_scale |= METHODS[args.estimator].defaults.get("tau") == MODEL
         torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
         self.est = build_estimator(args, index.n, model.text_projection.shape[-1]).to(self.device)
         self.est.data_fingerprint = index.fingerprint
@@ -227,6 +220,8 @@ class Trainer:
         args = self.args
         if args.resume:
             checkpoints.load(self.accelerator, args.output / "state")
+        if METHODS[args.estimator].decays:  # FastCLIP's gamma falls in the first half
+            self._decay_gamma()
         while self.batches.epoch < args.epochs:
             self._epoch()
             epoch = self.batches.epoch + 1
@@ -236,6 +231,12 @@ class Trainer:
             if args.val_shards:
                 self._report({f"val/{name}": value for name, value in self.evaluate().items()})
         self.accelerator.end_training()
+
+    def _decay_gamma(self):
+        steps = self.args.epochs * (self.batches.layout.batches(self.batches.n) // self.args.accumulate)
+        schedule = compopt.schedules.CosineGamma(self.est, max(1, steps // 2))
+        schedule.load_state_dict({"t": self.est.t})
+        self.est.register_step_post_hook(lambda *_: schedule.step())
 
     def _epoch(self):
         """What is left of the epoch; micro-batches that do not fill a window are left to the next one."""
@@ -385,7 +386,7 @@ def parse(argv=None):
     add("--val-samples", type=int, default=2000)
     add("--model", default="ViT-B-32", help="name or JSON file of an open_clip model")
     add("--pretrained", help="weights to begin with, as open_clip's")
-    add("--estimator", choices=ESTIMATORS, default="sogclr")
+    add("--estimator", choices=sorted(METHODS), default="sogclr")
     add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
     add("--epochs", type=int, default=2)

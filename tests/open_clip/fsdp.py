@@ -1,0 +1,32 @@
+"""recipes.clip_webdataset under accelerate's FSDP2 on CPUs. accelerate asks for accelerators; it is told of some."""
+
+import os
+
+from accelerate import Accelerator
+from accelerate.state import DistributedType, PartialState
+
+from recipes import clip_webdataset, launch
+
+# What `accelerate launch --config_file recipes/clip/fsdp2.yaml` sets.
+CONFIGURATION = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "ResidualAttentionBlock",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+
+def main():
+    os.environ.update(CONFIGURATION, ACCELERATE_TORCH_DEVICE="cpu")
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    launch.accelerator = lambda device, accumulate, precision, deepspeed, **options: Accelerator(
+        gradient_accumulation_steps=accumulate, mixed_precision=precision, **options
+    )
+    clip_webdataset.main()
+
+
+if __name__ == "__main__":
+    main()
