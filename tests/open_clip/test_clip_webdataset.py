@@ -1,7 +1,9 @@
 """recipes/clip_webdataset.py: an interrupted run ends where a whole one does, in every way of starting it."""
 
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +18,7 @@ from recipes import clip_webdataset as recipe  # noqa: E402
 from tests.open_clip.data import caption_of, write_model, write_pairs  # noqa: E402
 
 SIZES, N = [9, 13, 7, 11], 40
+LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +217,38 @@ def test_one_process_takes_up_what_two_have_left(given, tmp_path):
     launch(2, given, tmp_path, "--batch-size", "2", "--max-steps", "13")
     train(given, tmp_path, "--resume")
     assert set(rows(tmp_path)["count"].tolist()) == {2}
+
+
+# -- evaluated by others -----------------------------------------------------------------------------------------------
+
+
+def test_clip_benchmark_measures_the_same_recall(given, tmp_path, capsys):
+    """It loads the checkpoint by itself, and reads a local webdataset."""
+    from clip_benchmark.cli import main
+
+    train(given, tmp_path, "--val-shards", str(given[0]), *LEARN, estimator="dcl")
+    said = capsys.readouterr().out
+    ours = [float(re.findall(rf"val/{name} (\S+)", said)[-1]) for name in ("image_to_text", "text_to_image")]
+    root = tmp_path / "benchmark"
+    (root / "test").mkdir(parents=True)
+    (root / "dataset_type.txt").write_text("retrieval")
+    (root / "test" / "nshards.txt").write_text(str(len(SIZES)))
+    for number, shard in enumerate(sorted(given[0].glob("*.tar"))):
+        (root / "test" / f"{number}.tar").write_bytes(shard.read_bytes())
+    found = [
+        "--dataset",
+        "wds/retrieval",
+        "--dataset_root",
+        str(root),
+        "--task",
+        "zeroshot_retrieval",
+        "--recall_k",
+        "1",
+    ]
+    model = ["--model", "micro", "--pretrained", str(tmp_path / "epoch_30.pt"), "--no_amp", "--num_workers", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["clip_benchmark", "eval", *model, *found, "--output", str(tmp_path / "found.json")])
+        main()
+    metrics = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    theirs = [metrics[f"{name}_recall@1"] for name in ("text_retrieval", "image_retrieval")]
+    assert theirs == pytest.approx(ours, abs=1e-3) and min(ours) > 2 / N
