@@ -40,7 +40,7 @@ test-rest: $(VENV)/.dev  ## run what `make test` leaves out
 	$(PYTEST) -m "$(REST)" $(PYTEST_ARGS)
 
 test-clip: $(CLIP_VENV)/.open_clip  ## run the tests beside open_clip, in an environment of their own
-	$(CLIP_VENV)/bin/python -m pytest tests/open_clip $(PYTEST_ARGS)
+	$(CLIP_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/open_clip $(PYTEST_ARGS)
 
 test-full: $(VENV)/.dev  ## run every test
 	$(PYTEST) $(PYTEST_ARGS)
