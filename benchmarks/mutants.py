@@ -72,8 +72,8 @@ BY_READING = {
 }
 HISTORY = (
     "At the first trial the daily tests missed 14. Tests were then written for four (deposits.py:146, placement.py:36, "
-    "saving.py:70, handshake.py:112), and those were tried again. The other ten were judged by reading, not by the rest "
-    "of the suite."
+    "saving.py:70, handshake.py:112), and those were tried again. The other ten were judged by reading, without the "
+    "rest of the suite."
 )
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
 HANGS = 120  # seconds, after which one test does
