@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -28,13 +29,17 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import compopt
-from compopt.data import KeyIndex, ShardBatches, ShardIndex, UidIndex, indexed_reader
+from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import METHODS, MODEL
+from compopt.integrations.open_clip.pipeline import open_index
+from compopt.rng import fold
 from recipes import checkpoints, launch
 from recipes.tasks import retrieval
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
+DECIDED = {"n", "dim", "mode", "process_group", "dtype", "offload", "offload_dir", "shard"}  # not by --set
+MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -44,12 +49,12 @@ def load_indices(args):
     """What gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
     path = args.sizes or args.output / "shards.json"
     if launch.is_main() and not path.exists():
+        if any("://" in shard for shard in shard_list(args.shards)):
+            raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
         ShardIndex.build(args.shards).save(path)
     launch.barrier()
     sizes = ShardIndex.load(path)
-    if args.index.startswith("keys:"):
-        return KeyIndex(int(args.index.removeprefix("keys:"))), sizes
-    return (UidIndex(args.index) if args.index else sizes), sizes
+    return (open_index(args.index) if args.index else sizes), sizes
 
 
 class Decode:
@@ -57,22 +62,27 @@ class Decode:
 
     def __init__(self, preprocess, tokenizer, seed=0):
         self.preprocess, self.tokenizer, self.seed, self.epoch = preprocess, tokenizer, seed, 0
+        self.last = None  # in case that nothing of a batch can be decoded
 
     def __call__(self, samples):
         with torch.random.fork_rng(devices=[]):
             pairs = [pair for sample in samples if (pair := self.pair(sample)) is not None]
-        if not pairs:
-            raise ValueError(f"none of the {len(samples)} samples of a batch in {samples[0]['__url__']} can be decoded")
-        images, texts, rows = zip(*pairs, strict=True)
-        return torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows), len(samples) - len(pairs)
+        if len(pairs) >= min(2, len(samples)):  # one alone has no negative
+            images, texts, rows = zip(*pairs, strict=True)
+            self.last = torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows)
+            return *self.last, len(samples) - len(pairs)
+        if self.last is None:
+            where = samples[0]["__url__"]
+            raise ValueError(f"{len(pairs)} of {len(samples)} samples of a batch can be decoded; look at {where}")
+        return *self.last, len(samples)
 
     def pair(self, sample):
-        torch.manual_seed((self.seed * 10_007 + self.epoch) * 2**40 + sample["index"])  # augmented alike after a resume
+        torch.manual_seed(fold(self.seed, self.epoch, sample["index"]))  # augmented alike after a resume
         image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
         text = sample.get("txt", b"").decode(errors="replace").strip()
         try:
             image = self.preprocess(Image.open(io.BytesIO(image)).convert("RGB"))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):
             return None
         return (image, text, sample["index"]) if text else None
 
@@ -94,18 +104,31 @@ def build_model(args):
     return name, model.to(memory_format=torch.contiguous_format), transforms  # DeepSpeed broadcasts flat bytes
 
 
-def build_estimator(args, n, dim):
-    """A method's preset with the options of --set; rows where --offload and --shard say."""
+def read_options(args):
+    """--set as arguments of the preset; ``tau=model`` is --learn-scale."""
     method, options = METHODS[args.estimator], dict(args.set)
-    if unknown := sorted(set(options) - set(method.parameters)):
-        raise SystemExit(
-            f"--set: {args.estimator} has no {', '.join(unknown)}; it takes {', '.join(method.parameters)}"
-        )
+    tau = options.pop("tau", MODEL) if options.get("tau") == MODEL else method.defaults.get("tau")
+    args.learn_scale |= tau == MODEL and "tau" not in options
+    elsewhere = DECIDED | set(method.fixed)
+    if unknown := sorted(set(options) - (set(method.parameters) - elsewhere)):
+        takes = ", ".join(name for name in method.parameters if name not in elsewhere)
+        raise SystemExit(f"--set: {args.estimator} takes {takes}, and not {', '.join(unknown)}")
+    return {**method.fixed, **options}
+
+
+def build_estimator(args, options, n, dim):
+    """A method's preset; its rows are where --offload and --shard say."""
+    method = METHODS[args.estimator]
     for name, value in {"n": n, "dim": dim}.items():
         if name in method.parameters and method.parameters[name].default is inspect.Parameter.empty:
-            options[name] = value
+            options = {**options, name: value}
     folder = args.output / "rows" if args.offload == "disk" else None
-    return method.preset(**{**method.fixed, **options}, offload=args.offload, offload_dir=folder, shard=args.shard)
+    est = method.preset(**options, offload=args.offload, offload_dir=folder, shard=args.shard)
+    if args.learn_scale and est.temperature.learns:
+        raise SystemExit(f"--learn-scale: {args.estimator} with these options learns temperatures of its own")
+    if list(est.parameters()) and args.gradient_cache and args.precision == "fp16":
+        raise SystemExit("--precision fp16: its scaler does not reach what the estimator learns in a --gradient-cache")
+    return est
 
 
 def set_scale(model, group):
@@ -150,13 +173,29 @@ class Trainer:
             args.device, args.accumulate, args.precision, args.deepspeed_config, **tracking
         )
         self.device = self.accelerator.device
+        self._check_output()
         index, sizes = load_indices(args)
         stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
         options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
         self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
         for shard in (self.batches.shards[0], self.batches.shards[-1]):  # refuse foreign keys before training
-            next(iter(stage([{"url": shard}])))
+            next(iter(stage([{"url": shard}])), None)
         self._build(index)
+
+    def _check_output(self):
+        """A folder holds one run: a new one does not begin beside another's state, nor in its rows."""
+        args = self.args
+        found = checkpoints.latest(args.output / "state")
+        if found is not None and not args.resume:
+            raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
+        if args.val_shards and not shard_list(args.val_shards):
+            raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
+        launch.barrier()
+        if found is None and launch.is_main():
+            shutil.rmtree(args.output / "rows", ignore_errors=True)  # of a run that was killed before its first state
+        if found is None and args.resume:
+            self.accelerator.print(f"no state in {args.output}: the run begins anew")
+        launch.barrier()
 
     def _build(self, index):
         """Build the parts: the estimator after the process group, attached after ``prepare``."""
@@ -164,11 +203,11 @@ class Trainer:
         self.name, model, (preprocess, self.preprocess_val) = build_model(args)
         self.tokenizer = open_clip.get_tokenizer(self.name)
         self.decode = Decode(preprocess, self.tokenizer, args.seed)
-        args.learn_scale |= METHODS[args.estimator].defaults.get("tau") == MODEL
+        options = read_options(args)
         torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
-        self.est = build_estimator(args, index.n, model.text_projection.shape[-1]).to(self.device)
+        self.est = build_estimator(args, options, index.n, model.text_projection.shape[-1]).to(self.device)
         self.est.data_fingerprint = index.fingerprint
-        self._check_run(index)
+        self._check_run(index, options)
         set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
         launch.check_learned(self.accelerator, list(self.est.parameters()), args.estimator)
         launch.set_micro_batch(self.accelerator, args.batch_size)
@@ -183,24 +222,31 @@ class Trainer:
         if args.log_with:
             self.accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
 
-    def _check_run(self, index):
+    def _check_run(self, index, options):
         """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
+        args, kind = self.args, self.accelerator.distributed_type.value
+        sharded = kind in ("FSDP", "DEEPSPEED")
         mine = {
             "model": open_clip.get_model_config(self.name),
-            "estimator": [self.args.estimator, {name: repr(value) for name, value in self.args.set}],
+            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}],
+            "learn-scale": args.learn_scale,
             "index": index.fingerprint,
-            "seed": self.args.seed,
+            "seed": args.seed,
+            "accumulate": args.accumulate,
+            "kind of processes": kind if sharded else "whole copies",
+            "number of processes under DeepSpeed": launch.world_size() if kind == "DEEPSPEED" else None,
         }
-        mine, path = json.loads(json.dumps(mine)), self.args.output / "run.json"
-        if self.args.resume and path.exists():
-            saved = json.loads(path.read_text())
-            different = [name for name in mine if mine[name] != saved.get(name)]
-            if different:
-                found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
-                raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
+        mine, path = json.loads(json.dumps(mine)), args.output / "run.json"
+        saved = json.loads(path.read_text()) if args.resume and path.exists() else mine
+        different = [name for name in mine if mine[name] != saved.get(name)]
+        if different:
+            found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
+            raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
         launch.barrier()
         if launch.is_main():
-            path.write_text(json.dumps(mine))
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(mine))
+            partial.replace(path)
 
     def state_dict(self):
         """What accelerate keeps beside model, optimizer and rows."""
@@ -222,8 +268,7 @@ class Trainer:
             checkpoints.load(self.accelerator, args.output / "state")
         if METHODS[args.estimator].decays:  # FastCLIP's gamma falls in the first half
             self._decay_gamma()
-        while self.batches.epoch < args.epochs:
-            self._epoch()
+        while self.batches.epoch < args.epochs and self._epoch():
             epoch = self.batches.epoch + 1
             self.batches.set_epoch(epoch)
             self._export(epoch)
@@ -239,7 +284,7 @@ class Trainer:
         self.est.register_step_post_hook(lambda *_: schedule.step())
 
     def _epoch(self):
-        """What is left of the epoch; micro-batches that do not fill a window are left to the next one."""
+        """What is left of the epoch, but for micro-batches that do not fill a window. False if --max-steps ended it."""
         args, batches = self.args, self.batches
         windows = len(batches) // args.accumulate
         self.decode.epoch = batches.epoch
@@ -250,32 +295,33 @@ class Trainer:
         bar = tqdm(total=total, initial=batches.done, unit="batch", disable=not launch.is_main() or args.quiet)
         started, first = time.perf_counter(), self.samples
         for number in range(windows):
+            if args.max_steps is not None and self.step >= args.max_steps:
+                checkpoints.save(self.accelerator, args.output / "state")
+                return False
             window = [next(loader) for _ in range(args.accumulate)]
+            batches.advance(args.accumulate)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(args, self.samples / (args.epochs * batches.n))
             loss = (self._cached if args.gradient_cache else self._accumulated)(window)
-            batches.advance(args.accumulate)
             self.step += 1
             self.lost += sum(lost for *_, lost in window)
             bar.update(args.accumulate)
             if self.step % args.log_every == 0 or number + 1 == windows:
                 rate = (self.samples - first) / (time.perf_counter() - started)
                 self._report({"loss": loss.item(), "samples_per_second": rate, **self._metrics()}, bar)
-            stop = self.step == args.max_steps
-            if stop or (args.save_every and self.step % args.save_every == 0 and number + 1 < windows):
+            if args.save_every and self.step % args.save_every == 0 and number + 1 < windows:
                 checkpoints.save(self.accelerator, args.output / "state")
-            if stop:
-                raise SystemExit(0)
         bar.close()
         if self.lost and launch.is_main():
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
+        return True
 
     def _forward(self, images, texts, number):
         """Features of a micro-batch, and the model's own temperature if it is to be learned."""
-        torch.manual_seed(self.args.seed + 2 + (self.step * self.args.accumulate + number) * 2**20 + launch.rank())
+        torch.manual_seed(fold(self.args.seed, self.step, number, launch.rank()))  # dropout is the same the second time
         dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
         z1, z2, scale, *_ = self.model(images.to(self.device, dtype), texts.to(self.device))
-        return (z1, z2, 1 / scale.squeeze()) if self.args.learn_scale else (z1, z2)
+        return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
 
     def _update(self, loss):
         """Backward; after the window's last micro-batch the step, in which the attached estimator commits."""
@@ -285,6 +331,9 @@ class Trainer:
             accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if accelerator.sync_gradients and self.args.learn_scale and not launch.uses_deepspeed(accelerator):
+            with torch.no_grad():
+                accelerator.unwrap_model(self.model).logit_scale.clamp_(max=math.log(MAX_SCALE))
 
     def _accumulated(self, window):
         """Each micro-batch has a loss of its own, with its own negatives; their gradients are averaged."""
@@ -307,13 +356,12 @@ class Trainer:
         loss = self.est(z1, z2, index, tau=leaves[2] if leaves[2:] else None)
         loss.backward()  # reaches the features, and the estimator's own parameters
         sizes = [len(images) for images, *_ in window]
+        shares = [leaf.grad / len(window) for leaf in leaves[2:]]  # DDP wants a gradient from every micro-batch
         pieces = zip(z1.grad.split(sizes), z2.grad.split(sizes), strict=True)
         for number, (micro, gradients) in enumerate(zip(window, pieces, strict=True)):
             with self.accelerator.accumulate(self.model):
                 z = self._forward(*micro[:2], number)
-                surrogate = sum((a * b).sum() for a, b in zip(z, gradients, strict=False))
-                if leaves[2:] and number == 0:
-                    surrogate = surrogate + z[2] * leaves[2].grad
+                surrogate = sum((a * b).sum() for a, b in zip(z, (*gradients, *shares), strict=True))
                 self._update(surrogate * len(window))  # accelerate divides it
         return loss.detach()
 
@@ -348,7 +396,7 @@ class Trainer:
         """Recall at 1 among the first pairs of --val-shards; every process does the same."""
         decode = Decode(self.preprocess_val, self.tokenizer)
         read = wds.tarfile_to_samples(handler=wds.warn_and_continue)
-        shards = compopt.data.shard_list(self.args.val_shards)
+        shards = shard_list(self.args.val_shards)
         samples = ({**sample, "index": 0} for sample in read({"url": shard} for shard in shards))
         features, captions, number = [], [], 0
         self.model.eval()

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from compopt.data import ShardBatches, ShardIndex, indexed_reader
+from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.spans import Spans
 from tests.shards import read_tar, write_shards
 
@@ -155,9 +155,69 @@ def test_a_batch_without_a_sample_is_replaced(data):
     with pytest.warns(UserWarning, match="no sample of a batch of 3 could be read"):
         given = [rows(batch) for batch in batches]
     assert len(given) == TOTAL // 3 and all(given)
+    batches.advance(9)
+    assert (
+        len(list(batches)) == TOTAL // 3 - 9
+    )  # the share now begins with a shard that cannot be read, or soon meets it
     nothing.update(range(10))
-    with pytest.raises(RuntimeError, match="no sample of a batch of 3"):
+    with pytest.raises(RuntimeError, match="no sample could be read of the share of worker 0"):
         list(batches)
+
+
+def test_a_share_may_begin_with_samples_that_cannot_be_read(data):
+    shards, index = data
+    first = ShardBatches(shards, indexed_reader(read_tar, index), 3, sizes=index, shuffle=1, seed=5)
+    lost = next(iter(first))[0]["__url__"]
+
+    def some(sources):
+        for source in sources:
+            if source["url"] != lost:
+                yield from read_tar([source])
+
+    batches = ShardBatches(shards, indexed_reader(some, index), 3, sizes=index, shuffle=1, seed=5)
+    with pytest.warns(UserWarning, match="another batch is given twice"):
+        given = [rows(batch) for batch in batches]
+    assert len(given) == TOTAL // 3 and given[0] == given[1] and all(given)
+
+
+def test_positions_that_cannot_be_are_refused(data):
+    batches = batches_of(data)
+    with pytest.raises(ValueError, match="33 batches of this epoch are left"):
+        batches.advance(34)
+    batches.advance(30)
+    state = batches.state_dict()
+    for name, value, said in [
+        ("done", 34, "34 batches, and there were 33"),
+        ("done", -3, "done"),
+        ("ranks", 0, "ranks"),
+    ]:
+        wrong = {**state, "read": [{**state["read"][0], name: value}]}
+        with pytest.raises(ValueError, match=said):
+            batches.load_state_dict(wrong)
+        assert batches.done == 30
+    with pytest.raises(ValueError, match="other shards"):
+        batches.load_state_dict({})
+
+
+def test_other_shards_of_the_same_sizes_are_other_shards(tmp_path):
+    for name in ("one", "other"):
+        write_shards(tmp_path / name, [4, 4])
+    index = ShardIndex.build([tmp_path / "one", tmp_path / "other"])
+    one, other = (
+        ShardBatches(tmp_path / name, indexed_reader(read_tar, index), 2, sizes=index) for name in ("one", "other")
+    )
+    one.advance()
+    with pytest.raises(ValueError, match="other shards"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_workers_that_persist_are_refused(data):
+    batches = batches_of(data, workers=2)
+    loader = torch.utils.data.DataLoader(batches, batch_size=None, num_workers=2, persistent_workers=True)
+    assert len(list(loader)) == TOTAL // 3
+    batches.set_epoch(1)
+    with pytest.raises(RuntimeError, match="leave persistent_workers off"):
+        list(loader)
 
 
 def test_bad_input(data, tmp_path):
@@ -206,6 +266,18 @@ def test_a_long_epoch_is_resumed_without_reading_what_was_done():
     batches = ShardBatches(names, stage, 256, sizes=sizes, ranks=64, rank=3)
     batches.advance(8_000)
     assert len(next(iter(batches))) == 256 and len(opened) <= 2
+
+
+def test_lists_of_shards(tmp_path):
+    for name in ("0.tar", "1.tar.gz", "0.tar.idx", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    assert [name.rsplit("/")[-1] for name in shard_list(tmp_path)] == ["0.tar", "1.tar.gz"]
+    assert shard_list("s3://b/{a,b}/{08..10}.tar")[3:] == ["s3://b/b/08.tar", "s3://b/b/09.tar", "s3://b/b/10.tar"]
+    for wrong in ("{3..1}.tar", "{a..c}.tar", "{00..10..5}.tar"):
+        with pytest.raises(ValueError, match="range of numbers that ascends"):
+            shard_list(wrong)
+    with pytest.raises(ValueError, match="wildcards need a local disk"):
+        shard_list("s3://b/*.tar")
 
 
 def test_spans():

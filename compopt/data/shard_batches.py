@@ -51,11 +51,12 @@ class ShardBatches(IterableDataset[list[Sample]]):
     Raises:
         ValueError: a shard occurs twice or has no size; too few samples for one batch on every rank.
         FileNotFoundError: there is no shard; a local one is missing or empty.
-        RuntimeError: while reading: another number of workers; no sample could be read from the start of a share.
+        RuntimeError: while reading: another number of workers; workers that persist; no sample of
+            a worker's share could be read.
 
     Warns:
-        UserWarning: a batch of which no sample could be read; an earlier batch takes its place, so that all ranks keep
-            as many.
+        UserWarning: a batch of which no sample could be read. A batch before or after it takes its place, so that all
+            ranks keep as many; after a resume it may be another one.
 
     Example:
         >>> import compopt
@@ -90,6 +91,28 @@ class ShardBatches(IterableDataset[list[Sample]]):
             raise FileNotFoundError(f"no shards at {shards}")
         self.read, self.seed = read, checks.whole("seed", seed)
         self._counts = [sizes.count(shard) for shard in self.shards]
+        names = [sizes.name(shard) for shard in self.shards]
+        _check_files(self.shards)
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
+        ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
+        self.layout = Layout(
+            checks.count("ranks", ranks),
+            max(1, checks.whole("num_workers", num_workers)),
+            checks.count("batch_size", batch_size),
+            checks.count("shuffle", shuffle),
+        )
+        if not 0 <= self.rank < ranks:
+            raise ValueError(f"rank must be between 0 and {ranks - 1}, got {self.rank}")
+        self.n = sum(self._counts)
+        if not self.layout.batches(self.n):
+            raise ValueError(
+                f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
+            )
+        if len(set(names)) != len(names):
+            raise ValueError("a shard occurs twice among shards; each is read once per epoch")
+        listed = repr([*zip(names, self._counts, strict=True)])
+        self._fingerprint = hashlib.sha256(listed.encode()).hexdigest()[:32]
         _check_files(self.shards)
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
@@ -110,6 +133,7 @@ class ShardBatches(IterableDataset[list[Sample]]):
         self._rows = [sizes.index({"__url__": shard}, 0) for shard in self.shards]  # they name the shards, moved or not
         if len(set(self._rows)) != len(self._rows):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
+        self._iterated = False  # by a worker, which has a copy of its own
         self.set_epoch(0)
 
     # -- position ----------------------------------------------------------------------------------------------
@@ -121,8 +145,14 @@ class ShardBatches(IterableDataset[list[Sample]]):
         self._spans = Spans([(0, self.n)])
 
     def advance(self, batches: int = 1) -> None:
-        """Say that this rank has trained on further batches, in the order in which the loader gave them."""
-        self.done += checks.count("batches", batches)
+        """Say that this rank has trained on further batches, in the order in which the loader gave them.
+
+        Raises:
+            ValueError: the epoch has fewer left.
+        """
+        if checks.count("batches", batches) > len(self):
+            raise ValueError(f"advance({batches}): {len(self)} batches of this epoch are left")
+        self.done += batches
 
     def __len__(self) -> int:
         """Batches that are left of this epoch on every rank."""
@@ -136,9 +166,9 @@ class ShardBatches(IterableDataset[list[Sample]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch; plain numbers, the same on every rank."""
-        stages = [*self._earlier, (self.layout, self.done)]
+        stages = [(layout, done) for layout, done in [*self._earlier, (self.layout, self.done)] if done]
         return {
-            "shards": hashlib.sha256(repr([*zip(self._rows, self._counts, strict=True)]).encode()).hexdigest()[:32],
+            "shards": self._fingerprint,
             "seed": self.seed,
             "epoch": self.epoch,
             "read": [{**asdict(layout), "done": done} for layout, done in stages],
@@ -152,23 +182,27 @@ class ShardBatches(IterableDataset[list[Sample]]):
         of the last incomplete batch; the order is another one.
 
         Raises:
-            ValueError: the state is of other shards or of another seed.
+            ValueError: the state is of other shards or of another seed, or is no state of this class.
         """
         mine = self.state_dict()
-        if any(state_dict[name] != mine[name] for name in ("shards", "seed")):
+        if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
             raise ValueError(
                 "the position is of other shards or another seed, where it means nothing; give the same shards in the "
                 "same order and the same seed, or begin with the next epoch: set_epoch"
             )
+        earlier, spans = [], Spans([(0, self.n)])
+        for stage, options in enumerate(state_dict["read"]):
+            layout = Layout(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
+            done = checks.count("done", options["done"])
+            if done > layout.batches(len(spans)):
+                raise ValueError(f"the state says {done} batches, and there were {layout.batches(len(spans))}")
+            earlier.append((layout, done))
+            if (layout, stage + 1) != (self.layout, len(state_dict["read"])):
+                spans = layout.rest(spans, done, (self.seed, state_dict["epoch"], stage))
         self.set_epoch(state_dict["epoch"])
-        stages = [({**stage}, stage["done"]) for stage in state_dict["read"]]
-        for options, done in stages:
-            del options["done"]
-            self._earlier.append((Layout(**options), done))
-        if self._earlier[-1][0] == self.layout:
-            self.done = self._earlier.pop()[1]
-        for stage, (layout, done) in enumerate(self._earlier):
-            self._spans = layout.rest(self._spans, done, (self.seed, self.epoch, stage))
+        if earlier and earlier[-1][0] == self.layout:
+            self.done = earlier.pop()[1]
+        self._earlier, self._spans = earlier, spans
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -179,6 +213,11 @@ class ShardBatches(IterableDataset[list[Sample]]):
                 f"the DataLoader has num_workers={info.num_workers}, and ShardBatches was told {layout.workers}; give "
                 f"both the same number"
             )
+        if info is not None and self._iterated:
+            raise RuntimeError(
+                "workers that persist see neither set_epoch nor the position; leave persistent_workers off"
+            )
+        self._iterated = info is not None
         # loaders begin with worker 0, which therefore takes the part of the worker whose turn it is
         workers = range(layout.workers) if info is None else [(self.done + info.id) % layout.workers]
         done, left = self.done, len(self)  # the position may advance while this runs
@@ -197,32 +236,47 @@ class ShardBatches(IterableDataset[list[Sample]]):
         samples = self._read(self._spans.cut(first, start + size))
         shuffled = islice(self._shuffled(samples, self.rank * layout.workers + worker, block), given, None)
         last: list[Sample] = []
+        missing = 0
         while places := list(islice(shuffled, layout.batch_size)):
             batch = [sample for sample in places if sample is not None]
-            last = batch or self._replacement(last)
-            yield last
+            if not batch:
+                self._warn_of_nothing()
+                missing += 1
+            if batch or last:
+                last = batch or last
+                yield from [last] * (missing + 1 if batch else missing)
+                missing = 0
+        if missing:
+            raise RuntimeError(
+                f"no sample could be read of the share of worker {worker} (rank {self.rank}, epoch {self.epoch}); the "
+                f"reader's warnings name the damaged shards"
+            )
 
-    def _replacement(self, last: list[Sample]) -> list[Sample]:
-        """What stands for a batch of which nothing could be read."""
-        told = f"no sample of a batch of {self.layout.batch_size} could be read (rank {self.rank}, epoch {self.epoch})"
-        if not last:
-            raise RuntimeError(f"{told}; look at the warnings of the reader for the damaged shards")
-        warnings.warn(f"{told}; the batch before is given again", stacklevel=2)
-        return last
+    def _warn_of_nothing(self) -> None:
+        warnings.warn(
+            f"no sample of a batch of {self.layout.batch_size} could be read (rank {self.rank}, epoch {self.epoch}); "
+            f"another batch is given twice",
+            stacklevel=2,
+        )
 
     def _shuffled(self, samples: Iterator[Sample | None], lane: int, block: int) -> Iterator[Sample | None]:
         """The samples of a lane, each block in its own order, from a given block on."""
         key = (self.seed, self.epoch, len(self._earlier), lane)
-        while held := list(islice(samples, self.layout.shuffle)):
-            yield from (held[place] for place in block_order((*key, block), len(held)))
-            block += 1
+        held = list(islice(samples, self.layout.shuffle))
+        while held:
+            following: list[Sample | None] = []  # read meanwhile, so that nobody waits between two blocks
+            for place in block_order((*key, block), len(held)):
+                following += islice(samples, 1)
+                sample, held[place] = held[place], None
+                yield sample
+            held, block = following, block + 1
 
     def _read(self, spans: Iterable[Span]) -> Iterator[Sample | None]:
         """The samples at these positions of the epoch; None for those that cannot be read."""
         opened, at = -1, 0  # the shard that is read, the place in it
         stream: Iterator[Sample] = iter(())
         for shard, start, stop in self._places(spans):
-            if shard != opened or start < at:
+            if shard != opened:
                 opened, at, stream = shard, 0, iter(self.read(iter([{"url": self.shards[shard]}])))
             missing = stop - start
             for sample in islice(stream, start - at, stop - at):
@@ -247,6 +301,14 @@ class ShardBatches(IterableDataset[list[Sample]]):
 def _check_files(shards: list[str]) -> None:
     """Local shards must be there; others are met while reading."""
     local = [shard for shard in shards if "://" not in shard and not shard.startswith("pipe:")]
-    bad = [shard for shard in local if not os.path.isfile(shard) or os.path.getsize(shard) == 0]
+    bad = [shard for shard in local if _bytes(shard) == 0]
     if bad:
         raise FileNotFoundError(f"{len(bad)} of {len(shards)} shards are missing or empty, such as {bad[0]}")
+
+
+def _bytes(path: str) -> int:
+    """Size of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

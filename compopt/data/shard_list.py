@@ -18,6 +18,9 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     Returns:
         One string per shard; those of a folder or wildcard in the order of their names.
 
+    Raises:
+        ValueError: braces that are no list and no ascending range of numbers; wildcards in a URL.
+
     Example:
         >>> import compopt
         >>> compopt.data.shard_list("s3://bucket/{00000..00002}.tar")
@@ -25,15 +28,15 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     """
     if not isinstance(shards, str | os.PathLike):
         return [name for shard in shards for name in shard_list(shard)]
-    text = os.fspath(shards)
+    text = os.path.expanduser(os.fspath(shards))
     if Path(text).is_dir():
-        found = (path for path in Path(text).iterdir() if re.search(r"\.tar(\.\w+)?$", path.name))
+        found = (path for path in Path(text).iterdir() if re.search(r"\.tar(\.(gz|bz2|xz|zst))?$", path.name))
         return [os.fspath(path) for path in sorted(found)]
-    if re.search(r"[*?\[]", text) and "://" not in text:
-        return [
-            os.fspath(path)
-            for path in sorted(Path(Path(text).anchor or ".").glob(text.removeprefix(Path(text).anchor)))
-        ]
+    if re.search(r"[*?\[]", text):
+        if "://" in text:
+            raise ValueError(f"{text}: wildcards need a local disk; write a range, such as {{00000..00099}}.tar")
+        root = Path(text).anchor
+        return [os.fspath(path) for path in sorted(Path(root or ".").glob(text.removeprefix(root)))]
     return _braces(text)
 
 
@@ -44,6 +47,8 @@ def _braces(text: str) -> list[str]:
         return [text]
     span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
     words = found[1].split(",")
+    if ".." in found[1] and (span is None or int(span[1]) > int(span[2])):
+        raise ValueError(f"{text}: {found[0]} must be a range of numbers that ascends, such as {{000..099}}")
     if span is not None:
         words = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
     before, after = text[: found.start()], text[found.end() :]

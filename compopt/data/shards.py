@@ -166,6 +166,10 @@ class ShardIndex:
         """Samples that a shard should have."""
         return self._find(url)[2]
 
+    def name(self, url: str) -> str:
+        """What the shard is called here, wherever it lies."""
+        return self._find(url)[3]
+
     def _find(self, url: Any) -> tuple[str, int, int, str]:
         """First row, count and name of the shard whose name is the longest that the URL ends with."""
         if not isinstance(url, str):

@@ -1,5 +1,6 @@
 """recipes/clip_webdataset.py: an interrupted run ends where a whole one does, in every way of starting it."""
 
+import io
 import json
 import math
 import os
@@ -10,12 +11,13 @@ from collections import Counter
 
 import pytest
 import torch
+from PIL import Image
 
 open_clip = pytest.importorskip("open_clip")
 
 import compopt  # noqa: E402
 from recipes import clip_webdataset as recipe  # noqa: E402
-from tests.open_clip.data import caption_of, write_model, write_pairs  # noqa: E402
+from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
 
 SIZES, N = [9, 13, 7, 11], 40
 LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
@@ -171,13 +173,75 @@ def test_resuming_another_run_is_refused(given, tmp_path, change, said):
         recipe.main(arguments((given[0], wider), tmp_path, "--resume"))
 
 
-def test_bad_arguments(given, tmp_path):
-    with pytest.raises(SystemExit, match="sogclr has no rho; it takes n, gamma"):
-        recipe.main(arguments(given, tmp_path, "--set", "rho=1"))
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("--set", "rho=1"), "sogclr takes gamma, tau, reference, eps, .*, and not rho"),
+        (("--set", "offload=cpu"), "and not offload"),
+        (("--estimator", "isogclr", "--set", "rho=0.1", "--learn-scale"), "learns temperatures of its own"),
+        (("--val-shards", "nowhere*.tar"), "--val-shards: no shards at nowhere"),
+        (("--shards", "s3://bucket/{0..3}.tar"), "--sizes: shards at URLs need a saved ShardIndex"),
+    ],
+)
+def test_bad_arguments(given, tmp_path, more, said):
+    with pytest.raises(SystemExit, match=said):
+        recipe.main(arguments(given, tmp_path, *more))
+
+
+def test_bad_data(given, tmp_path):
     with pytest.raises(ValueError, match="key '?000000029'?"):
         recipe.main(arguments(given, tmp_path, "--index", "keys:10"))
+    with pytest.raises(ValueError, match="keys:N with N above the largest key"):
+        recipe.main(arguments(given, tmp_path, "--index", "keys:abc"))
     with pytest.raises(FileNotFoundError, match="no shards"):
         recipe.main(arguments((tmp_path / "none*.tar", given[1]), tmp_path))
+
+
+def test_a_folder_holds_one_run(given, tmp_path, capsys):
+    train(given, tmp_path, "--max-steps", "1", "--resume")
+    assert f"no state in {tmp_path}: the run begins anew" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="holds a run: add --resume, or give another folder"):
+        recipe.main(arguments(given, tmp_path))
+
+
+def test_rows_of_a_run_that_was_killed_before_its_first_state_are_no_obstacle(given, tmp_path, monkeypatch):
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recipe.Trainer, "_epoch", killed)
+        recipe.main(arguments(given, tmp_path, "--offload", "disk"))
+    assert list((tmp_path / "rows").iterdir())
+    train(given, tmp_path, "--offload", "disk", "--resume")
+    assert set(rows(tmp_path)["count"].tolist()) == {2}
+
+
+def test_pictures_are_augmented_anew_in_every_epoch_and_alike_after_a_resume(given):
+    name, _, (preprocess, _) = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
+    picture = {"png": next(given[0].glob("*.tar")).name.encode(), "txt": b"red", "index": 3}
+    with io.BytesIO() as file:
+        Image.fromarray(image_of(3)).save(file, "png")
+        picture["png"] = file.getvalue()
+    seen = {}
+    for seed, epoch in [(0, 0), (0, 1), (0, 0), (2**40, 0)]:
+        decode = recipe.Decode(preprocess, open_clip.get_tokenizer(name), seed)
+        decode.epoch = epoch
+        seen.setdefault((seed, epoch), []).append(decode([picture, picture])[0])
+    assert torch.equal(*seen[0, 0]) and len({float(images[0].sum()) for images in seen.values()}) == 3
+
+
+def test_a_batch_of_which_nothing_can_be_decoded_is_replaced(given, tmp_path):
+    bad = range(22, 29)
+    shards = write_pairs(tmp_path / "shards", SIZES, corrupt=bad)
+    train((shards, given[1]), tmp_path / "out", "--epochs", "1", "--shuffle", "1")
+    count = rows(tmp_path / "out", 1)["count"][:, 0].tolist()
+    assert all(count[row] == (0 if row in bad else 1) or count[row] == 2 for row in range(N))
+    assert {count[row] for row in bad} == {0} and 2 in count  # some batch was given twice
+
+
+def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):
+    train(given, tmp_path, "--lr", "3.0", "--warmup", "0.01", estimator="clip")
+    assert weights(tmp_path)["logit_scale"].item() <= math.log(100) + 1e-6
 
 
 # -- several processes, each way of starting them ----------------------------------------------------------------------
@@ -210,6 +274,17 @@ def test_two_processes(given, tmp_path, way, request):
     same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}
     open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "whole" / "epoch_2.pt"))
+
+
+@pytest.mark.launch
+def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
+    """Every micro-batch takes its share of the scale's gradient, for which DDP waits."""
+    more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
+    launch(2, given, tmp_path / "two", *more, "--batch-size", "2", "--estimator", "clip")
+    train(given, tmp_path / "one", *more, "--batch-size", "4", estimator="clip")
+    two, one = weights(tmp_path / "two", 1), weights(tmp_path / "one", 1)
+    assert abs(two["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
+    torch.testing.assert_close(two["logit_scale"], one["logit_scale"], rtol=1e-2, atol=1e-2)  # other batches, same rate
 
 
 @pytest.mark.launch
