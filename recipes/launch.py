@@ -1,6 +1,7 @@
 """One process or many, with or without DeepSpeed: how a run gets its ``Accelerator``.
 
-All of these start the same recipe; ``--batch-size`` counts over all ranks, so that the results agree::
+All of these start the same recipe, ``train_clip`` here. Its ``--batch-size`` counts over all ranks, so that the results
+agree::
 
     python -m recipes.train_clip
     torchrun --nproc_per_node 2 -m recipes.train_clip
