@@ -26,7 +26,8 @@ LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to te
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
-    return write_pairs(folder / "shards", SIZES), write_model(folder)
+    open_clip.add_model_config(model := write_model(folder))
+    return write_pairs(folder / "shards", SIZES), model
 
 
 def arguments(given, output, *more, estimator="sogclr"):
@@ -169,7 +170,7 @@ def test_resuming_another_run_is_refused(given, tmp_path, change, said):
     with pytest.raises(SystemExit, match=said):
         recipe.main(arguments(given, tmp_path, "--resume", *change))
     with pytest.raises(SystemExit, match="another run: model"):
-        wider = write_model(tmp_path, embed_dim=8)
+        wider = write_model(tmp_path, "wider", embed_dim=8)
         recipe.main(arguments((given[0], wider), tmp_path, "--resume"))
 
 
