@@ -90,8 +90,11 @@ class ShardBatches(IterableDataset[list[Sample]]):
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
         self.read, self.seed = read, checks.whole("seed", seed)
-        self._counts = [sizes.count(shard) for shard in self.shards]
-        names = [sizes.name(shard) for shard in self.shards]
+        listed = [sizes.entry(shard) for shard in self.shards]
+        if len(dict(listed)) != len(listed):
+            raise ValueError("a shard occurs twice among shards; each is read once per epoch")
+        self._counts = [count for _, count in listed]
+        self._fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
         _check_files(self.shards)
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
@@ -109,30 +112,6 @@ class ShardBatches(IterableDataset[list[Sample]]):
             raise ValueError(
                 f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
             )
-        if len(set(names)) != len(names):
-            raise ValueError("a shard occurs twice among shards; each is read once per epoch")
-        listed = repr([*zip(names, self._counts, strict=True)])
-        self._fingerprint = hashlib.sha256(listed.encode()).hexdigest()[:32]
-        _check_files(self.shards)
-        grouped = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
-        ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
-        self.layout = Layout(
-            checks.count("ranks", ranks),
-            max(1, checks.whole("num_workers", num_workers)),
-            checks.count("batch_size", batch_size),
-            checks.count("shuffle", shuffle),
-        )
-        if not 0 <= self.rank < ranks:
-            raise ValueError(f"rank must be between 0 and {ranks - 1}, got {self.rank}")
-        self.n = sum(self._counts)
-        if not self.layout.batches(self.n):
-            raise ValueError(
-                f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
-            )
-        self._rows = [sizes.index({"__url__": shard}, 0) for shard in self.shards]  # they name the shards, moved or not
-        if len(set(self._rows)) != len(self._rows):
-            raise ValueError("a shard occurs twice among shards; each is read once per epoch")
         self._iterated = False  # by a worker, which has a copy of its own
         self.set_epoch(0)
 

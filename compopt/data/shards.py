@@ -166,9 +166,10 @@ class ShardIndex:
         """Samples that a shard should have."""
         return self._find(url)[2]
 
-    def name(self, url: str) -> str:
-        """What the shard is called here, wherever it lies."""
-        return self._find(url)[3]
+    def entry(self, url: str) -> tuple[str, int]:
+        """What the shard is called here, wherever it lies, and how many samples it should have."""
+        _, _, count, name = self._find(url)
+        return name, count
 
     def _find(self, url: Any) -> tuple[str, int, int, str]:
         """First row, count and name of the shard whose name is the longest that the URL ends with."""
