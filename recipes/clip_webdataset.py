@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import time
+from itertools import islice
 from pathlib import Path
 
 import open_clip
@@ -31,14 +32,15 @@ from tqdm import tqdm
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.integrations import accelerate as integration
+from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL
 from compopt.integrations.open_clip.pipeline import open_index
 from compopt.rng import fold
-from recipes import checkpoints, launch
+from recipes import checkpoints, launch, tars
 from recipes.tasks import retrieval
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
-DECIDED = {"n", "dim", "mode", "process_group", "dtype", "offload", "offload_dir", "shard"}  # not by --set
+ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
 MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
@@ -109,7 +111,7 @@ def read_options(args):
     method, options = METHODS[args.estimator], dict(args.set)
     tau = options.pop("tau", MODEL) if options.get("tau") == MODEL else method.defaults.get("tau")
     args.learn_scale |= tau == MODEL and "tau" not in options
-    elsewhere = DECIDED | set(method.fixed)
+    elsewhere = ELSEWHERE | set(method.fixed)
     if unknown := sorted(set(options) - (set(method.parameters) - elsewhere)):
         takes = ", ".join(name for name in method.parameters if name not in elsewhere)
         raise SystemExit(f"--set: {args.estimator} takes {takes}, and not {', '.join(unknown)}")
@@ -244,9 +246,7 @@ class Trainer:
             raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
         launch.barrier()
         if launch.is_main():
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(mine))
-            partial.replace(path)
+            tars.write_json(path, mine)
 
     def state_dict(self):
         """What accelerate keeps beside model, optimizer and rows."""
@@ -400,7 +400,7 @@ class Trainer:
         samples = ({**sample, "index": 0} for sample in read({"url": shard} for shard in shards))
         features, captions, number = [], [], 0
         self.model.eval()
-        while batch := [sample for sample, _ in zip(samples, range(256), strict=False)]:
+        while batch := list(islice(samples, 256)):
             images, texts, *_ = decode(batch)
             z1, z2, *_ = self._forward(images, texts, 0)
             features.append((z1.float(), z2.float()))

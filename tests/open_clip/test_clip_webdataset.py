@@ -145,6 +145,18 @@ def test_every_sample_comes_with_its_own_row(given, tmp_path, monkeypatch):
     assert Counter(row for row, _ in seen) == dict.fromkeys(range(N), 2)
 
 
+def test_every_held_out_pair_is_measured(given, tmp_path, monkeypatch):
+    held_out, sizes, original = write_pairs(tmp_path / "held_out", [300, 220]), [], recipe.Decode.__call__
+
+    def call(self, samples):
+        sizes.append(len(samples))
+        return original(self, samples)
+
+    monkeypatch.setattr(recipe.Decode, "__call__", call)
+    train(given, tmp_path / "out", "--epochs", "1", "--val-shards", str(held_out))
+    assert sizes[-3:] == [256, 256, 8]
+
+
 def test_metrics_reach_a_tracker(given, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
