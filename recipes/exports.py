@@ -49,14 +49,14 @@ class Export(ABC):
     def facts(self, pair: int) -> dict[str, Any]:
         """What else is known of a pair."""
 
-    def one_per_caption(self) -> tuple[Tensor, list[list[str]]]:
-        """One test pair of each distinct caption, and its captions, none of which another one has too.
+    def one_per_caption(self, part: str) -> tuple[Tensor, list[list[str]]]:
+        """One pair of each distinct caption of a part, and its captions, none of which another one has too.
 
         In a retrieval test a caption has one right picture.
         """
-        test = self.parts["test"]
-        test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(0))]
-        order = test[self.position[test].argsort(stable=True)]
+        pairs = self.parts[part]
+        pairs = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
+        order = pairs[self.position[pairs].argsort(stable=True)]
         changes = self.position[order].diff(prepend=torch.tensor([-1])) != 0
         chosen = order[changes]
         taken = {self.caption(pair) for pair in chosen.tolist()}

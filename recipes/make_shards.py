@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="python -m recipes.make_shards",
         description="Write tar shards of image-text pairs in img2dataset's layout (train/, test/, and validation/ "
-        "where there is one), and test sets for clip-benchmark (benchmark/zeroshot/, benchmark/retrieval/).",
+        "where there is one), and test sets for clip-benchmark (benchmark/zeroshot/, benchmark/retrieval/, and "
+        "benchmark/validation/ to choose settings by).",
     )
     cli.add_data(root, tuple(DATA))
     root.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write; new, or begun before")
@@ -123,9 +124,15 @@ def write_zeroshot(data: Export, args: argparse.Namespace) -> None:
 
 
 def write_retrieval(data: Export, args: argparse.Namespace) -> None:
-    """Write the retrieval test: ``KEY.png``, ``KEY.txt`` with a caption per line."""
-    folder = args.out / "benchmark" / "retrieval"
-    pairs, captions = data.one_per_caption()
+    """Write the retrieval test, and one of the validation pairs where there are any."""
+    for part, name in {"test": "retrieval", "validation": "validation"}.items():
+        if part in data.parts:
+            write_retrieval_of(data, part, args.out / "benchmark" / name, args)
+
+
+def write_retrieval_of(data: Export, part: str, folder: Path, args: argparse.Namespace) -> None:
+    """Write ``KEY.png``, ``KEY.txt`` with a caption per line."""
+    pairs, captions = data.one_per_caption(part)
     chosen = shuffled(torch.arange(len(pairs)), args.seed, args.limit)
 
     def files(number: int, key: str) -> dict[str, bytes]:

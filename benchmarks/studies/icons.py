@@ -1,0 +1,215 @@
+"""CLIP on icons: open_clip's trainer, the same with our adapter, and our recipe with each estimator.
+
+    .venv-clip/bin/python -m recipes.make_shards --data icons --limit 20480 --out data/icons
+    .venv-clip/bin/python -m benchmarks.studies.icons tune    # each arm's learning rate, then its other settings
+    .venv-clip/bin/python -m benchmarks.studies.icons final   # the best setting on three other seeds
+    .venv-clip/bin/python -m benchmarks.studies.icons report  # results/icons.md and .png
+
+All arms train one open_clip model (``recipes/clip/icons.json``) on the same shards, and clip-benchmark evaluates
+their ``epoch_K.pt``.  Settings are chosen by retrieval in the validation families; the test families are seen by the
+final runs alone.  Each finished run is a line of ``results/icons.jsonl``; it is not run again.  ``make test-clip``
+makes the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.saved import ROOT, append_run
+from benchmarks.studies.icons_arms import ARMS, EPOCHS, RESULTS, SEEDS, Job, best, finished, next_jobs
+from benchmarks.studies.icons_report import write
+from recipes.report import environment, machine
+
+MODEL = Path("recipes/clip/icons.json")
+BATCH = 64
+TESTS = {  # name -> task of clip-benchmark, its flags
+    "validation": ("zeroshot_retrieval", ["--recall_k", "1", "10"]),
+    "retrieval": ("zeroshot_retrieval", ["--recall_k", "1", "10"]),
+    "zeroshot": ("zeroshot_classification", []),
+}
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+def train(job: Job, shards: Path, out: Path) -> Path:
+    """Run the trainer of the job's arm; returns its last checkpoint."""
+    sizes = json.loads((shards / "sizes.json").read_text())
+    if ARMS[job.arm].trainer == "recipe":
+        return _recipe(job, shards, out)
+    steps = -(-sum(sizes.values()) // BATCH) * EPOCHS
+    theirs = [
+        *("--model", MODEL.stem, "--train-data", str(shards / f"{{{min(sizes)[:-4]}..{max(sizes)[:-4]}}}.tar")),
+        *("--dataset-type", "webdataset", "--train-num-samples", str(sum(sizes.values())), "--workers", "1"),
+        *("--batch-size", str(BATCH), "--epochs", str(EPOCHS), "--lr", str(job.options["lr"]), "--wd", "0.1"),
+        *("--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--warmup", str(round(0.05 * steps))),
+        *("--precision", "fp32", "--device", "cpu", "--seed", str(job.seed), "--log-every-n-steps", "10"),
+        *("--logs", str(out), "--name", "run", "--save-frequency", str(EPOCHS), "--zeroshot-frequency", "0"),
+    ]
+    if ARMS[job.arm].trainer == "open_clip":
+        from open_clip_train.main import main
+
+        main(theirs)
+    else:
+        from compopt.integrations.open_clip.run import main as adapted
+
+        adapted(["--estimator", "clip", "--", *theirs])
+    return out / "run" / "checkpoints" / f"epoch_{EPOCHS}.pt"
+
+
+def _recipe(job: Job, shards: Path, out: Path) -> Path:
+    from recipes.clip_webdataset import main
+
+    options = {name: value for name, value in job.options.items() if name not in ("lr", "scale")}
+    settings = [f"{name}={value}" for name, value in options.items()]
+    learn = ["--learn-scale"] if "tau" not in options and "tau_init" not in options else []
+    main(
+        [
+            *("--shards", str(shards), "--model", str(MODEL), "--estimator", ARMS[job.arm].estimator, *learn),
+            *(["--set", *settings] if settings else []),
+            *("--epochs", str(EPOCHS), "--batch-size", str(BATCH), "--lr", str(job.options["lr"])),
+            *("--seed", str(job.seed), "--workers", "1", "--output", str(out), "--log-every", "100", "--quiet"),
+        ]
+    )
+    return out / f"epoch_{EPOCHS}.pt"
+
+
+def evaluate(checkpoint: Path, data: Path, tests: Iterable[str], out: Path) -> dict[str, float]:
+    """clip-benchmark's figures of a checkpoint: ``test/metric``."""
+    from clip_benchmark.cli import main
+
+    found = {}
+    for name in tests:
+        task, flags = TESTS[name]
+        target = out / f"{name}.json"
+        sys.argv = [
+            *("clip_benchmark", "eval", "--model", MODEL.stem, "--pretrained", str(checkpoint), "--task", task),
+            *("--dataset", f"wds/{name}", "--dataset_root", str(data / "benchmark" / name), "--output", str(target)),
+            *("--no_amp", "--num_workers", "0", "--quiet", *flags),
+        ]
+        main()
+        metrics = json.loads(target.read_text())["metrics"]
+        found |= {f"{name}/{metric}": round(value, 6) for metric, value in metrics.items() if value is not None}
+    return found
+
+
+class Curve(logging.Handler):
+    """Losses that open_clip logs, every ten steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        for name in ("Contrastive_loss: ", "Loss: "):
+            if text.startswith("Train Epoch") and name in text:
+                self.losses.append(float(text.split(name)[1].split()[0]))
+                return
+
+
+def run_one(job: Job, data: Path, threads: int) -> dict[str, Any]:
+    """Train and evaluate, in this process."""
+    import open_clip
+
+    torch.set_num_threads(threads)
+    open_clip.add_model_config(MODEL)
+    curve, started = Curve(), time.perf_counter()
+    logging.getLogger().addHandler(curve)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = train(job, data / "train", Path(folder))
+        seconds = time.perf_counter() - started
+        logging.getLogger().removeHandler(curve)
+        tests = ["validation"] if job.seed not in SEEDS else list(TESTS)
+        metrics = evaluate(checkpoint, data, tests, Path(folder))
+        state = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
+        scale = {name: value for name, value in state.items() if name.endswith("logit_scale")}.popitem()[1]
+    env = environment()
+    return {
+        "job": asdict(job),
+        "metrics": metrics,
+        "curve": curve.losses,
+        "scale": round(float(scale.exp()), 3),
+        "seconds": round(seconds, 1),
+        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
+        "open_clip": open_clip.__version__,
+        "machine": machine(env),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+# -- all runs ------------------------------------------------------------------------------------------------------
+
+
+def carry_out(arms: Iterable[str], args: argparse.Namespace, final: bool) -> None:
+    """Tune or finish the arms, each one's runs in their order, several arms at a time."""
+    with ThreadPoolExecutor(args.workers) as pool, tqdm(unit="run") as bar:
+        futures = set()
+        while True:
+            results = finished(args.results)
+            running = {job.key for _, job in futures}
+            waiting = [job for arm in arms for job in next_jobs(arm, results, final) if job.key not in running]
+            for job in waiting[: args.workers - len(futures)]:
+                futures.add((pool.submit(_subprocess, job, args), job))
+            if not futures:
+                return
+            done = next(as_completed([future for future, _ in futures]))
+            futures = {(future, job) for future, job in futures if future is not done}
+            result = done.result()
+            append_run(args.results, result)
+            bar.set_postfix_str(f"{result['job']['arm']} {result['metrics']['validation/image_retrieval_recall@10']}")
+            bar.update()
+
+
+def _subprocess(job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.studies.icons", "run-one", job.key, "--data", str(args.data)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    process = subprocess.run(
+        [*command, "--threads", str(args.threads)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    if process.returncode:
+        raise RuntimeError(f"{job.key} failed:\n{process.stderr[-3000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    root = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.icons",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
+    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root.add_argument("--data", type=Path, default=Path("data/icons"), help="folder that make_shards wrote")
+    root.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
+    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
+    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
+    root.add_argument("--results", type=Path, default=RESULTS, help="file of the finished runs")
+    args = root.parse_args(argv)
+    if args.command == "run-one":
+        print(json.dumps(run_one(Job(**json.loads(args.job)), args.data, args.threads)))
+    elif args.command == "report":
+        write(finished(args.results))
+    else:
+        carry_out(args.arms, args, final=args.command == "final")
+        for arm in args.arms:
+            print(arm, best(arm, finished(args.results)))
+
+
+if __name__ == "__main__":
+    main()
