@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -159,18 +159,16 @@ def run_one(job: Job, data: Path, threads: int) -> dict[str, Any]:
 def carry_out(arms: Iterable[str], args: argparse.Namespace, final: bool) -> None:
     """Tune or finish the arms, each one's runs in their order, several arms at a time."""
     with ThreadPoolExecutor(args.workers) as pool, tqdm(unit="run") as bar:
-        futures = set()
+        running: dict[str, Future[dict[str, Any]]] = {}
         while True:
             results = finished(args.results)
-            running = {job.key for _, job in futures}
             waiting = [job for arm in arms for job in next_jobs(arm, results, final) if job.key not in running]
-            for job in waiting[: args.workers - len(futures)]:
-                futures.add((pool.submit(_subprocess, job, args), job))
-            if not futures:
+            for job in waiting[: args.workers - len(running)]:
+                running[job.key] = pool.submit(_subprocess, job, args)
+            if not running:
                 return
-            done = next(as_completed([future for future, _ in futures]))
-            futures = {(future, job) for future, job in futures if future is not done}
-            result = done.result()
+            result = next(as_completed(running.values())).result()
+            del running[Job(**result["job"]).key]
             append_run(args.results, result)
             bar.set_postfix_str(f"{result['job']['arm']} {result['metrics']['validation/image_retrieval_recall@10']}")
             bar.update()
