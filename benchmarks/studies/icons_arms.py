@@ -16,7 +16,7 @@ TUNE_SEED, SEEDS = 100, (0, 1, 2)
 METRIC = ("validation/image_retrieval_recall@10", "validation/text_retrieval_recall@10")
 
 Results = dict[str, dict[str, Any]]  # key of a job -> its result
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (5e-4, 1e-3, 2e-3)
 TAUS = (0.05, 0.07, 0.1)
 
 
