@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.checkpoint import saving
-from compopt.stores import disk, table
+from compopt.stores import changes, disk, table
 from tests.helpers import assert_same_bits, batches, bits, run, snapshot
 from tests.pool import the_pool
 from tests.test_placements import own_part
@@ -59,7 +58,8 @@ def run_all(group, folder):
     """Every method that touches the file past the commits, right after commits that are still being written."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         SlowWriter(monkeypatch)
-        monkeypatch.setattr(saving, "BLOCK_ROWS", 8)
+        monkeypatch.setattr(changes, "CHUNK_ROWS", 8)
+        monkeypatch.setattr(table, "BLOCK_ROWS", 8)
         near, far = compopt.SogCLREstimator(N, process_group=group), shared(group, folder)
         train(near, group, 3), train(far, group, 3)
         state = far.state_dict()
@@ -229,7 +229,7 @@ def test_a_schedule_on_one_rank_only():
 
 def slow_writer(group, directory, action):
     """Two commits that rank 0 writes late; then what every rank sees and what it should."""
-    table.BLOCK_ROWS = saving.BLOCK_ROWS = 4  # every rank writes some blocks of a checkpoint
+    table.BLOCK_ROWS = changes.CHUNK_ROWS = 4  # every rank writes some blocks of a checkpoint
     est = compopt.SogCLREstimator(N, process_group=group, offload="disk", offload_dir=f"{directory}/{action}")
     near = compopt.SogCLREstimator(N, process_group=group)
     data = batches(N, 5, batch=8, seed=24, dtype=torch.float32)

@@ -37,24 +37,26 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"rows\.rows already exists.*load a checkpoint.*offload_dir"):
             use()
-    second.write_block(0, torch.full((6, 1), 7, dtype=torch.complex128))
-    with pytest.raises(ValueError, match="already exists"):
-        second.gather(all_rows)  # half a load
-    with pytest.raises(ValueError, match="while a checkpoint was loaded"):
-        read_table(tmp_path, "rows", all_rows)
-    killed = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))  # a process killed there leaves it stale
-    assert killed.stale
-    second.write_block(6, torch.full((4, 1), 8, dtype=torch.complex128))
-    assert second.gather(all_rows).real.flatten().tolist() == [7.0] * 6 + [8.0] * 4
+    with second.overwriting():
+        second.write_block(0, torch.full((6, 1), 7, dtype=torch.complex128))
+        with pytest.raises(ValueError, match="already exists"):
+            second.gather(all_rows)  # half a load
+        with pytest.raises(ValueError, match="while a checkpoint was loaded"):
+            read_table(tmp_path, "rows", all_rows)
+        killed = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))  # a process killed there leaves it stale
+        assert killed.stale
+        second.write_block(8, torch.full((2, 1), 8, dtype=torch.complex128))
+    assert second.gather(all_rows).real.flatten().tolist() == [7.0] * 6 + [0.0] * 2 + [8.0] * 2
     commit_value(rows, 1)
     rows.settle()
     assert value_of(second.gather(torch.tensor([2]))) == 1
 
 
-def test_reset_makes_a_stale_table_usable(tmp_path):
+def test_a_stale_table_can_be_emptied(tmp_path):
     DiskStore(tmp_path, "rows", 10, 1, {}).scatter(torch.arange(10), torch.ones(10, 1, dtype=torch.complex128))
     store = DiskStore(tmp_path, "rows", 10, 1, {})
-    store.reset()
+    with store.overwriting():
+        pass
     assert store.gather(torch.arange(10)).abs().max() == 0
 
 
@@ -142,7 +144,9 @@ def test_a_complete_redo_record_is_applied_and_a_torn_one_ignored(tmp_path, monk
         (tmp_path / "rows.redo").write_bytes(damaged)
         assert set(read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist()) == {1.0}
     (tmp_path / "rows.redo").write_bytes(whole)
-    DiskStore(tmp_path, "rows", 40, 1, describe(ONE_WORD)).write_block(0, before)  # the record is the old table's
+    store = DiskStore(tmp_path, "rows", 40, 1, describe(ONE_WORD))
+    with store.overwriting():  # the record is the old table's
+        store.write_block(0, before)
     assert set(read_table(tmp_path, "rows", wanted)["u"][:, 0].tolist()) == {1.0}
 
 

@@ -4,9 +4,13 @@
 
     directory/                              one run; what users pass to save() and load()
         checkpoint-00000007-t1200-9f3c1a22/ one save: number, commits, random id
-            rows-00000-00000.safetensors    rows of one rank's block, a tensor per column
+            rows-00000-00000-9f3c1a22.safetensors   some chunks of one rank's rows, a tensor per column
+            rows-00000-00003-51d07e90.safetensors   others, unchanged since an earlier save: a hard link to its file
             state.safetensors               state that is not rows
             manifest.json                   written last: without it the directory does not count
+
+Where two files have the same chunk, the later one in the manifest counts. A chunk that is in none has only zeros:
+none of its rows was ever visited.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 _NAME = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
@@ -32,14 +36,26 @@ _READ = 1 << 22
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint; a row file holds the rows ``first, first + stride, ...``, ``count`` of them."""
+    """One file of a checkpoint.
+
+    Attributes:
+        save_id: of the save that wrote it.
+        first, stride: a row file is of the rank that holds the rows ``first, first + stride, ...``.
+        spans: which of these it has: ``[start, stop)`` in their order, ascending, each beginning with a chunk.
+    """
 
     name: str
     bytes: int
     crc32: int
+    save_id: str
     first: int = 0
     stride: int = 1
-    count: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> File:
+        """From an entry of a manifest."""
+        return cls(**{**entry, "spans": tuple((int(start), int(stop)) for start, stop in entry["spans"])})
 
 
 @dataclass(frozen=True)
@@ -216,19 +232,31 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     with _damage(path):
         content = json.loads(path.read_bytes())
         version = content["version"]
-    if version != FORMAT_VERSION:  # first: another version may describe its files otherwise
+    if version not in (2, FORMAT_VERSION):  # first: another version may describe its files otherwise
         raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
+    crc = _body_crc(content)
     with _damage(path):
-        files = [File(**file) for file in content["files"]]
-        missing = {"save_id", "t", "config", "sample_groups"} - content.keys()
+        if version == 2:
+            _upgrade(content)
+        files = [File.parse(file) for file in content["files"]]
+        missing = {"save_id", "t", "config", "sample_groups", "chunk_rows"} - content.keys()
     if missing or sum(file.name == STATE for file in files) != 1:
         lacks = ", ".join(sorted(missing)) or STATE
         raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")
-    if any(Path(file.name).name != file.name for file in files) or content.get("crc32") != _body_crc(content):
+    if any(Path(file.name).name != file.name for file in files) or content.get("crc32") != crc:
         raise ValueError(f"{path} is damaged: its own checksum does not fit; load another checkpoint")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
         raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")
     return content, files
+
+
+def _upgrade(content: dict[str, Any]) -> None:
+    """Version 2 had all rows, in files of 2^20, each known by its first row."""
+    content["chunk_rows"] = 1 << 20
+    for file in content["files"]:
+        count, start = file.pop("count"), file["first"] // file["stride"]
+        file["first"] %= file["stride"]
+        file |= {"save_id": content["save_id"], "spans": [(start, start + count)] if count else []}
 
 
 def checksum(path: Path) -> tuple[int, int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+from compopt.stores.changes import Changes
 
 
 class RowStore(ABC):
@@ -17,6 +20,8 @@ class RowStore(ABC):
 
     n: int
     words: int
+    #: Which rows were written when; whoever writes marks them.
+    changes: Changes
     #: So many rows are gathered in less time than it takes to hand the work to a thread.
     instant_rows: int = 0
 
@@ -48,6 +53,10 @@ class RowStore(ABC):
     @abstractmethod
     def write_block(self, start: int, block: Tensor) -> None:
         """Overwrite a range of rows (checkpoints)."""
+
+    @abstractmethod
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Forget all rows; within, :meth:`write_block` says what they are now, and the others are zeros."""
 
     def ready(self) -> None:
         """Raise if rows may not be read or written now (a table file that an earlier run left)."""

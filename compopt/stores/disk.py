@@ -10,7 +10,8 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compopt.stores import tablefile
+from compopt.stores.changes import Changes
 from compopt.stores.memory import TensorStore
 from compopt.stores.tablefile import LOADING, READY
 
@@ -32,9 +34,9 @@ class DiskStore(TensorStore):
     """The placement ``offload="disk"``: a sparse file, mapped, shared by the ranks of one node.
 
     The file is scratch space of one run, not a checkpoint. A table that an earlier run left is refused at its first
-    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row, or
-    :meth:`reset` it; :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the
-    process is killed, and the format, is said in :mod:`compopt.stores.tablefile`.
+    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row;
+    :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the process is killed, and
+    the format, is said in :mod:`compopt.stores.tablefile`.
 
     Args:
         directory: of the files; created if need be.
@@ -65,12 +67,13 @@ class DiskStore(TensorStore):
         self.n, self.words, self.writer, self.stale = n, words, writer, False
         self._description = json.loads(json.dumps(description))
         self._directory, self._name = Path(directory), name
-        self._number, self._loaded, self._pid = 0, -1, os.getpid()
+        self._number, self._overwriting, self._pid = 0, False, os.getpid()
         if writer:
             self._open_writer()
         else:
             self._check_existing()
         self._map()
+        self.changes = Changes(n)
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -197,8 +200,6 @@ class DiskStore(TensorStore):
             return
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
-        if self._loaded >= 0:  # a partial overwrite of a table in use ends with the next commit
-            self._finish_load()
         self._check_space(len(rows))
         rows, block = rows.contiguous(), block.contiguous()
         self._number += 1
@@ -221,35 +222,31 @@ class DiskStore(TensorStore):
         return super().block(start, stop)
 
     def write_block(self, start: int, block: Tensor) -> None:
-        """Overwrite a range of rows; overwriting all, from row 0 on in order, makes a stale table this run's.
-
-        A kill in between leaves the table stale, and :func:`read_table` refuses it.
-        """
         if not self.writer:
             return
-        if start == 0:
-            self._id, self._loaded = secrets.token_hex(16), 0  # the old redo record is no longer this table's
-            self._describe(LOADING)
-        if self.stale and start > self._loaded:
+        if not self._overwriting:
             self.ready()
         super().write_block(start, block)
-        if 0 <= start <= self._loaded:
-            self._loaded = max(self._loaded, start + len(block))
-        if self._loaded >= self.n:
-            self._finish_load()
 
-    def _finish_load(self) -> None:
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Make an empty file of it, then this run's table.
+
+        What ends in between, by a kill or an error, leaves it stale, and :func:`read_table` refuses it.
+        """
+        self.changes = Changes(self.n)
+        if not self.writer:
+            yield
+            return
+        self._id, self.stale, self._overwriting = secrets.token_hex(16), True, True
+        self._describe(LOADING)  # with a new id: the old redo record is no longer this table's
+        os.ftruncate(self._fd, 0)
+        os.ftruncate(self._fd, self._bytes(self.n))
+        try:
+            yield
+        finally:
+            self._overwriting = False
         self._describe(READY)
-        self._loaded, self.stale = -1, False
-
-    def reset(self) -> None:
-        """Forget all rows: the table is this run's, and every row reads "never seen"."""
-        if self.writer:
-            self._id, self._loaded = secrets.token_hex(16), 0
-            self._describe(LOADING)
-            os.ftruncate(self._fd, 0)
-            os.ftruncate(self._fd, self._bytes(self.n))
-            self._finish_load()
         self.stale = False
 
     def grow(self, n: int) -> None:
@@ -259,9 +256,10 @@ class DiskStore(TensorStore):
                 os.ftruncate(self._fd, self._bytes(n))
             except (OSError, OverflowError, ValueError) as error:
                 self._refuse_size(error)
-            self._describe(LOADING if self._loaded >= 0 else tablefile.read_json(self.path("json"))["state"])
+            self._describe(tablefile.read_json(self.path("json"))["state"])
         else:
             self._check_existing()  # the writer has grown the file: the caller's barrier
+        self.changes.grow(n)
         self._close_fd()
         self._map()
 

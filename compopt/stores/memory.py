@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compopt.stores.base import RowAccess, RowStore, Ticket
+from compopt.stores.changes import Changes
 
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
@@ -50,12 +51,14 @@ class TensorStore(RowStore):
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         self._table.index_copy_(0, rows, block.view(-1) if self.words == 1 else block)
+        self.changes.mark(rows)
 
     def block(self, start: int, stop: int) -> Tensor:
         return self._table[start:stop].clone().view(-1, self.words)
 
     def write_block(self, start: int, block: Tensor) -> None:
         self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
+        self.changes.mark_range(start, start + len(block))
 
 
 class MemoryStore(TensorStore):
@@ -70,7 +73,7 @@ class MemoryStore(TensorStore):
 
     def __init__(self, n: int, words: int) -> None:
         self.n, self.words = n, words
-        self._table = self._zeros(n, torch.device("cpu"))
+        self._table, self.changes = self._zeros(n, torch.device("cpu")), Changes(n)
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         with self._claim(n, device):
@@ -97,11 +100,27 @@ class MemoryStore(TensorStore):
         table = self._zeros(n, self.device)
         table[: self.n].copy_(self._table)
         self._table, self.n = table, n
+        self.changes.grow(n)
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        if self.changes.since(0).any():
+            self._erase()
+        self.changes = Changes(self.n, self.device)
+        yield
+
+    def _erase(self) -> None:
+        if self._table.device.type != "cpu" or self._table.is_pinned():
+            self._table.zero_()
+            return
+        self._table = torch.empty(0, dtype=torch.complex128, device="cpu")  # give back before asking for more
+        self._table = self._zeros(self.n, torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
         if device != self._table.device:
             with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
                 self._table = self._table.to(device)
+                self.changes.to(device)
 
 
 class DirectRows(RowAccess):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,16 @@ from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of the rows as they were at the end of a period of their store's ``changes``."""
+
+    path: Path
+    t: int
+    save_id: str
+    period: int
 
 
 class RowTable:
@@ -35,6 +47,7 @@ class RowTable:
     Attributes:
         n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
+        saved: the latest checkpoints of these rows, oldest first.
     """
 
     def __init__(
@@ -50,6 +63,7 @@ class RowTable:
         # A file of which another rank may be the writer; on shards every rank has its own.
         self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
         self._deposits: list[Deposit] = []
+        self.saved: list[Saved] = []
 
     @property
     def sharded(self) -> bool:
@@ -100,6 +114,14 @@ class RowTable:
             yield self.store
         finally:
             self._ranks.barrier()
+
+    @contextmanager
+    def overwriting(self) -> Iterator[RowStore]:
+        """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
+        with self.at_rest() as store:
+            self.saved.clear()
+            with store.overwriting():
+                yield store
 
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
@@ -218,7 +240,7 @@ class RowTable:
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds; collective on a shared file."""
-        with self.at_rest() as store:
+        with self.overwriting() as store:
             for start in range(0, store.n, BLOCK_ROWS):
                 stop = min(start + BLOCK_ROWS, store.n)
                 at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)

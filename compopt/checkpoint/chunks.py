@@ -1,0 +1,107 @@
+"""Which file of a checkpoint has which rows, and which of them the next checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from compopt.checkpoint.manifest import File
+
+# Files below a quarter of the full size are joined when there are more than these: each save leaves one at least.
+SMALL_FILES = 16
+
+Chunks = npt.NDArray[np.bool_]  # which chunks of one rank's rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """Successive rows, ``[start, stop)`` of one rank's, that a file has from its row ``offset`` on."""
+
+    file: File
+    start: int
+    stop: int
+    offset: int
+
+
+class Owners:
+    """For each chunk of one rank's rows, the file that has it.
+
+    Args:
+        files: of that rank, oldest first; where several have a chunk, the last one counts.
+        chunk_rows: rows of a chunk.
+    """
+
+    def __init__(self, files: Sequence[File], chunk_rows: int) -> None:
+        self.files, self.chunk_rows = files, chunk_rows
+        chunks = max((self._chunks(stop) for file in files for _, stop in file.spans), default=0)
+        self.owner = np.full(chunks, -1)  # position in files
+        self._offset, self._stop = np.zeros(chunks, dtype=np.int64), np.zeros(chunks, dtype=np.int64)
+        for number, file in enumerate(files):
+            offset = 0
+            for start, stop in file.spans:
+                here = slice(start // chunk_rows, self._chunks(stop))
+                first = np.arange(here.start, here.stop) * chunk_rows
+                self.owner[here], self._offset[here] = number, offset + first - start
+                self._stop[here] = np.minimum(first + chunk_rows, stop)
+                offset += stop - start
+
+    def _chunks(self, stop: int) -> int:
+        return -(-stop // self.chunk_rows)
+
+    def runs(self) -> list[Run]:
+        """All rows that a file has, ascending."""
+        chunks = np.flatnonzero(self.owner >= 0)
+        start, stop, offset = chunks * self.chunk_rows, self._stop[chunks], self._offset[chunks]
+        owner = self.owner[chunks]
+        new = np.ones(len(chunks), dtype=bool)
+        new[1:] = (
+            (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1]) | (offset[1:] != offset[:-1] + stop[:-1] - start[:-1])
+        )
+        firsts = np.flatnonzero(new)
+        lasts = np.append(firsts[1:], len(chunks)) - 1
+        ends = zip(firsts, lasts, strict=True) if len(chunks) else ()
+        return [Run(self.files[owner[a]], int(start[a]), int(stop[b]), int(offset[a])) for a, b in ends]
+
+
+def plan(owners: Owners, changed: Chunks, full: int) -> tuple[list[File], Chunks, Chunks]:
+    """What a checkpoint takes over from the one before, and what it writes.
+
+    A file is taken over as long as at least half of it counts. What still counts of another one is written again,
+    so that a checkpoint takes at most twice the room of its rows; so are many small files, into one.
+
+    Args:
+        owners: of the chunks in the former checkpoint.
+        changed: since then; as long as the table has chunks.
+        full: chunks of a large file.
+
+    Returns:
+        The files to take over; the chunks to write, and those that the former checkpoint had at all: the others need
+        not be written where they are zero.
+    """
+    owner = np.full(len(changed), -1)
+    owner[: len(owners.owner)] = owners.owner
+    number = np.arange(len(owners.files))
+    total = np.array([_chunk_count(file, owners.chunk_rows) for file in owners.files], dtype=np.int64)
+    unchanged = owner[~changed]
+    counting = np.bincount(unchanged[unchanged >= 0], minlength=len(number))
+    keep = 2 * counting >= np.maximum(total, 1)
+    small = keep & (4 * total < full)
+    if small.sum() > SMALL_FILES:
+        keep &= ~small
+    write = changed | ((owner >= 0) & ~np.append(keep, True)[owner])
+    return [owners.files[i] for i in number[keep]], write, owner >= 0
+
+
+def _chunk_count(file: File, chunk_rows: int) -> int:
+    return sum(-(-(stop - start) // chunk_rows) for start, stop in file.spans)
+
+
+def by_rank(files: Iterable[File]) -> dict[int, list[File]]:
+    """Row files by their ``first``."""
+    found: dict[int, list[File]] = {}
+    for file in files:
+        found.setdefault(file.first, []).append(file)
+    return found
