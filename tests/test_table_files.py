@@ -60,6 +60,28 @@ def test_a_stale_table_can_be_emptied(tmp_path):
     assert store.gather(torch.arange(10)).abs().max() == 0
 
 
+def test_a_kill_while_a_table_is_emptied_leaves_it_to_a_load(tmp_path, monkeypatch):
+    store = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))
+    store.scatter(torch.arange(10), torch.ones(10, 1, dtype=torch.complex128))
+    truncate = os.ftruncate
+
+    def killed(fd, size):
+        truncate(fd, size)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "ftruncate", killed)
+    with pytest.raises(KeyboardInterrupt), store.overwriting():
+        pass
+    monkeypatch.undo()
+    assert (tmp_path / "rows.rows").stat().st_size == 0
+    again = DiskStore(tmp_path, "rows", 10, 1, describe(ONE_WORD))
+    with pytest.raises(ValueError, match="load a checkpoint"):
+        again.gather(torch.arange(10))
+    with again.overwriting():
+        again.write_block(0, torch.full((5, 1), 2, dtype=torch.complex128))
+    assert again.gather(torch.arange(10)).real.flatten().tolist() == [2.0] * 5 + [0.0] * 5
+
+
 @pytest.mark.parametrize(
     "change, named", [({"n": 11}, "n is 10 there and 11"), ({"words": 2}, "words is 1"), ({"description": {}}, "count")]
 )

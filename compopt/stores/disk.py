@@ -110,8 +110,11 @@ class DiskStore(TensorStore):
                     f"{self.path()} holds another table: {key} is {found[key]} there and {wanted} here; use another "
                     f"offload_dir or delete {self._name}.*"
                 )
-        if self.path().stat().st_size < self._bytes(self.n):
-            raise ValueError(f"{self.path()} has {self.path().stat().st_size} bytes, needs {self._bytes(self.n)}")
+        size, needed = self.path().stat().st_size, self._bytes(self.n)
+        if size < needed and self.writer and found["state"] == LOADING:  # killed while it was emptied
+            os.truncate(self.path(), needed)
+        elif size < needed:
+            raise ValueError(f"{self.path()} has {size} bytes, needs {needed}")
         self._id = found["id"]
 
     def _create(self) -> None:
