@@ -1,6 +1,7 @@
 """Epochs over tar shards that are left and taken up: every sample once, the same batches, on any ranks and workers."""
 
 import pickle
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -282,6 +283,19 @@ def test_lists_of_shards(tmp_path):
 
 def test_spans():
     spans = Spans([(10, 13), (13, 15), (20, 20), (3, 5)])
-    assert spans.spans == [(10, 15), (3, 5)] and len(spans) == 7
+    assert len(spans) == 7 and len(Spans([])) == 0 and list(Spans([]).cut(0, 9)) == []
     assert list(spans.cut(4, 6)) == [(14, 15), (3, 4)]
     assert list(spans.cut(0, 99)) == [(10, 15), (3, 5)] and list(spans.cut(7, 9)) == []
+
+
+def test_a_new_layout_of_many_workers_needs_little_memory():
+    """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
+    sizes = ShardIndex({f"s3://{k}.tar": 10_000 for k in range(500)})
+    names = [f"s3://{k}.tar" for k in range(500)]
+    old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))
+    old.advance(800)
+    tracemalloc.start()
+    new.load_state_dict(old.state_dict())
+    left, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 15e6 and peak < 40e6
