@@ -216,6 +216,9 @@ def test_bad_data(given, tmp_path):
         recipe.main(arguments(given, tmp_path, "--index", "keys:abc"))
     with pytest.raises(FileNotFoundError, match="no shards"):
         recipe.main(arguments((tmp_path / "none*.tar", given[1]), tmp_path))
+    with pytest.raises(ValueError, match="40 samples are too few for a batch of 50"):
+        recipe.main(arguments(given, tmp_path, "--batch-size", "50"))
+    assert not (tmp_path / "run.json").exists()  # none of them began to train
 
 
 def half(shard):
