@@ -239,6 +239,21 @@ def test_reader_arguments():
         indexed_reader(read_tar, {"a": 1})
 
 
+def test_a_look_before_training(shards):
+    """Names and files for a ShardIndex; for keys also the first sample and the last shard, where the largest is."""
+    names, largest = [str(shard) for shard in shards], 50_001
+    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
+        indexed_reader(read_tar, index).check(names)
+    with pytest.raises(ValueError, match="'000050001' of 00005.tar is outside"):
+        indexed_reader(read_tar, KeyIndex(largest)).check(names)
+    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
+        with pytest.raises(FileNotFoundError, match="1 of 7 shards are missing or empty"):
+            indexed_reader(read_tar, index).check([*names[:1], names[0].replace("data", "gone"), *names[1:]])
+    write_shard(shards[0], ["cat"])
+    with pytest.raises(ValueError, match="'cat' of 00000.tar is no integer"):
+        indexed_reader(read_tar, KeyIndex(largest + 1)).check(names)
+
+
 # keys ---------------------------------------------------------------------------------------------
 
 

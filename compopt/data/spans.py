@@ -75,7 +75,7 @@ class Layout:
 
     def rest(self, spans: Spans, done: int, key: tuple[int, ...]) -> Spans:
         """What every rank's first ``done`` batches leave: the positions that were not given, to the last one."""
-        left: list[Iterable[Span] | Integers] = []
+        left: list[list[Span] | Integers] = []
         for lane in range(self.ranks * self.workers):
             rank, worker = divmod(lane, self.workers)
             start, size = self.lane(len(spans), rank, worker)
@@ -88,7 +88,7 @@ class Layout:
                 first += len(order)
             left.append(list(spans.cut(first, last)))
         left.append(list(spans.cut(self.ranks * self.batches(len(spans)) * self.batch_size, len(spans))))
-        return Spans(np.concatenate([np.reshape(part, (-1, 2)) for part in left]).astype(np.int64))
+        return Spans(np.concatenate([np.array(part, dtype=np.int64).reshape(-1, 2) for part in left]))
 
 
 def _runs(positions: Integers) -> Integers:
