@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -19,25 +21,50 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
 
+@contextlib.contextmanager
+def writing(what: Path, folder: Path) -> Iterator[None]:
+    """Let a failure, such as a full disk, say what is incomplete and from where ``--resume`` goes on.
+
+    Raises:
+        RuntimeError: writing ``what`` failed.
+    """
+    try:
+        yield
+    except Exception as error:  # torch, safetensors and the file system have classes of their own
+        found = latest(folder)
+        kept = f"{found} is complete: --resume goes on from it" if found else "No state was saved before"
+        free = shutil.disk_usage(folder.parent).free / 1e6
+        raise RuntimeError(f"{what} could not be written ({free:,.0f} MB are free there): {error}. {kept}") from error
+
+
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """On all ranks: write into the folder that is not the latest, then point to it."""
+    """On all ranks: write into the folder that is not the latest, then point to it.
+
+    Raises:
+        RuntimeError: it could not be written; the latest is as it was.
+    """
     current = latest(folder)
     target = folder / ("b" if current == folder / "a" else "a")
     launch.barrier()  # all have read the pointer
-    if launch.is_main():
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+    with writing(target, folder):
+        if launch.is_main():
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        launch.barrier()
+        accelerator.save_state(os.fspath(target))
+        launch.barrier()
+        if launch.is_main():
+            _point(folder, target.name)
     launch.barrier()
-    accelerator.save_state(os.fspath(target))
-    launch.barrier()
-    if launch.is_main():
-        partial = folder / f"{POINTER}.partial"
-        with open(partial, "w") as file:
-            file.write(target.name)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / POINTER)
-    launch.barrier()
+
+
+def _point(folder: Path, name: str) -> None:
+    partial = folder / f"{POINTER}.partial"
+    with open(partial, "w") as file:
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / POINTER)
 
 
 def load(accelerator: Accelerator, folder: Path) -> None:

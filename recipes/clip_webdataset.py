@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
+from compopt.data.shard_list import check_files
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL
@@ -41,6 +42,7 @@ from recipes.tasks import retrieval
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
+LOOK = 16  # samples of a shard that are looked at before training
 MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
@@ -50,6 +52,8 @@ MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 def load_indices(args):
     """What gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
     path = args.sizes or args.output / "shards.json"
+    if args.sizes and not path.exists():
+        raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
     if launch.is_main() and not path.exists():
         if any("://" in shard for shard in shard_list(args.shards)):
             raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
@@ -60,23 +64,26 @@ def load_indices(args):
 
 
 class Decode:
-    """From samples of a tar to tensors; what cannot be decoded is left out and counted."""
+    """From samples of a tar to tensors; what cannot be decoded is left out and counted, None if too few are left."""
 
-    def __init__(self, preprocess, tokenizer, seed=0):
-        self.preprocess, self.tokenizer, self.seed, self.epoch = preprocess, tokenizer, seed, 0
-        self.last = None  # in case that nothing of a batch can be decoded
+    def __init__(self, preprocess, tokenizer, seed=0, least=1):
+        self.preprocess, self.tokenizer, self.seed, self.least = preprocess, tokenizer, seed, least
+        self.epoch, self.lost = 0, 0
 
     def __call__(self, samples):
         with torch.random.fork_rng(devices=[]):
             pairs = [pair for sample in samples if (pair := self.pair(sample)) is not None]
-        if len(pairs) >= min(2, len(samples)):  # one alone has no negative
-            images, texts, rows = zip(*pairs, strict=True)
-            self.last = torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows)
-            return *self.last, len(samples) - len(pairs)
-        if self.last is None:
-            where = samples[0]["__url__"]
-            raise ValueError(f"{len(pairs)} of {len(samples)} samples of a batch can be decoded; look at {where}")
-        return *self.last, len(samples)
+        enough = len(pairs) >= self.least
+        self.lost += len(samples) - len(pairs) * enough
+        if not enough:
+            return None
+        images, texts, rows = zip(*pairs, strict=True)
+        return torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows)
+
+    def counted(self, batch):
+        """A batch, and the number of samples that were lost since the one before."""
+        lost, self.lost = self.lost, 0
+        return *batch, lost
 
     def pair(self, sample):
         torch.manual_seed(fold(self.seed, self.epoch, sample["index"]))  # augmented alike after a resume
@@ -180,8 +187,8 @@ class Trainer:
         stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
         options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
         self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
-        for shard in (self.batches.shards[0], self.batches.shards[-1]):  # refuse foreign keys before training
-            next(iter(stage([{"url": shard}])), None)
+        if len(self.batches.shards) < len(sizes):
+            self.accelerator.print(f"{len(self.batches.shards)} of the {len(sizes)} shards of its index are read")
         self._build(index)
 
     def _check_output(self):
@@ -192,6 +199,7 @@ class Trainer:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
+        check_files(shard_list(args.val_shards or []))
         launch.barrier()
         if found is None and launch.is_main():
             shutil.rmtree(args.output / "rows", ignore_errors=True)  # of a run that was killed before its first state
@@ -204,7 +212,10 @@ class Trainer:
         args = self.args
         self.name, model, (preprocess, self.preprocess_val) = build_model(args)
         self.tokenizer = open_clip.get_tokenizer(self.name)
-        self.decode = Decode(preprocess, self.tokenizer, args.seed)
+        least = min(2, args.batch_size)  # one alone has no negative
+        self.decode = self.batches.decode = Decode(preprocess, self.tokenizer, args.seed, least)
+        if launch.is_main():
+            self._check_data()
         options = read_options(args)
         torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
         self.est = build_estimator(args, options, index.n, model.text_projection.shape[-1]).to(self.device)
@@ -224,6 +235,19 @@ class Trainer:
         if args.log_with:
             self.accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
 
+    def _check_data(self):
+        """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
+        read = self.batches.read
+        read.check(self.batches.shards)
+        decode = Decode(self.preprocess_val, self.tokenizer)
+        for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
+            some = (list(islice(read.read([{"url": shard}]), LOOK)) for shard in (*shards[:1], *shards[-1:]))
+            if shards and all(decode([{**sample, "index": 0} for sample in samples]) is None for samples in some):
+                raise SystemExit(
+                    f"{flag}: none of the first {LOOK} samples of {shards[0]} and of {shards[-1]} can be decoded; a "
+                    f"sample has a picture ({', '.join(IMAGES)}) and a caption (txt)"
+                )
+
     def _check_run(self, index, options):
         """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
         args, kind = self.args, self.accelerator.distributed_type.value
@@ -233,6 +257,7 @@ class Trainer:
             "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}],
             "learn-scale": args.learn_scale,
             "index": index.fingerprint,
+            "shards and samples": [len(self.batches.shards), self.batches.n],
             "seed": args.seed,
             "accumulate": args.accumulate,
             "kind of processes": kind if sharded else "whole copies",
@@ -240,9 +265,9 @@ class Trainer:
         }
         mine, path = json.loads(json.dumps(mine)), args.output / "run.json"
         saved = json.loads(path.read_text()) if args.resume and path.exists() else mine
-        different = [name for name in mine if mine[name] != saved.get(name)]
+        different = [name for name in mine if name in saved and mine[name] != saved[name]]
         if different:
-            found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
+            found = ", ".join(f"{name} {saved[name]} instead of {mine[name]}" for name in different)
             raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
         launch.barrier()
         if launch.is_main():
@@ -289,7 +314,7 @@ class Trainer:
         windows = len(batches) // args.accumulate
         self.decode.epoch = batches.epoch
         workers = {"num_workers": args.workers, "pin_memory": self.device.type == "cuda"}
-        loader = DataLoader(batches, batch_size=None, collate_fn=self.decode, **workers)
+        loader = DataLoader(batches, batch_size=None, collate_fn=self.decode.counted, **workers)
         loader = iter(self.est.prefetch(loader, index=2) if args.prefetch else loader)
         total = len(batches) + batches.done
         bar = tqdm(total=total, initial=batches.done, unit="batch", disable=not launch.is_main() or args.quiet)
@@ -381,14 +406,19 @@ class Trainer:
     def _export(self, epoch):
         """``epoch_K.pt`` for open_clip and its tools, ``epoch_K.compopt/`` for the rows; on all processes."""
         folder = self.args.output
-        compopt.save(self.est, folder / f"epoch_{epoch}.compopt")
+        with checkpoints.writing(folder / f"epoch_{epoch}.compopt", folder / "state"):
+            compopt.save(self.est, folder / f"epoch_{epoch}.compopt")
         weights = self.accelerator.get_state_dict(self.model)
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
             checkpoint = {"epoch": epoch, "name": self.name, "state_dict": weights}
             temporary = folder / f"epoch_{epoch}.partial"
-            torch.save(checkpoint, temporary)
-            temporary.replace(folder / f"epoch_{epoch}.pt")
+            try:
+                with checkpoints.writing(folder / f"epoch_{epoch}.pt", folder / "state"):
+                    torch.save(checkpoint, temporary)
+                    temporary.replace(folder / f"epoch_{epoch}.pt")
+            finally:
+                temporary.unlink(missing_ok=True)
         launch.barrier()
 
     @torch.no_grad()
@@ -400,20 +430,19 @@ class Trainer:
         samples = ({**sample, "index": 0} for sample in read({"url": shard} for shard in shards))
         features, captions, number = [], [], 0
         self.model.eval()
-        while batch := list(islice(samples, 256)):
-            images, texts, *_ = decode(batch)
-            z1, z2, *_ = self._forward(images, texts, 0)
-            features.append((z1.float(), z2.float()))
-            captions.append(texts)
+        while number < self.args.val_samples and (batch := list(islice(samples, 256))):
             number += len(batch)
-            if number >= self.args.val_samples:
-                break
+            if (decoded := decode(batch)) is None:
+                continue
+            z1, z2, *_ = self._forward(*decoded[:2], 0)
+            features.append((z1.float(), z2.float()))
+            captions.append(decoded[1])
         self.model.train()
         z1, z2 = (torch.cat(z) for z in zip(*features, strict=True))
         _, right = torch.cat(captions).unique(dim=0, return_inverse=True)
         first = torch.stack([(right == label).nonzero()[0, 0] for label in range(int(right.max()) + 1)])
         found = retrieval(z1, z2[first], right.to(z1.device))
-        return {"image_to_text": found.image_to_text, "text_to_image": found.text_to_image}
+        return {"image_to_text": found.image_to_text, "text_to_image": found.text_to_image, "lost": decode.lost}
 
 
 def option(text):

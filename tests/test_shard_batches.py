@@ -1,14 +1,15 @@
 """Epochs over tar shards that are left and taken up: every sample once, the same batches, on any ranks and workers."""
 
 import pickle
+import tracemalloc
 from collections import Counter
 
 import pytest
 import torch
 
-from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
+from compopt.data import KeyIndex, ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.spans import Spans
-from tests.shards import read_tar, write_shards
+from tests.shards import read_tar, write_shard, write_shards
 
 SIZES = [5, 13, 7, 14, 6, 11, 9, 8, 16, 10]  # 99 samples
 TOTAL = sum(SIZES)
@@ -47,7 +48,7 @@ def read(batches, count=None):
     return found
 
 
-@pytest.mark.parametrize("ranks, workers, shuffle", [(1, 0, 7), (3, 2, 7), (2, 3, 1), (4, 0, 1000)])
+@pytest.mark.parametrize("ranks, workers, shuffle", [(1, 0, 7), (3, 2, 7), (2, 3, 1), (4, 0, 1000), (16, 0, 7)])
 def test_an_epoch_has_every_sample_once(data, ranks, workers, shuffle):
     given = [read(batches_of(data, rank, ranks, workers, shuffle=shuffle)) for rank in range(ranks)]
     assert {len(batches) for batches in given} == {TOTAL // (3 * ranks)}  # equally many on every rank
@@ -123,8 +124,6 @@ def test_the_position_moves_with_a_worker_in_this_process(data):
 def test_samples_that_cannot_be_read_make_a_batch_shorter(data, tmp_path):
     shards = write_shards(tmp_path, SIZES)
     index = ShardIndex.build(shards)
-    content = shards[3].read_bytes()
-    shards[3].write_bytes(content[: len(content) // 2 // 512 * 512])
 
     def lenient(sources):
         samples = read_tar(sources)
@@ -135,6 +134,8 @@ def test_samples_that_cannot_be_read_make_a_batch_shorter(data, tmp_path):
                 return
 
     batches = ShardBatches(shards, indexed_reader(lenient, index), 3, sizes=index, shuffle=20, seed=5)
+    content = shards[3].read_bytes()
+    shards[3].write_bytes(content[: len(content) // 2 // 512 * 512])  # before training it would be refused
     with pytest.warns(UserWarning, match="shard .*00003.tar gave"):
         given = [rows(batch) for batch in batches]
     lost = set(range(sum(SIZES[:3]), sum(SIZES[:4]))) - {row for batch in given for row in batch}
@@ -152,7 +153,7 @@ def test_a_batch_without_a_sample_is_replaced(data):
                 yield from read_tar([source])
 
     batches = ShardBatches(shards, indexed_reader(some, index), 3, sizes=index, shuffle=1, seed=5)
-    with pytest.warns(UserWarning, match="no sample of a batch of 3 could be read"):
+    with pytest.warns(UserWarning, match="nothing of a batch of 3 could be read or decoded .*2 such batches by now"):
         given = [rows(batch) for batch in batches]
     assert len(given) == TOTAL // 3 and all(given)
     batches.advance(9)
@@ -160,7 +161,7 @@ def test_a_batch_without_a_sample_is_replaced(data):
         len(list(batches)) == TOTAL // 3 - 9
     )  # the share now begins with a shard that cannot be read, or soon meets it
     nothing.update(range(10))
-    with pytest.raises(RuntimeError, match="no sample could be read of the share of worker 0"):
+    with pytest.raises(RuntimeError, match="nothing could be read or decoded of the share of worker 0"):
         list(batches)
 
 
@@ -178,6 +179,68 @@ def test_a_share_may_begin_with_samples_that_cannot_be_read(data):
     with pytest.warns(UserWarning, match="another batch is given twice"):
         given = [rows(batch) for batch in batches]
     assert len(given) == TOTAL // 3 and given[0] == given[1] and all(given)
+
+
+def rows_unless(bad):
+    """Rows of what can be decoded; nothing if that is nothing."""
+
+    def decode(batch):
+        return [row for row in rows(batch) if row not in bad] or None
+
+    return decode
+
+
+@pytest.mark.filterwarnings("ignore:nothing of a batch")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", ["first", "middle", "last"])
+def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resume(data, workers, bad):
+    order = sum(read(batches_of(data, workers=workers, shuffle=1)), [])
+    lanes = [sum([order[at : at + 3] for at in range(3 * lane, TOTAL, 3 * max(1, workers))], []) for lane in range(2)]
+    part = {"first": slice(0, 9), "middle": slice(10, 22), "last": slice(-9, None)}[bad]
+    decode = rows_unless({row for lane in lanes[: max(1, workers)] for row in lane[part]})
+    whole = read_decoded(batches_of(data, workers=workers, shuffle=1, decode=decode), workers)
+    assert len(whole) == TOTAL // 3 and all(whole)
+    assert Counter(map(tuple, whole)).most_common(1)[0][1] > 2  # given in place of those of which nothing is left
+    for left in (1, 3, 7, 9, 28, 32):
+        resumed = batches_of(data, workers=workers, shuffle=1, decode=decode)
+        resumed.advance(left)
+        assert read_decoded(resumed, workers) == whole[left:]
+
+
+def read_decoded(batches, workers):
+    return list(torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=list, num_workers=workers))
+
+
+def test_nothing_of_a_share_can_be_decoded(data):
+    ends = pytest.raises(RuntimeError, match="nothing could be read or decoded of the share of worker 0")
+    with pytest.warns(UserWarning, match="32 such batches by now") as said, ends:
+        list(batches_of(data, decode=lambda batch: None))
+    assert len(said) == 6  # 1, 2, 4, ..., 32 of 33
+
+
+def test_workers_without_a_batch(data):
+    whole = read(batches_of(data, batch_size=40))
+    assert len(whole) == 2 == len(read(batches_of(data, workers=3, batch_size=40)))
+
+
+@pytest.mark.parametrize(
+    "index, said", [(None, "00001.tar has a sample at position 13"), (KeyIndex(10**6), "than the")]
+)
+def test_a_shard_longer_than_its_size_is_met_where_it_ends(tmp_path, index, said):
+    """Its size may come from elsewhere, or the file may be written anew during the epoch."""
+    shards = write_shards(tmp_path, [5, 14, 7])
+    sizes = ShardIndex({shard.name: size for shard, size in zip(shards, [5, 13, 7], strict=True)})
+    batches = ShardBatches(shards, indexed_reader(read_tar, index or sizes), 1, sizes=sizes)
+    with pytest.raises(ValueError, match=f"{said}.* under another name"):
+        list(batches)
+
+
+def test_a_shard_that_was_replaced_is_refused_before_it_is_read(tmp_path):
+    shards = write_shards(tmp_path, [5, 13])
+    sizes = ShardIndex.build(shards)
+    write_shard(shards[1], [f"00001{row:04d}" for row in range(40)])
+    with pytest.raises(ValueError, match="00001.tar has .* bytes, and .* replaced"):
+        ShardBatches(shards, indexed_reader(read_tar, KeyIndex(10**6)), 3, sizes=sizes)
 
 
 def test_positions_that_cannot_be_are_refused(data):
@@ -282,6 +345,19 @@ def test_lists_of_shards(tmp_path):
 
 def test_spans():
     spans = Spans([(10, 13), (13, 15), (20, 20), (3, 5)])
-    assert spans.spans == [(10, 15), (3, 5)] and len(spans) == 7
+    assert len(spans) == 7 and len(Spans([])) == 0 and list(Spans([]).cut(0, 9)) == []
     assert list(spans.cut(4, 6)) == [(14, 15), (3, 4)]
     assert list(spans.cut(0, 99)) == [(10, 15), (3, 5)] and list(spans.cut(7, 9)) == []
+
+
+def test_a_new_layout_of_many_workers_needs_little_memory():
+    """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
+    sizes = ShardIndex({f"s3://{k}.tar": 10_000 for k in range(500)})
+    names = [f"s3://{k}.tar" for k in range(500)]
+    old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))
+    old.advance(800)
+    tracemalloc.start()
+    new.load_state_dict(old.state_dict())
+    left, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 15e6 and peak < 40e6

@@ -176,12 +176,43 @@ def test_bad_shards_are_named_before_training(shards, tmp_path):
     shards[4].write_bytes(shards[4].read_bytes()[:2000])
     with pytest.raises(ValueError, match="00004.tar"):
         ShardIndex.build(shards)
+    shards[4].write_bytes(b"")
+    with pytest.raises(ValueError, match="00004.tar is empty: 0 bytes"):
+        ShardIndex.build(shards)
     write_shard(shards[4], [])
     with pytest.raises(ValueError, match="00004.tar holds no sample"):
         ShardIndex.build(shards)
     (tmp_path / "data" / "sizes.json").write_text("{")
     with pytest.raises(ValueError, match="sizes.json cannot be read"):
         ShardIndex.build(shards)
+
+
+def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
+    """Renamed, replaced, truncated, missing: known without reading any; also where sizes came from elsewhere."""
+    (shards[0].parent / "sizes.json").write_text(json.dumps({s.name: n for s, n in zip(shards, SIZES, strict=True)}))
+    ShardIndex.build(shards[:4]).save(tmp_path / "shards.json")
+    index = ShardIndex.load(tmp_path / "shards.json")
+    names = [str(shard) for shard in shards]
+    index.check([*names[:4], "s3://elsewhere/00001.tar"])
+    content = shards[1].read_bytes()
+    shards[1].write_bytes(content[: len(content) // 2])
+    for known in (index, ShardIndex.build(shards, extend=index)):
+        with pytest.raises(ValueError, match=r"00001.tar has \d+ bytes, and \d+ when the index was built: it was repl"):
+            known.check(names[:4])
+    ShardIndex({shard.name: 4 for shard in shards}).check(names)  # nothing is known of the files
+    shards[1].rename(shards[1].with_name("new.tar"))
+    with pytest.raises(FileNotFoundError, match="1 of 4 shards are missing or empty, such as .*00001.tar"):
+        index.check(names[:4])
+    with pytest.raises(ValueError, match="new.tar is not among the 4 of the index. If it was renamed, give it its old"):
+        index.check([str(shards[1].with_name("new.tar"))])
+
+
+def test_an_index_from_before_the_sizes_of_files_were_kept(shards, tmp_path):
+    ShardIndex.build(shards).save(tmp_path / "shards.json")
+    saved = json.loads((tmp_path / "shards.json").read_text())
+    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
+    (tmp_path / "shards.json").write_text(json.dumps(saved))
+    assert ShardIndex.load(tmp_path / "shards.json").n == sum(SIZES)
 
 
 def test_unknown_shards_and_changed_files_are_refused(shards, tmp_path):
@@ -206,6 +237,21 @@ def test_reader_arguments():
         indexed_reader(None, KeyIndex(3))
     with pytest.raises(TypeError, match="index must be"):
         indexed_reader(read_tar, {"a": 1})
+
+
+def test_a_look_before_training(shards):
+    """Names and files for a ShardIndex; for keys also the first sample and the last shard, where the largest is."""
+    names, largest = [str(shard) for shard in shards], 50_001
+    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
+        indexed_reader(read_tar, index).check(names)
+    with pytest.raises(ValueError, match="'000050001' of 00005.tar is outside"):
+        indexed_reader(read_tar, KeyIndex(largest)).check(names)
+    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
+        with pytest.raises(FileNotFoundError, match="1 of 7 shards are missing or empty"):
+            indexed_reader(read_tar, index).check([*names[:1], names[0].replace("data", "gone"), *names[1:]])
+    write_shard(shards[0], ["cat"])
+    with pytest.raises(ValueError, match="'cat' of 00000.tar is no integer"):
+        indexed_reader(read_tar, KeyIndex(largest + 1)).check(names)
 
 
 # keys ---------------------------------------------------------------------------------------------
@@ -245,6 +291,8 @@ def test_identifiers_in_a_sorted_file(uids):
         index.index({"__key__": f"{values[7] + 1:032x}"})
     with pytest.raises(ValueError, match="has no identifier"):
         index.index({"__key__": "000012", "json": b"{}"})
+    with pytest.raises(ValueError, match="'000012' .* has no identifier"):
+        index.index({"__key__": "000012", "json": b"{damaged"})
 
 
 def test_files_that_hold_no_sorted_identifiers(uids, tmp_path):

@@ -123,7 +123,7 @@ def _uid(sample: Mapping[str, Any]) -> int:
         return int(found[0], 16)
     about = sample.get("json")
     if isinstance(about, bytes | str):
-        about = json.loads(about)
+        about = _parsed(about)
     uid = about.get("uid") if isinstance(about, Mapping) else None
     if not isinstance(uid, str) or _UID.fullmatch(uid) is None:
         raise ValueError(
@@ -131,6 +131,13 @@ def _uid(sample: Mapping[str, Any]) -> int:
             f"the key nor in its json under 'uid'"
         )
     return int(uid, 16)
+
+
+def _parsed(text: bytes | str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # damaged, as if it were not there
+        return None
 
 
 def _place(sample: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from compopt.data.spans import Layout, Span, Spans, block_order
 Sample = dict[str, Any]
 
 
-class ShardBatches(IterableDataset[list[Sample]]):
+class ShardBatches(IterableDataset[Any]):
     r"""Batches of samples of tar shards, each sample once per epoch, in an order that can be taken up anywhere.
 
     An epoch puts the shards into an order drawn from ``(seed, epoch)``. What they hold is shared equally between all
@@ -30,8 +30,9 @@ class ShardBatches(IterableDataset[list[Sample]]):
     and shuffles each block. The position in an epoch is thus a number of batches: no buffer has to be saved, and a
     resumed run reads from the block in which it was left.
 
-    A batch is a list of samples as ``read`` gives them; decode and collate them in ``DataLoader(..., collate_fn=)``.
-    It is shorter where samples could not be read.
+    A batch is a list of samples as ``read`` gives them, shorter where samples could not be read, or what ``decode``
+    makes of it. In place of a batch of which nothing is left its worker gives the one before it once more, or, if there
+    is none, the first one after it: ranks keep equally many, and a resumed run gives the same.
 
     Args:
         shards: a folder, a pattern or a list, see :func:`~compopt.data.shard_list`; a resumed run needs the same.
@@ -42,6 +43,8 @@ class ShardBatches(IterableDataset[list[Sample]]):
         num_workers: of the ``DataLoader`` that reads this, which must be the same number.
         shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
         seed: of all orders.
+        decode: makes a batch of a list of samples, ``None`` if nothing can be made of it. What cannot fail so may as
+            well be done in ``DataLoader(..., collate_fn=)``.
         rank, ranks: this process and how many there are; by default those of ``torch.distributed``.
 
     Attributes:
@@ -49,14 +52,14 @@ class ShardBatches(IterableDataset[list[Sample]]):
         done: batches of this epoch that this rank has trained on, see :meth:`advance`.
 
     Raises:
-        ValueError: a shard occurs twice or has no size; too few samples for one batch on every rank.
+        ValueError: a shard occurs twice, has no size, or is another file than the one whose size is known; too few
+            samples for one batch on every rank. While reading: a shard has more samples than ``sizes`` says.
         FileNotFoundError: there is no shard; a local one is missing or empty.
-        RuntimeError: while reading: another number of workers; workers that persist; no sample of
-            a worker's share could be read.
+        RuntimeError: while reading: another number of workers; workers that persist; nothing is left of a worker's
+            share.
 
     Warns:
-        UserWarning: a batch of which no sample could be read. A batch before or after it takes its place, so that all
-            ranks keep as many; after a resume it may be another one.
+        UserWarning: a batch of which nothing is left, with how many there were; the 1st, 2nd, 4th, 8th, ...
 
     Example:
         >>> import compopt
@@ -83,19 +86,20 @@ class ShardBatches(IterableDataset[list[Sample]]):
         num_workers: int = 0,
         shuffle: int = 2000,
         seed: int = 0,
+        decode: Callable[[list[Sample]], Any] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
         self.shards = shard_list(shards)
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
-        self.read, self.seed = read, checks.whole("seed", seed)
+        self.read, self.decode, self.seed = read, decode, checks.whole("seed", seed)
         listed = [sizes.entry(shard) for shard in self.shards]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
         self._counts = [count for _, count in listed]
         self._fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
-        _check_files(self.shards)
+        sizes.check(self.shards)
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
@@ -113,6 +117,7 @@ class ShardBatches(IterableDataset[list[Sample]]):
                 f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
             )
         self._iterated = False  # by a worker, which has a copy of its own
+        self._empty = 0  # batches of which nothing was left
         self.set_epoch(0)
 
     # -- position ----------------------------------------------------------------------------------------------
@@ -166,8 +171,8 @@ class ShardBatches(IterableDataset[list[Sample]]):
         mine = self.state_dict()
         if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
             raise ValueError(
-                "the position is of other shards or another seed, where it means nothing; give the same shards in the "
-                "same order and the same seed, or begin with the next epoch: set_epoch"
+                "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
+                "same sizes and in the same order, and the same seed, or begin with the next epoch: set_epoch"
             )
         earlier, spans = [], Spans([(0, self.n)])
         for stage, options in enumerate(state_dict["read"]):
@@ -185,7 +190,7 @@ class ShardBatches(IterableDataset[list[Sample]]):
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[list[Sample]]:
+    def __iter__(self) -> Iterator[Any]:
         info, layout = get_worker_info(), self.layout
         if info is not None and info.num_workers != layout.workers:
             raise RuntimeError(
@@ -206,35 +211,52 @@ class ShardBatches(IterableDataset[list[Sample]]):
         if info is not None:
             yield from lanes[0]
 
-    def _lane(self, worker: int, done: int) -> Iterator[list[Sample]]:
+    def _lane(self, worker: int, done: int) -> Iterator[Any]:
         """What a worker of this rank still has to give after ``done`` batches of the rank."""
+        turn = self.layout.turns(worker, done)
+        last, waiting = None, 0  # batches to give, as soon as there is one
+        for batch in self._batches(worker, turn):
+            if batch is None:
+                self._warn_of_nothing()
+                if not waiting and last is None:
+                    last = self._before(worker, turn)
+            last, waiting = last if batch is None else batch, waiting + 1
+            while waiting and last is not None:
+                yield last
+                waiting -= 1
+        if waiting:
+            raise RuntimeError(
+                f"nothing could be read or decoded of the share of worker {worker} (rank {self.rank}, epoch "
+                f"{self.epoch}); the reader's warnings name the damaged shards"
+            )
+
+    def _batches(self, worker: int, turn: int) -> Iterator[Any]:
+        """Batches of a worker of this rank from a turn on; ``None`` for those of which nothing is left."""
         layout = self.layout
         start, size = layout.lane(len(self._spans), self.rank, worker)
-        block, given = divmod(layout.turns(worker, done) * layout.batch_size, layout.shuffle)
+        block, given = divmod(turn * layout.batch_size, layout.shuffle)
         first = start + block * layout.shuffle
         samples = self._read(self._spans.cut(first, start + size))
         shuffled = islice(self._shuffled(samples, self.rank * layout.workers + worker, block), given, None)
-        last: list[Sample] = []
-        missing = 0
         while places := list(islice(shuffled, layout.batch_size)):
             batch = [sample for sample in places if sample is not None]
-            if not batch:
-                self._warn_of_nothing()
-                missing += 1
-            if batch or last:
-                last = batch or last
-                yield from [last] * (missing + 1 if batch else missing)
-                missing = 0
-        if missing:
-            raise RuntimeError(
-                f"no sample could be read of the share of worker {worker} (rank {self.rank}, epoch {self.epoch}); the "
-                f"reader's warnings name the damaged shards"
-            )
+            yield (self.decode(batch) if self.decode else batch) if batch else None
+
+    def _before(self, worker: int, turn: int) -> Any:
+        """The last batch before a turn of which something is left, which a run without a stop has given last."""
+        for earlier in reversed(range(turn)):
+            batch = next(self._batches(worker, earlier))
+            if batch is not None:
+                return batch
+        return None
 
     def _warn_of_nothing(self) -> None:
+        self._empty += 1
+        if self._empty & (self._empty - 1):  # the 1st, 2nd, 4th, 8th, ... is said
+            return
         warnings.warn(
-            f"no sample of a batch of {self.layout.batch_size} could be read (rank {self.rank}, epoch {self.epoch}); "
-            f"another batch is given twice",
+            f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, epoch "
+            f"{self.epoch}; {self._empty} such batches by now); another batch is given twice",
             stacklevel=2,
         )
 
@@ -263,6 +285,11 @@ class ShardBatches(IterableDataset[list[Sample]]):
                 yield sample
             yield from [None] * missing
             at = stop
+            if at == self._counts[shard] and not missing and next(stream, None) is not None:
+                raise ValueError(
+                    f"shard {self.shards[shard]} has more samples than the {at} of sizes; it was replaced since: "
+                    f"append it under another name"
+                )
 
     def _places(self, spans: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
         """``(shard, first, stop)`` of positions of the epoch, whose shards have an order of their own."""
@@ -275,19 +302,3 @@ class ShardBatches(IterableDataset[list[Sample]]):
                 end = min(stop, ends[at])
                 yield order[at], start - begin, end - begin
                 start, at = end, at + 1
-
-
-def _check_files(shards: list[str]) -> None:
-    """Local shards must be there; others are met while reading."""
-    local = [shard for shard in shards if "://" not in shard and not shard.startswith("pipe:")]
-    bad = [shard for shard in local if _bytes(shard) == 0]
-    if bad:
-        raise FileNotFoundError(f"{len(bad)} of {len(shards)} shards are missing or empty, such as {bad[0]}")
-
-
-def _bytes(path: str) -> int:
-    """Size of a file; 0 if there is none."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

@@ -40,6 +40,31 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     return _braces(text)
 
 
+def check_files(shards: Iterable[str]) -> None:
+    """Refuse local shards that are missing or empty; others are met while reading.
+
+    Raises:
+        FileNotFoundError: it names the first one.
+    """
+    shards = list(shards)
+    bad = [shard for shard in shards if is_local(shard) and not size_of(shard)]
+    if bad:
+        raise FileNotFoundError(f"{len(bad)} of {len(shards)} shards are missing or empty, such as {bad[0]}")
+
+
+def is_local(shard: str) -> bool:
+    """Whether it is a path, and no URL or pipe."""
+    return "://" not in shard and not shard.startswith(("pipe:", "file:"))
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Bytes of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def _braces(text: str) -> list[str]:
     """``{000..099}`` and ``{a,b}`` spelled out, from left to right."""
     found = re.search(r"\{([^{}]*)\}", text)

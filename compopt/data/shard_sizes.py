@@ -95,6 +95,8 @@ def count_samples(shard: Path) -> int:
         ValueError: it is no tar file, or ends within a member.
     """
     count, before, end = 0, None, 0
+    if not shard.stat().st_size:
+        raise ValueError(f"shard {shard} is empty: 0 bytes")
     try:
         with tarfile.open(shard) as archive:
             for member in archive:
@@ -105,7 +107,7 @@ def count_samples(shard: Path) -> int:
                 count += name[1] != before
                 before = name[1]
     except tarfile.TarError as error:
-        raise ValueError(f"shard {shard} is no complete tar file: {error}") from error
+        raise ValueError(f"shard {shard} is no complete tar file: {' '.join(str(error).split())}") from error
     if shard.suffix == ".tar" and shard.stat().st_size < end:
         raise ValueError(f"shard {shard} is truncated: {shard.stat().st_size} bytes, where {end} are announced")
     return count

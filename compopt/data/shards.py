@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compopt import checks
-from compopt.data.shard_list import shard_list
+from compopt.data.shard_list import check_files, is_local, shard_list, size_of
 from compopt.data.shard_sizes import sizes_of
 
 FORMAT = 1
@@ -50,6 +50,7 @@ class ShardIndex:
     def __init__(self, shards: Mapping[str, int]) -> None:
         self.n = 0
         self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
+        self._bytes: dict[str, int] = {}  # of the files that were there when the index was built
         self._last: tuple[str, int, int, str] = ("", 0, 0, "")  # samples of one shard come one after another
         for name, count in shards.items():
             self._append(name, checks.count(f"the size of shard {name}", count))
@@ -96,7 +97,10 @@ class ShardIndex:
         base = Path(root) if root is not None else Path(os.path.commonpath([file.parent for file in files]))
         names = [file.relative_to(base).as_posix() for file in files]
         index = cls({} if extend is None else {name: count for name, (_, count) in extend._shards.items()})
-        for name, count in zip(names, sizes_of(files, progress), strict=True):
+        index._bytes = {} if extend is None else dict(extend._bytes)
+        for name, file, count in zip(names, files, sizes_of(files, progress), strict=True):
+            if size_of(file):
+                index._bytes.setdefault(name, size_of(file))
             if extend is None or name not in extend._shards:
                 index._append(name, count)
             elif extend._shards[name][1] != count:
@@ -109,11 +113,11 @@ class ShardIndex:
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON: ``[name, first row, count]`` of each shard."""
+        """Write the index as JSON: ``[name, first row, count]`` of each shard, and the sizes of their files."""
         rows = [[name, first, count] for name, (first, count) in self._shards.items()]
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
         about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
-        temporary.write_text(json.dumps({**about, "shards": rows}))
+        temporary.write_text(json.dumps({**about, "shards": rows, "bytes": self._bytes}))
         temporary.replace(path)
 
     @classmethod
@@ -126,6 +130,7 @@ class ShardIndex:
         try:
             saved = json.loads(Path(path).read_text())
             index = cls({name: count for name, _, count in saved["shards"]})
+            index._bytes = dict(saved.get("bytes", {}))
             whole = saved["format"] == FORMAT and len(index._shards) == len(saved["shards"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no index of shards: {error}; write it with ShardIndex.save") from error
@@ -138,6 +143,25 @@ class ShardIndex:
         """Checksum of names and sizes: two indices that agree give every sample the same row."""
         text = json.dumps([[name, count] for name, (_, count) in self._shards.items()])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def check(self, shards: Iterable[str]) -> None:
+        """Refuse shards that are not those of the index, as far as can be told without reading them.
+
+        Raises:
+            ValueError: a shard has another name, or as a local file another size than when the index was built.
+            FileNotFoundError: a local shard is missing or empty.
+        """
+        shards = list(shards)
+        names = [self._find(shard)[3] for shard in shards]
+        check_files(shards)
+        for name, shard in zip(names, shards, strict=True):
+            before, now = self._bytes.get(name), size_of(shard) if is_local(shard) else None
+            if before is not None and now is not None and before != now:
+                raise ValueError(
+                    f"shard {shard} has {now} bytes, and {before} when the index was built: it was replaced, and its "
+                    f"rows may be of other samples. Append it under another name; if it holds the same samples in the "
+                    f"same order, build the index anew"
+                )
 
     # -- one sample --------------------------------------------------------------------------------------------
 
@@ -181,8 +205,8 @@ class ShardIndex:
             if name in self._shards:
                 return url, *self._shards[name], name
         raise ValueError(
-            f"shard {url} is not among the {len(self._shards)} of the index; append it with ShardIndex.build(shards, "
-            f"extend=index), and its rows with add_sample_group"
+            f"shard {url} is not among the {len(self._shards)} of the index. If it was renamed, give it its old name; "
+            f"if it is new, append it with ShardIndex.build(shards, extend=index), and its rows with add_sample_group"
         )
 
     def __len__(self) -> int:

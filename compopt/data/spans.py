@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from compopt.rng import fold
 
 Span = tuple[int, int]  # the first position, and the one after the last
+Integers = npt.NDArray[np.int64]
 
 
 class Spans:
-    """Positions in a given order, as stretches of successive ones."""
+    """Positions in a given order, as stretches of successive ones.
 
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self.spans: list[Span] = []
-        for start, stop in spans:
-            if self.spans and self.spans[-1][1] == start:
-                start = self.spans.pop()[0]
-            if start < stop:
-                self.spans.append((start, stop))
-        self._ends = list(accumulate(stop - start for start, stop in self.spans))
+    Kept in arrays: what thousands of workers leave of their blocks are millions of stretches.
+
+    Args:
+        spans: pairs, or an array ``(k, 2)``; neighbours that continue each other become one.
+    """
+
+    def __init__(self, spans: Iterable[Span] | Integers) -> None:
+        pairs = np.asarray(spans if isinstance(spans, np.ndarray) else list(spans), dtype=np.int64).reshape(-1, 2)
+        pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+        apart, edge = pairs[1:, 0] != pairs[:-1, 1], np.ones(min(1, len(pairs)), dtype=bool)
+        self._starts, stops = pairs[np.append(edge, apart), 0], pairs[np.append(apart, edge), 1]
+        self._ends = np.cumsum(stops - self._starts)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def cut(self, start: int, stop: int) -> Iterator[Span]:
         """The stretches of the ``start``-th to the last position before the ``stop``-th."""
-        at = bisect_right(self._ends, start)
-        while at < len(self.spans) and start < stop:
-            first, last = self.spans[at]
-            skipped = start - (self._ends[at] - (last - first))
-            taken = min(stop - start, last - first - skipped)
-            yield first + skipped, first + skipped + taken
+        at = int(np.searchsorted(self._ends, start, side="right"))
+        while at < len(self._ends) and start < stop:
+            before = int(self._ends[at - 1]) if at else 0
+            first = int(self._starts[at]) + start - before
+            taken = min(stop, int(self._ends[at])) - start
+            yield first, first + taken
             start, at = start + taken, at + 1
 
 
@@ -70,7 +75,7 @@ class Layout:
 
     def rest(self, spans: Spans, done: int, key: tuple[int, ...]) -> Spans:
         """What every rank's first ``done`` batches leave: the positions that were not given, to the last one."""
-        left: list[Span] = []
+        left: list[list[Span] | Integers] = []
         for lane in range(self.ranks * self.workers):
             rank, worker = divmod(lane, self.workers)
             start, size = self.lane(len(spans), rank, worker)
@@ -78,11 +83,19 @@ class Layout:
             first, last = start + block * self.shuffle, start + size
             if given:
                 order = block_order((*key, lane, block), min(self.shuffle, last - first))
-                left += (span for at in sorted(order[given:]) for span in spans.cut(first + at, first + at + 1))
+                held = np.concatenate([np.arange(*span) for span in spans.cut(first, first + len(order))])
+                left.append(_runs(held[sorted(order[given:])]))
                 first += len(order)
-            left += spans.cut(first, last)
-        left += spans.cut(self.ranks * self.batches(len(spans)) * self.batch_size, len(spans))
-        return Spans(left)
+            left.append(list(spans.cut(first, last)))
+        left.append(list(spans.cut(self.ranks * self.batches(len(spans)) * self.batch_size, len(spans))))
+        return Spans(np.concatenate([np.array(part, dtype=np.int64).reshape(-1, 2) for part in left]))
+
+
+def _runs(positions: Integers) -> Integers:
+    """Positions as stretches ``(k, 2)``."""
+    apart, edge = np.diff(positions) != 1, np.ones(min(1, len(positions)), dtype=bool)
+    starts, lasts = positions[np.append(edge, apart)], positions[np.append(apart, edge)]
+    return np.stack([starts, lasts + 1], axis=1)
 
 
 def block_order(key: tuple[int, ...], size: int) -> list[int]:

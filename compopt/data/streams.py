@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
+
+from compopt.data.shard_list import check_files
 
 
 class SampleIndex(Protocol):
@@ -66,6 +69,26 @@ class indexed_reader:
                 sample["index"] = self.index.index(sample, position)
                 yield sample
             self._compare(url or source, position + 1)
+
+    def check(self, shards: Iterable[str]) -> None:
+        """Refuse shards that the index does not know, as far as a look before training shows it.
+
+        A :class:`ShardIndex` looks at names and files. For any other index the first sample of the first shard and all
+        of the last shard are read: the largest keys are there. One process of many is enough.
+
+        Raises:
+            ValueError: a shard or a sample that the index does not know.
+            FileNotFoundError: a local shard is missing or empty.
+        """
+        shards = list(shards)
+        check = getattr(self.index, "check", None)
+        if check is not None:
+            check(shards)
+            return
+        check_files(shards)
+        for shard, count in (shards[0], 1), (shards[-1], None):
+            for position, sample in enumerate(islice(self.read(iter([{"url": shard}])), count)):
+                self.index.index(sample, position)
 
     def _compare(self, source: Any, found: int) -> None:
         """Warn once of each shard that gave less than it should."""

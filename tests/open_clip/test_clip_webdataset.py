@@ -1,10 +1,13 @@
 """recipes/clip_webdataset.py: an interrupted run ends where a whole one does, in every way of starting it."""
 
+import contextlib
+import errno
 import io
 import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -140,6 +143,7 @@ def test_every_sample_comes_with_its_own_row(given, tmp_path, monkeypatch):
         return original(self, sample)
 
     monkeypatch.setattr(recipe.Decode, "pair", pair)
+    monkeypatch.setattr(recipe.Trainer, "_check_data", lambda self: None)  # it looks at some samples
     train(given, tmp_path, "--index", "keys:40")
     assert all(text == caption_of(row) for row, text in seen)
     assert Counter(row for row, _ in seen) == dict.fromkeys(range(N), 2)
@@ -194,6 +198,7 @@ def test_resuming_another_run_is_refused(given, tmp_path, change, said):
         (("--estimator", "isogclr", "--set", "rho=0.1", "--learn-scale"), "learns temperatures of its own"),
         (("--val-shards", "nowhere*.tar"), "--val-shards: no shards at nowhere"),
         (("--shards", "s3://bucket/{0..3}.tar"), "--sizes: shards at URLs need a saved ShardIndex"),
+        (("--sizes", "nowhere.json"), "--sizes nowhere.json: no such file"),
     ],
 )
 def test_bad_arguments(given, tmp_path, more, said):
@@ -202,12 +207,82 @@ def test_bad_arguments(given, tmp_path, more, said):
 
 
 def test_bad_data(given, tmp_path):
-    with pytest.raises(ValueError, match="key '?000000029'?"):
-        recipe.main(arguments(given, tmp_path, "--index", "keys:10"))
+    for n in (10, 39):  # the largest key is 39, the last sample of the last shard
+        with pytest.raises(ValueError, match=f"key '0000000[23]9' of 00003.tar is outside 0 .. {n - 1}; give KeyIndex"):
+            recipe.main(arguments(given, tmp_path, "--index", f"keys:{n}"))
+    with pytest.raises(FileNotFoundError, match="--index nowhere.json: no such file"):
+        recipe.main(arguments(given, tmp_path, "--index", "nowhere.json"))
     with pytest.raises(ValueError, match="keys:N with N above the largest key"):
         recipe.main(arguments(given, tmp_path, "--index", "keys:abc"))
     with pytest.raises(FileNotFoundError, match="no shards"):
         recipe.main(arguments((tmp_path / "none*.tar", given[1]), tmp_path))
+    with pytest.raises(ValueError, match="40 samples are too few for a batch of 50"):
+        recipe.main(arguments(given, tmp_path, "--batch-size", "50"))
+    assert not (tmp_path / "run.json").exists()  # none of them began to train
+
+
+def half(shard):
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage, kind, said",
+    [
+        (lambda shard: shard.unlink(), FileNotFoundError, "00001.tar"),
+        (lambda shard: shard.write_bytes(b""), ValueError, "00001.tar is empty"),
+        (half, ValueError, "00001.tar is no complete tar file: unexpected end"),
+        (lambda shard: write_pairs(shard.parent, [9, 0, 7, 11]), ValueError, "00001.tar holds no sample"),
+    ],
+)
+def test_damaged_shards(given, tmp_path, damage, kind, said):
+    damage(write_pairs(tmp_path / "shards", SIZES) / "00001.tar")
+    with pytest.raises(kind, match=said):
+        recipe.main(arguments((tmp_path / "shards" / "{00000..00003}.tar", given[1]), tmp_path / "out"))
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    "damage, kind, said",
+    [
+        (half, ValueError, "00001.tar has .* bytes, and .* when the index was built: it was replaced"),
+        (lambda shard: write_pairs(shard.parent, [9, 99, 7, 11]), ValueError, "00001.tar has .* bytes, and"),
+        (lambda shard: shard.rename(shard.with_name("9.tar")), ValueError, "If it was renamed, give it its old name"),
+        (lambda shard: shard.unlink(), SystemExit, r"shards and samples \[4, 40\] instead of \[3, 27\]"),
+    ],
+)
+def test_shards_that_changed_before_a_resume(given, tmp_path, damage, kind, said):
+    """Refused before training; whole again, the run goes on."""
+    shards = write_pairs(tmp_path / "shards", SIZES)
+    train((shards, given[1]), tmp_path / "out", "--max-steps", "3")
+    damage(shards / "00001.tar")
+    with pytest.raises(kind, match=said):
+        recipe.main(arguments((shards, given[1]), tmp_path / "out", "--resume"))
+    (shards / "9.tar").unlink(missing_ok=True)
+    write_pairs(shards, SIZES)
+    train((shards, given[1]), tmp_path / "out", "--resume", "--epochs", "1")
+    assert set(rows(tmp_path / "out", 1)["count"].tolist()) == {1}
+
+
+def test_fewer_shards_than_workers(given, tmp_path):
+    train(given, tmp_path, "--workers", "5", "--batch-size", "2", "--epochs", "1")
+    assert set(rows(tmp_path, 1)["count"].tolist()) == {1}
+
+
+@pytest.mark.parametrize("bad", [{"corrupt": range(N)}, {"captionless": range(N)}])
+@pytest.mark.parametrize("flag", ["--shards", "--val-shards"])
+def test_shards_of_which_nothing_can_be_decoded(given, tmp_path, flag, bad):
+    """Known from the first samples."""
+    shards = write_pairs(tmp_path / "shards", SIZES, **bad)
+    with pytest.raises(SystemExit, match=f"{flag}: none of the first 16 samples of .* can be decoded; a sample has a"):
+        recipe.main(arguments(given, tmp_path / "out", flag, str(shards)))
+
+
+def test_held_out_pairs_that_cannot_be_decoded_are_left_out_and_counted(given, tmp_path, capsys):
+    held_out = write_pairs(tmp_path / "held_out", [260, 20], corrupt=[*range(3, 256), 270])
+    train(given, tmp_path / "out", "--epochs", "1", "--val-shards", str(held_out))
+    assert "val/lost 254" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="1 of 3 shards are missing or empty"):
+        recipe.main(arguments(given, tmp_path / "again", "--val-shards", str(held_out / "{00000..00002}.tar")))
 
 
 def test_a_folder_holds_one_run(given, tmp_path, capsys):
@@ -250,6 +325,97 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced(given, tmp_path):
     count = rows(tmp_path / "out", 1)["count"].tolist()
     assert all(count[row] == (0 if row in bad else 1) or count[row] == 2 for row in range(N))
     assert {count[row] for row in bad} == {0} and 2 in count  # some batch was given twice
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_the_same_bits(given, tmp_path, workers):
+    """At the beginning of a worker's share too."""
+    options = ("--workers", workers, "--shuffle", "1", "--epochs", "1")
+    order = [*range(29, 40), *range(22, 29), *range(9), *range(9, 22)]
+    bad = {*order[:4], *order[20:29], *order[-4:]}
+    shards = write_pairs(tmp_path / "shards", SIZES, corrupt=bad), given[1]
+    train(shards, tmp_path / "whole", *options)
+    for step in (1, 6, 9):
+        train(shards, tmp_path / f"{step}", *options, "--max-steps", f"{step}")
+        train(shards, tmp_path / f"{step}", *options, "--resume")
+        same(weights(tmp_path / f"{step}", 1), weights(tmp_path / "whole", 1))
+        same(rows(tmp_path / f"{step}", 1), rows(tmp_path / "whole", 1))
+
+
+def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, monkeypatch):
+    """One alone has no negative: the estimator would end the run."""
+    original = recipe.ShardBatches._read
+
+    def read(self, spans):
+        yield from (
+            sample if number % 4 == 0 or number > 20 else None for number, sample in enumerate(original(self, spans))
+        )
+
+    monkeypatch.setattr(recipe.ShardBatches, "_read", read)
+    train(given, tmp_path, "--epochs", "1", "--shuffle", "1")
+    assert (tmp_path / "epoch_1.pt").exists()
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_up_to(size):
+    """Longer ones cannot be written, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def failing(owner, name):
+    """A function that finds the disk full."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, full)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory):
+    train(given, output := tmp_path_factory.mktemp("whole"))
+    return weights(output), rows(output)
+
+
+FULL = {
+    "model": (recipe.checkpoints, "save", lambda: files_up_to(1_000_000)),
+    "optimizer": (recipe.checkpoints, "save", lambda: files_up_to(5_000_000)),
+    "rows of a state": (recipe.checkpoints, "save", lambda: failing(recipe.integration.saving, "save")),
+    "pointer": (recipe.checkpoints, "save", lambda: failing(recipe.checkpoints.os, "fsync")),
+    "exported rows": (recipe.Trainer, "_export", lambda: failing(recipe.compopt, "save")),
+    "exported model": (recipe.Trainer, "_export", lambda: files_up_to(1_000_000)),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_leaves_the_state_before_from_which_the_run_goes_on(given, whole, tmp_path, monkeypatch, what):
+    owner, name, full = FULL[what]
+    original, calls = getattr(owner, name), []
+
+    def second_time(*args):
+        calls.append(args)
+        with full() if len(calls) == 2 else contextlib.nullcontext():
+            return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, second_time)
+        with pytest.raises(RuntimeError, match=r"could not be written \(.* MB are free there\): .* --resume goes on"):
+            recipe.main(arguments(given, tmp_path, "--save-every", "4"))
+    assert len(calls) == 2 and not list(tmp_path.glob("*.partial"))
+    train(given, tmp_path, "--save-every", "4", "--resume")
+    same(weights(tmp_path), whole[0])
+    same(rows(tmp_path), whole[1])
 
 
 def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):

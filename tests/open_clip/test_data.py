@@ -1,5 +1,7 @@
 """The row of each sample: it is that of the picture which the model is shown."""
 
+import io
+import tarfile
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,74 @@ def test_keys(tmp_path, shards):
     watch = tiny.train(["--estimator", "sogclr", "--index", "keys:20"], theirs)
     assert_own_rows(watch, 16)
     assert watch.est.n == 20
+
+
+def change(shard, files):
+    """Other contents of some files in a tar."""
+    new = io.BytesIO()
+    with tarfile.open(shard) as old, tarfile.open(fileobj=new, mode="w") as archive:
+        for member in old:
+            content = files.get(member.name, old.extractfile(member).read())
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    shard.write_bytes(new.getvalue())
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_corrupt_pictures_and_empty_captions(tmp_path, keys):
+    """open_clip skips a picture with a warning, and trains on an empty caption; other rows stay where they are."""
+    pattern = tiny.write_tars(tmp_path)
+    change(tmp_path / "00001.tar", {"000000005.png": b"broken", "000000006.txt": b""})
+    compopt.data.ShardIndex.build(pattern, progress=False).save(tmp_path / "shards.json")
+    index = "keys:16" if keys else str(tmp_path / "shards.json")
+    watch = tiny.train(
+        ["--estimator", "sogclr", "--index", index],
+        tiny.arguments(tmp_path, train_data=pattern, train_num_samples=128),
+    )
+    assert_own_rows(watch, 128)
+    assert (watch.rows()["count"] == 0).nonzero().tolist() == [[5]]
+
+
+def cut(shard):
+    shard.write_bytes(shard.read_bytes()[:3000])
+
+
+@pytest.mark.parametrize(
+    "match, damage, index, changed",
+    [
+        ("1 of 4 shards are missing or empty, .*00001.tar", lambda shard: shard.unlink(), "shards", {}),
+        ("1 of 4 shards are missing or empty, .*00001.tar", lambda shard: shard.write_bytes(b""), "keys:16", {}),
+        ("00001.tar has 3000 bytes, and .* it was replaced", cut, "shards", {}),
+        ("00000.tar has .* bytes, and", lambda shard: tiny.write_tars(shard.parent, n=4000), "shards", {}),
+        ("shards.json: no such file", lambda shard: (shard.parent / "shards.json").unlink(), "shards", {}),
+        ("'000000015' of 00003.tar is outside 0 .. 14; give KeyIndex the number of keys", None, "keys:15", {}),
+        ("'cat' of 00000.tar is no integer", lambda shard: rename(shard.with_name("00000.tar"), "cat"), "keys:16", {}),
+        ("number of shards must be >= total workers", None, "shards", {"workers": 5}),
+    ],
+)
+@pytest.mark.parametrize("resampled", [False, True])
+def test_what_can_be_known_is_refused_before_training(tmp_path, match, damage, index, changed, resampled):
+    """open_clip itself would skip what it cannot read."""
+    if resampled and changed:
+        pytest.skip("every worker draws from all shards")
+    pattern, watch = tiny.write_tars(tmp_path), []
+    compopt.data.ShardIndex.build(pattern, progress=False).save(tmp_path / "shards.json")
+    if damage is not None:
+        damage(tmp_path / "00001.tar")
+    ours = ["--estimator", "sogclr", "--index", index if ":" in index else str(tmp_path / "shards.json")]
+    theirs = tiny.arguments(tmp_path, train_data=pattern, train_num_samples=16, dataset_resampled=resampled, **changed)
+    with pytest.raises((ValueError, FileNotFoundError, AssertionError), match=match):
+        tiny.train(ours, theirs, prepare=lambda *_: watch.append(1))
+    assert not watch
+
+
+def rename(shard, key):
+    """The first sample's key."""
+    with tarfile.open(shard) as old:
+        files = [(member.name.split("."), old.extractfile(member).read()) for member in old]
+    with webdataset.TarWriter(str(shard)) as new:
+        for name in sorted({name for (name, _), _ in files}):
+            new.write({"__key__": key if name == "000000000" else name, **{s: c for (k, s), c in files if k == name}})
 
 
 def test_identifiers(tmp_path):

@@ -1,14 +1,18 @@
 """A run that was stopped and goes on is the run that was not."""
 
 import json
+import resource
 import shutil
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("open_clip")
 
+import open_clip
 import torch
 
+from compopt.integrations.open_clip.rows import Rows
 from tests.open_clip import tiny
 
 SOGCLR = "--estimator sogclr --gamma 0.5"
@@ -89,11 +93,11 @@ def test_killed_between_rows_and_file(tmp_path, data):
     assert tiny.files(tmp_path) == sorted(f"epoch_{k}.{kind}" for k in (1, 2, 3) for kind in ("pt", "compopt"))
 
 
-def refused(folder, data, match, ours=SOGCLR, **changed):
+def refused(folder, data, match, ours=SOGCLR, kind=ValueError, **changed):
     """Before any update."""
     watch = []
     theirs = tiny.arguments(folder, train_data=data, epochs=3, save_frequency=1, resume="latest", **changed)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(kind, match=match):
         tiny.train(ours.split(), theirs, prepare=lambda *_: watch.append(1))
     assert not watch
 
@@ -117,6 +121,47 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, data):
     refused(tmp_path, data, "about.json cannot be read .*unfinished or damaged")
     shutil.rmtree(folder / "epoch_2.compopt")
     refused(tmp_path, data, "no rows beside it, .*epoch_2.compopt is missing; .*--pretrained .*epoch_2.pt instead")
+
+
+def test_another_model_is_refused(tmp_path, data):
+    """By open_clip, and before any update."""
+    stopped(SOGCLR, tmp_path, data)
+    config = json.loads((Path(tiny.__file__).parent / "ViT-tiny.json").read_text())
+    (tmp_path / "ViT-smaller.json").write_text(json.dumps({**config, "embed_dim": 8}))
+    open_clip.add_model_config(tmp_path / "ViT-smaller.json")
+    refused(tmp_path, data, "size mismatch for text_projection", kind=RuntimeError, model="ViT-smaller")
+
+
+@pytest.mark.parametrize("what", ["rows", "file"])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, what):
+    """What open_clip could not finish has to be removed; the file before is there, with its rows."""
+    whole = run(SOGCLR, tmp_path, data, "whole")
+    original = Rows.save
+
+    def save(self, epoch):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if epoch == 2:  # longer files cannot be written
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if what == "file" else 10, limit[1]))
+        try:
+            original(self, epoch)
+        finally:
+            if what == "rows":
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with monkeypatch.context() as patch, pytest.raises((OSError, RuntimeError)):
+            patch.setattr(Rows, "save", save)
+            run(SOGCLR, tmp_path, data, delete_previous_checkpoint=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    unfinished = tmp_path / "logs" / "run" / "checkpoints" / "epoch_2.pt"
+    assert unfinished.exists() == (what == "file")
+    unfinished.unlink(missing_ok=True)
+    resumed = run(SOGCLR, tmp_path, data, resume="latest")
+    assert resumed.updates == 4
+    tiny.assert_alike(resumed.weights, whole.weights, 0)
+    tiny.assert_alike(resumed.rows(), whole.rows(), 0)
 
 
 def test_weights_without_rows_begin_anew_as_pretrained(tmp_path, data):

@@ -34,6 +34,8 @@ def open_index(text: str | None) -> SampleIndex | None:
         if not text[5:].isdigit():
             raise ValueError(f"--index {text}: keys:N with N above the largest key, such as keys:20000")
         return KeyIndex(int(text[5:]))
+    if not Path(text).is_file():
+        raise FileNotFoundError(f"--index {text}: no such file")
     if Path(text).suffix == ".npy":
         return UidIndex(text)
     return ShardIndex.load(text)
@@ -66,12 +68,25 @@ def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str
     stages = getattr(getattr(inner, "dataset", None), "pipeline", None)
     if not isinstance(stages, list):
         raise ValueError(f"expected a webdataset pipeline in open_clip's loader, found {type(inner).__name__}")
-    edit(stages, index)
+    check_shards(edit(stages, index), getattr(stages[0], "urls", []), args)
     return index.n, index.fingerprint
 
 
-def edit(stages: list[Any], index: SampleIndex) -> None:
+def check_shards(reader: indexed_reader, shards: list[str], args: Any) -> None:
+    """Refuse shards that are missing or not those of the index; open_clip would skip the missing ones.
+
+    Raises:
+        ValueError, FileNotFoundError: see :meth:`~compopt.data.indexed_reader.check`.
+    """
+    if shards and args.rank == 0:
+        reader.check(list(dict.fromkeys(shards)))
+
+
+def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
     """Let a webdataset pipeline keep the index: from its reader on, through every stage after it.
+
+    Returns:
+        The reader, now with the index.
 
     Raises:
         ValueError: no reader, or a stage that is not known to keep what it is not told about.
@@ -84,7 +99,7 @@ def edit(stages: list[Any], index: SampleIndex) -> None:
             f"open_clip's pipeline has stages that are not known here: {', '.join(unknown)}. Expected a reader "
             f"({', '.join(sorted(READERS))}), then any of {', '.join(sorted(KEEP | EDITED))}; an index would be lost"
         )
-    stages[at] = indexed_reader(stages[at], index)
+    reader = stages[at] = indexed_reader(stages[at], index)
     for stage, name in zip(stages[at + 1 :], names[at + 1 :], strict=True):
         if name == "_decode":
             stage.kw = {**stage.kw, "partial": True}  # what is no bytes is left as it is
@@ -92,6 +107,7 @@ def edit(stages: list[Any], index: SampleIndex) -> None:
             stage.kw = {**stage.kw, INDEX: INDEX}
         elif name == "_to_tuple":
             stage.args = (*(word for arg in stage.args for word in arg.split()), INDEX)
+    return reader
 
 
 def _name(stage: Any) -> str:
