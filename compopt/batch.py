@@ -15,13 +15,14 @@ class Batch:
     """The global batch of one call: the samples of all ranks, in the order of the ranks.
 
     ``B`` is the number of samples on all ranks together, ``D`` that of directions which have columns of their own (2
-    in bimodal mode, else 1).
+    in bimodal mode with both directions, else 1).
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
         values: what the call brought, by name, ``(B, ...)`` each: the features ``z1`` and ``z2`` as the kernel takes
             them, and ``tau`` if there is one per sample.
         sizes: samples of every rank.
+        more: further candidates of every rank.
         own: where this rank's samples are.
         rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
         host_rows: the same on the CPU, ``None`` where asking would wait for a device.
@@ -36,6 +37,7 @@ class Batch:
     keys: dict[str, Tensor]
     values: dict[str, Tensor]
     sizes: list[int]
+    more: list[int]
     own: slice
     rows: Tensor
     host_rows: Tensor | None

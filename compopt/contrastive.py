@@ -35,22 +35,33 @@ from torch import Tensor
 from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import refuse_tangent, refuse_transforms
-from compopt.checks.inputs import check_features, check_tau, check_vector, one_name, tau_facts
+from compopt.checks.inputs import (
+    check_extra,
+    check_features,
+    check_range,
+    check_tau,
+    check_vector,
+    extra_fact,
+    one_name,
+    tau_facts,
+)
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.groups import Hyper, parse
+from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, Features
 from compopt.kernel.local import Pairs
-from compopt.kernel.statistics import PairStatistics
+from compopt.kernel.statistics import Extra, PairStatistics
 from compopt.objective import Objective, Summary
 from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
+DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 # Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
 _FAR = 1 << 40
 
@@ -74,6 +85,9 @@ class ContrastiveEstimator(Estimator):
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
         mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
             ``"unimodal"``: two views, negatives are both views of the other samples (``2B - 2``).
+        directions: ``"both"``: the samples of both modalities are anchors. ``"forward"`` (bimodal only): ``z1`` are
+            anchors and ``z2`` their candidates, as queries and documents are; the mean is over ``B`` anchors, and rows
+            have one value per column instead of two.
         normalize: L2-normalise the features. Otherwise they are used as they come, with norms below 1e15.
         multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
         chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
@@ -117,6 +131,7 @@ class ContrastiveEstimator(Estimator):
         normalizer: Normalizer,
         temperature: Temperature,
         mode: str = "bimodal",
+        directions: str = "both",
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
@@ -128,6 +143,10 @@ class ContrastiveEstimator(Estimator):
         sample_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         checks.one_of("mode", mode, MODES)
+        checks.one_of("directions", directions, DIRECTIONS)
+        if directions == "forward" and mode == "unimodal":
+            raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
+        self.directions = directions
         checks.flag("normalize", normalize)
         checks.flag("multiply_tau", multiply_tau)
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
@@ -139,10 +158,11 @@ class ContrastiveEstimator(Estimator):
             part.check_free()
         placement = Placement(process_group, offload, offload_dir, shard)
         groups = None if sample_groups is None else parse(sample_groups)
-        super().__init__(parts, mode=mode, dtype=dtype, placement=placement, sample_groups=groups)
+        count = len(DIRECTIONS[directions])
+        super().__init__(parts, mode=mode, dtype=dtype, directions=count, placement=placement, sample_groups=groups)
         self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
-            part.joined(self._groups, Setting(self, mode, dtype, normalize, self._ranks))
+            part.joined(self._groups, Setting(self, mode, dtype, normalize, self._ranks, count))
         self._warned_rho = False
         self._shown: dict[str, Tensor] = {}
         self._last: Summary | None = None
@@ -150,7 +170,17 @@ class ContrastiveEstimator(Estimator):
     def _options(self) -> dict[str, Any]:
         structures = {role: part.structure() for role, part in self._components.items()}
         parts = {role: structure for role, structure in structures.items() if structure}
-        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **parts}
+        one = {} if self.directions == "both" else {"directions": self.directions}  # checkpoints of before have none
+        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **one, **parts}
+
+    @property
+    def _anchors(self) -> int:
+        """Directions that have anchors."""
+        return len(DIRECTIONS[self.directions])
+
+    @property
+    def _row_keys(self) -> Sequence[str]:
+        return ROW_KEYS[: self._anchors]  # with one direction the second modality has no rows
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -165,6 +195,8 @@ class ContrastiveEstimator(Estimator):
         *,
         tau: Tensor | float | None = None,
         labels: Tensor | None = None,
+        extra: Tensor | None = None,
+        extra_index: Tensor | None = None,
     ) -> Tensor:
         """The estimated objective of a batch, ready for ``backward()``.
 
@@ -174,7 +206,8 @@ class ContrastiveEstimator(Estimator):
             index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; a
                 bad one makes the loss NaN and raises at a later call). Equal indices are never negatives of each
                 other. May be left out if nothing is kept per sample and no sample repeats.
-            index2: rows of the second modality, if it has its own (several captions per image), ``(B,)``.
+            index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``: its
+                rows, and with ``directions="forward"``, where it has none, what tells equal candidates.
             group: an older name of ``labels``.
             encode: for samplers whose negatives may lie outside the batch: from data-set positions, ``(m,)`` int64 on
                 the CPU, to features ``(m, d)`` of those samples (bimodal: a pair of them), with a graph. Called at most
@@ -182,6 +215,12 @@ class ContrastiveEstimator(Estimator):
             tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
             labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates).
+            extra: further candidates of the anchors of direction 1 beside the batch's, ``(M, d)``, perhaps with a
+                graph: mined hard negatives, for example. ``|N_i|`` counts them, and normalizers, weights and rows are
+                those of the larger set: what is estimated is then the objective of the mixture that the caller makes.
+                Another ``M`` on each rank, 0 too; every rank's anchors have those of all.
+            extra_index: positions of ``extra`` in the second modality (that of ``index2``, or of ``index`` without it),
+                ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
 
         Returns:
             0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
@@ -193,23 +232,26 @@ class ContrastiveEstimator(Estimator):
         """
         refuse_transforms()
         with self._handshake.guard():
-            for name, value in (("z1", z1), ("z2", z2), ("tau", tau)):
+            for name, value in (("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra)):
                 refuse_tangent(name, value)
             keys, tau = self._check_call(z1, z2, index, index2, group, labels, tau)
             self.normalizer.check_encode(encode, keys)
+            more = self._check_extra(extra, extra_index, keys, z1)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
-            own = (Features.of(z1, self.normalize), Features.of(z2, self.normalize))
+            own = [Features.of(z, self.normalize) for z in (z1, z2, *(more[:1] if more else ()))]
             values = {"z1": own[0].unit, "z2": own[1].unit}
             if isinstance(tau, Tensor) and tau.dim():
                 values["tau"] = tau.detach().to(z1.device)
-            batch = self._read(keys, values, {**tau_facts(tau), "encode": int(encode is not None)}, least=2)
+            facts = {**tau_facts(tau), "encode": int(encode is not None), "extra": extra_fact(more)}
+            batch = self._read(keys, values, facts, least=2, more=len(more[0]) if more else 0)
+            candidates = self._gather_extra(batch, own[2].unit, more[1]) if more else None
             temperature = self._temperature(batch, tau)
             graph = torch.is_grad_enabled()
             with torch.no_grad():
-                value, gradients = self._evaluate(batch, own, temperature, encoder, graph)
+                value, gradients = self._evaluate(batch, own, candidates, temperature, encoder, graph)
         encoded = [] if encoder is None else [z.unit for z in encoder.encoded]
-        self._async_checks.watch_features(value, own[0].unit, own[1].unit, *encoded)
+        self._async_checks.watch_features(value, *(z.unit for z in own), *encoded)
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     def feature_gradients(
@@ -223,20 +265,22 @@ class ContrastiveEstimator(Estimator):
         *,
         tau: Tensor | float | None = None,
         labels: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and its gradients with respect to ``z1`` and ``z2``, for cached-feature accumulation.
+        extra: Tensor | None = None,
+        extra_index: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Loss and its gradients with respect to ``z1``, ``z2`` and ``extra``, for cached-feature accumulation.
 
         Encode the whole window without a graph, call this once on all of it (the whole window then serves as
         negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels: as in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index: as in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
         Returns:
-            ``(loss, g1, g2)``, detached, the gradients in the features' dtype.
+            ``(loss, g1, g2)``, and with ``extra`` its gradient too; detached, the gradients in the features' dtype.
 
         Raises:
             ValueError: with ``encode``, or a ``tau`` that requires a gradient; whatever a call raises.
@@ -249,14 +293,18 @@ class ContrastiveEstimator(Estimator):
                 ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
             )
         refuse_transforms()
-        for name, z in (("z1", z1), ("z2", z2)):  # before detach drops it
+        for name, z in (("z1", z1), ("z2", z2), ("extra", extra)):  # before detach drops it
             refuse_tangent(name, z)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
-            loss = self(z1, z2, index, index2, group, tau=tau, labels=labels)
-            loss.backward(inputs=[z1, z2, *(p for p in self.parameters() if p.requires_grad)])
-        assert z1.grad is not None and z2.grad is not None
-        return loss.detach(), z1.grad, z2.grad
+            leaves = [z1, z2]
+            if extra is not None:
+                extra = extra.detach().requires_grad_()
+                leaves.append(extra)
+            given: dict[str, Any] = {"tau": tau, "labels": labels, "extra": extra, "extra_index": extra_index}
+            loss = self(z1, z2, index, index2, group, **given)
+            loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
+        return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
     # -- before the kernel -------------------------------------------------------------------------------------
 
@@ -290,8 +338,31 @@ class ContrastiveEstimator(Estimator):
                 raise ValueError(
                     "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
                 )
-            tau = check_tau(tau, len(z1))
+            tau = check_tau(tau, len(z1), self._anchors)
         return keys, tau
+
+    def _check_extra(
+        self, extra: Tensor | None, extra_index: Tensor | None, keys: Mapping[str, Tensor], like: Tensor
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Further candidates and their positions, or ``None``."""
+        if extra is None:
+            if extra_index is not None:
+                raise TypeError("extra_index= has the positions of extra=, which is None")
+            return None
+        self.normalizer.check_extra()
+        checked = check_extra(extra, extra_index, like)
+        if checked[1] is not None and "index2" not in keys and self.n is not None:
+            check_range("extra_index", checked[1], self.n)
+        return checked
+
+    def _gather_extra(self, batch: Batch, own: Tensor, positions: Tensor | None) -> Extra:
+        """Everybody's further candidates."""
+        positive = batch.keys.get("index2", batch.keys["index"])
+        values = [own] if positions is None else [own, positions.to(own.device, non_blocking=True)]
+        first = sum(batch.more[: self._ranks.rank])
+        everyone = self._ranks.gather(values, batch.more) if max(batch.more) else values
+        at = slice(first, first + len(own))
+        return Extra(own, everyone[0], positive, None if positions is None else everyone[1], at)
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
@@ -309,7 +380,8 @@ class ContrastiveEstimator(Estimator):
     def _evaluate(
         self,
         batch: Batch,
-        own: tuple[Features, Features],
+        own: Sequence[Features],
+        candidates: Extra | None,
         temperature: float | Tensor,
         encoder: Encoder | None,
         graph: bool,
@@ -318,7 +390,8 @@ class ContrastiveEstimator(Estimator):
 
         Args:
             batch: the samples of all ranks.
-            own: this rank's features.
+            own: this rank's features, and its further candidates if there are any.
+            candidates: those of all ranks.
             temperature: perhaps with a graph; of all samples, or, if it came with the call, of this rank's.
             encoder: for samples outside the batch.
             graph: whether anything wants gradients at all.
@@ -326,7 +399,7 @@ class ContrastiveEstimator(Estimator):
         constant = temperature.detach() if isinstance(temperature, Tensor) else temperature
         tau = batch.values.get("tau", constant)
         learned = isinstance(temperature, Tensor) and temperature.requires_grad and graph
-        pairs = self._pairs(batch, own, tau, moments=learned or self.temperature.learns)
+        pairs = self._pairs(batch, own, candidates, tau, moments=learned or self.temperature.learns)
         self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
         call = self._call(batch, pairs, tau, encoder)
         estimate = self.normalizer.estimate(call)  # alpha, or weights; a network learns here
@@ -350,13 +423,14 @@ class ContrastiveEstimator(Estimator):
         return value, gradients
 
     def _pairs(
-        self, batch: Batch, own: tuple[Features, Features], tau: float | Tensor, moments: bool
+        self, batch: Batch, own: Sequence[Features], extra: Extra | None, tau: float | Tensor, moments: bool
     ) -> PairStatistics:
         """The kernel: all pairs of the batch, or those of this rank's anchors.
 
         Args:
             batch: the samples of all ranks.
             own: this rank's features.
+            extra: further candidates.
             tau: temperatures of the whole batch.
             moments: a temperature's derivative will be asked for.
         """
@@ -364,6 +438,8 @@ class ContrastiveEstimator(Estimator):
         keys = list(batch.keys.values())
         options: dict[str, Any] = {
             "distinct": batch.distinct,
+            "directions": self._anchors,
+            "extra": extra,
             "unimodal": self.mode == "unimodal",
             "bounded": self.normalize,
             "chunk_size": self.chunk_size,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks.inputs import check_features, check_tau
-from compopt.contrastive import ContrastiveEstimator
+from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.autograd import with_gradients
@@ -35,23 +35,25 @@ def log_normalizers(
     views: str = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
+    directions: str = "both",
 ) -> Tensor:
     """Exact ``log g_i`` (NeuCLIP, eq. 9).
 
     Args:
         z1, z2: ``(n, d)``.
-        tau: a number, or a tensor ``(n, 1)`` or ``(n, 2)``.
+        tau: a number, or a tensor ``(n, 1)``, or ``(n, 2)`` for both directions.
         mode, views: see the module.
         normalize: L2-normalise the features first.
         chunk_size: rows of the similarity matrix at a time.
+        directions: as of :class:`~compopt.ContrastiveEstimator`.
 
     Returns:
-        ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views.
+        ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views and for one direction.
     """
-    tau = _check(z1, z2, tau, mode, views, chunk_size)
+    tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.no_grad():
         a, b = (_prepare(z, normalize) for z in (z1, z2))
-        return _exact(_pairs(a, b, tau, mode, normalize, chunk_size), mode, views)
+        return _exact(_pairs(a, b, tau, mode, normalize, chunk_size, directions), mode, views)
 
 
 def global_loss(
@@ -62,10 +64,11 @@ def global_loss(
     views: str = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
+    directions: str = "both",
 ) -> Tensor:
     """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d."""
-    tau = _check(z1, z2, tau, mode, views, chunk_size)
-    return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size) * tau).mean()
+    tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
+    return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size, directions) * tau).mean()
 
 
 def global_gradient(
@@ -76,15 +79,16 @@ def global_gradient(
     views: str = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
+    directions: str = "both",
 ) -> tuple[Tensor, Tensor]:
     """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each."""
-    tau = _check(z1, z2, tau, mode, views, chunk_size)
+    tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.enable_grad():
         z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
         a, b = (_prepare(z, normalize) for z in (z1, z2))
         with torch.no_grad():
-            pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size)
-            alpha = _exact(pairs, mode, views).expand(-1, 2)
+            pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size, directions)
+            alpha = _exact(pairs, mode, views).expand_as(pairs.positive)
             gradients = pairs.gradients(alpha, a.new_full((), 1 / alpha.numel()))
         loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients, strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
@@ -130,7 +134,7 @@ def normalizer_error(
             : n if anchors is None else checks.count("anchors", anchors)
         ]
         order = order.to(a.device)
-        exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size)
+        exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size, est._anchors)
         exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
         stored = est.normalizer.stored(seen.columns, (a, b), tau, est._hyper("normalizer", seen))
         if stored is not None and stored.shape[1] != exact.shape[1]:
@@ -175,7 +179,7 @@ def gradient_error(
         seen = est._look(torch.arange(n, device="cpu"), z1)
         tau = est._temperature(seen, None)
         views = "averaged" if est.normalizer.averages_views else "separate"
-    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size))
+    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size, est.directions))
     total, batches = torch.zeros_like(exact), 0
     training = est.training
     est.eval()
@@ -200,12 +204,17 @@ def gradient_error(
     }
 
 
-def _check(z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int) -> float | Tensor:
+def _check(
+    z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int, directions: str
+) -> float | Tensor:
     checks.one_of("mode", mode, MODES)
+    checks.one_of("directions", directions, DIRECTIONS)
+    if directions == "forward" and mode == "unimodal":
+        raise ValueError('directions="forward" is for two modalities, got mode="unimodal"')
     checks.one_of("views", views, VIEWS)
     checks.count("chunk_size", chunk_size)
     check_features(z1, z2)
-    return check_tau(tau, len(z1))
+    return check_tau(tau, len(z1), len(DIRECTIONS[directions]))
 
 
 def _prepare(z: Tensor, normalize: bool) -> Tensor:
@@ -213,17 +222,24 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
     return F.normalize(z, dim=1) if normalize else z
 
 
-def _pairs(a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int) -> Pairs:
-    key = torch.arange(len(a), device=a.device)
-    return Pairs(a, b, tau, [key], distinct=True, unimodal=mode == "unimodal", bounded=bounded, chunk_size=chunk_size)
+def _pairs(
+    a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str
+) -> Pairs:
+    key, count = torch.arange(len(a), device=a.device), len(DIRECTIONS[directions])
+    unimodal = mode == "unimodal"
+    return Pairs(
+        a, b, tau, [key], distinct=True, directions=count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size
+    )
 
 
-def _exact_of_anchors(rows: Tensor, a: Tensor, b: Tensor, tau: float | Tensor, mode: str, chunk_size: int) -> Tensor:
-    """Exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), 2)``."""
+def _exact_of_anchors(
+    rows: Tensor, a: Tensor, b: Tensor, tau: float | Tensor, mode: str, chunk_size: int, directions: int
+) -> Tensor:
+    """Exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), A)``."""
     n, bimodal = len(a), mode == "bimodal"
-    tau = torch.as_tensor(tau, dtype=a.dtype, device=a.device).expand(n, 2)
+    tau = torch.as_tensor(tau, dtype=a.dtype, device=a.device).expand(n, directions)
     columns = []
-    for direction, (own, other) in enumerate(((a, b), (b, a))):
+    for direction, (own, other) in enumerate(((a, b), (b, a))[:directions]):
         candidates = other if bimodal else torch.cat([own, other])
         negatives = n - 1 if bimodal else 2 * n - 2
         parts = []
@@ -246,8 +262,9 @@ def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
 
 
 def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
-    """What the (stateless) normalizer makes of one batch, ``(B, 2)``."""
+    """What the (stateless) normalizer makes of one batch, ``(B, A)``."""
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     batch = est._look(rows, a, {"z1": a, "z2": b})
-    pairs = Pairs(a, b, own, [rows], distinct=True, unimodal=est.mode == "unimodal", bounded=est.normalize)
-    return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand(-1, 2)
+    unimodal = est.mode == "unimodal"
+    pairs = Pairs(a, b, own, [rows], distinct=True, directions=est._anchors, unimodal=unimodal, bounded=est.normalize)
+    return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand_as(pairs.positive)

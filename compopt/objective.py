@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ class Objective:
         batch: the samples of all ranks.
         pairs: the statistics of all their pairs.
         estimate: what the normalizer made of them.
-        tau: temperatures of the global batch, without a graph: a number, 0-d, ``(B, 1)`` or ``(B, 2)``.
+        tau: temperatures of the global batch, without a graph: a number, 0-d, ``(B, 1)`` or ``(B, A)``.
         rho: radius of the KL constraint, per anchor or the same for all.
         multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
         ranks: how many there are.
@@ -43,8 +44,8 @@ class Objective:
 
     @property
     def alpha(self) -> Tensor:
-        """Log-normalizers, ``(B, 2)``."""
-        return self.estimate.alpha.expand(-1, 2)
+        """Log-normalizers, ``(B, A)``."""
+        return self.estimate.alpha.expand_as(self.pairs.positive)
 
     def value(self) -> Tensor:
         """The objective, 0-d."""
@@ -52,7 +53,7 @@ class Objective:
         return self.pairs.real(terms).mean()
 
     def tau_gradients(self) -> Tensor:
-        """``G(tau_i)`` of every anchor, ``(B, 2)``; needs pairs with moments.
+        """``G(tau_i)`` of every anchor, ``(B, A)``; needs pairs with moments.
 
         ``estimate.slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's
         ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no exact minimiser of it.
@@ -81,13 +82,11 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
-    def feature_gradients(
-        self, own: tuple[Features, Features], wanted: bool, elsewhere: bool
-    ) -> list[tuple[Tensor, Tensor]]:
+    def feature_gradients(self, own: Sequence[Features], wanted: bool, elsewhere: bool) -> list[tuple[Tensor, Tensor]]:
         """This rank's features with their gradients, weights held as estimated; uses up the pairs.
 
         Args:
-            own: this rank's features.
+            own: this rank's features, and its further candidates if there are any.
             wanted: whether they get any; without, what other ranks or other features wait for is computed nevertheless.
             elsewhere: whether weights of the normalizer's have gradients for others.
         """
@@ -106,14 +105,14 @@ class Objective:
         return [z.pull_back(gradient) for z, gradient in zip(own, gradients, strict=True)]
 
     def _alpha_slope(self) -> Tensor:
-        """Derivative of the value with respect to ``alpha``, ``(B, 2)``."""
+        """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
         like = self.pairs.positive
         factor = self.tau if self.multiply_tau else 1.0
         slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
         return self.pairs.real(slope.expand(like.shape)) / like.numel()
 
-    def _weighted(self) -> tuple[Tensor, Tensor]:
-        """``sum_i (tau_i w_ij / 2B) grad h_ij`` of this rank's features."""
+    def _weighted(self) -> tuple[Tensor, ...]:
+        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features."""
         alpha = self.alpha.to(self.pairs.positive.dtype)
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / self.tau
@@ -131,7 +130,7 @@ class Summary:
     """What :attr:`ContrastiveEstimator.metrics` are computed from, when somebody asks.
 
     Attributes:
-        alpha: log-normalizers, ``(B, 2)``.
+        alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
         count: visits so far, ``(B, .)``.

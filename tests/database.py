@@ -294,7 +294,7 @@ def perceptron(mode, width=7, seed=0):
     """First weights of the library's perceptron, which a twin starts from as well."""
     shapes, bounds = ((width, DIM), (width,), (width,), (1,)), (DIM, DIM, width, width)
     random = torch.Generator().manual_seed(seed)
-    networks = 1 if mode == "unimodal" else 2
+    networks = 2 if mode == "bimodal" else 1
     return [
         (2 * torch.rand(networks, *shape, dtype=torch.float64, generator=random) - 1) / bound**0.5
         for shape, bound in zip(shapes, bounds, strict=True)

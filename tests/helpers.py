@@ -36,18 +36,23 @@ def batches(n, steps, batch=6, dim=4, seed=0, repeats=True, dtype=torch.float64)
     return result
 
 
-def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, Tensor, Tensor]:
-    """One forward and backward: (loss, g1, g2)."""
-    z1, z2 = z1.detach().clone().requires_grad_(), z2.detach().clone().requires_grad_()
-    loss = est(z1, z2, index, **options)
+def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, ...]:
+    """One forward and backward: (loss, g1, g2), and the gradient of extra if given."""
+    leaves = [z.detach().clone().requires_grad_() for z in (z1, z2)]
+    if "extra" in options:
+        leaves.append(options["extra"].detach().clone().requires_grad_())
+        options = {**options, "extra": leaves[2]}
+    loss = est(*leaves[:2], index, **options)
     loss.backward(grad_output)
-    return loss.detach(), z1.grad, z2.grad
+    return loss.detach(), *(z.grad for z in leaves)
 
 
 def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):
     """The estimator of one database entry and its twin."""
     tau = max(tau, info.min_tau)
-    est, ref = info.build(mode, n, dtype, tau, gamma, **options), info.twin(mode, n, tau, gamma)
+    kind = {"mode": "bimodal", "directions": "forward"} if mode == "forward" else {"mode": mode}
+    est = info.build(kind.pop("mode"), n, dtype, tau, gamma, **kind, **options)
+    ref = info.twin(mode, n, tau, gamma)
     if info.min_tau and info.tau_leaf:  # log(1/tau) is stored: use the value it really has
         ref.temperature.tau = float(torch.exp(-info.tau_leaf(est).detach().double()))
     return est, ref

@@ -100,21 +100,39 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
         )
 
 
-def check_tau(tau: Any, batch: int) -> float | Tensor:
-    """A positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, 2)``; returned with 0 or 2 axes."""
+def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Further candidates ``(M, d)`` as the features ``like``, and their positions, ``(M,)`` int64."""
+    if not isinstance(extra, Tensor):
+        raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}")
+    if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
+        raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
+    if extra.dtype != like.dtype:
+        raise TypeError(f"extra must have the dtype of z1 and z2, got {extra.dtype} and {like.dtype}")
+    if extra.device != like.device:
+        raise ValueError(f"extra must be on the device of z1 and z2, got {extra.device} and {like.device}")
+    return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra))
+
+
+def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
+    """A positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, A)``; returned with 0 or 2 axes."""
     if not isinstance(tau, Tensor):
         checks.positive("tau", tau)
         return float(tau)
     if not tau.is_floating_point():
         raise TypeError(f"tau must be a floating-point tensor, got {tau.dtype}")
-    if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, 2)):
-        raise ValueError(f"tau must be 0-d, ({batch},) or ({batch}, 2), got shape {tuple(tau.shape)}")
+    if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, directions)):
+        raise ValueError(f"tau must be 0-d, ({batch},) or ({batch}, {directions}), got shape {tuple(tau.shape)}")
     if tau.device.type == "meta":
         raise ValueError("tau is on the meta device and holds no value; make it with device='cpu' or give a number")
     if tau.device.type == "cpu" and not bool(((tau > 0) & tau.isfinite()).all()):
         wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()[0].item()
         raise ValueError(f"tau must be greater than 0 and finite, got {wrong!r}")
     return tau[:, None] if tau.dim() == 1 else tau
+
+
+def extra_fact(extra: tuple[Tensor, Tensor | None] | None) -> int:
+    """What ranks must have alike of ``extra``: none, without positions, with them."""
+    return 0 if extra is None else 1 if extra[1] is None else 2
 
 
 def tau_facts(tau: float | Tensor | None) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ FACTS = {
     "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
     "tau": "the value of tau= (its bits)",
+    "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
 }
-REFUSED, SIZE, KINDS, PREFETCHED, WRITTEN = range(1, 6)  # after the number of the operation
-HEADER = 6 + len(FACTS)
+REFUSED, SIZE, KINDS, PREFETCHED, WRITTEN, MORE = range(1, 7)  # after the number of the operation
+HEADER = 7 + len(FACTS)
 assert HEADER <= FIRST_LENGTH
 
 
@@ -37,6 +38,7 @@ class Agreement:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64.
         sizes: samples of every rank.
         own: where this rank's are.
+        more: further candidates of every rank.
         prefetched: number of the prefetched rows that every rank holds for these samples; 0: some do not.
         written: commits that every rank has in its store.
     """
@@ -44,6 +46,7 @@ class Agreement:
     keys: dict[str, Tensor]
     sizes: list[int]
     own: slice
+    more: list[int] = field(default_factory=lambda: [0])
     prefetched: int = 0
     written: int = 0
 
@@ -82,7 +85,7 @@ class Handshake:
             raise error from other
 
     def exchange(
-        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, written: int = 0
+        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, written: int = 0, more: int = 0
     ) -> Agreement:
         """Everybody's samples.
 
@@ -92,15 +95,16 @@ class Handshake:
         """
         size = len(keys["index"])
         if self.ranks.size == 1:
-            return Agreement(dict(keys), [size], slice(0, size), prefetched, written)
+            return Agreement(dict(keys), [size], slice(0, size), [more], prefetched, written)
         keys = {name: key.cpu() for name, key in keys.items()}
         now = Doing(self.operation, facts.get("t"))
-        table = self.ranks.open(self._message(keys, facts, prefetched, written), now)
+        counts = (prefetched, written, more)
+        table = self.ranks.open(self._message(keys, facts, counts), now)
         self._compare(table)
         most = int(table[:, SIZE].max())
         if most > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * most)
-            table = self.ranks.open(self._message(keys, facts, prefetched, written), now)
+            table = self.ranks.open(self._message(keys, facts, counts), now)
         sizes = table[:, SIZE].tolist()
         first = sum(sizes[: self.ranks.rank])
         numbers = table[:, PREFETCHED].tolist()
@@ -108,14 +112,15 @@ class Handshake:
             {name: self._unpack(table, sizes, KEYS.index(name)) for name in keys},
             sizes,
             slice(first, first + size),
+            table[:, MORE].tolist(),
             prefetched if all(other == prefetched for other in numbers) else 0,
             int(table[:, WRITTEN].min()),
         )
 
-    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int, written: int) -> Tensor:
+    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], counts: tuple[int, ...]) -> Tensor:
         message = self.ranks.blank()
         size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        header = [0, 0, size, kinds, prefetched, written, *(facts.get(name, 0) for name in FACTS)]
+        header = [0, 0, size, kinds, *counts, *(facts.get(name, 0) for name in FACTS)]
         message[:HEADER] = torch.tensor(header, device="cpu")
         room = _room(message)
         if size <= room:

@@ -23,7 +23,7 @@ from compopt.estimator.commits import Commits
 from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.groups import Groups, SampleGroups
-from compopt.estimator.reader import BatchReader
+from compopt.estimator.reader import ROW_KEYS, BatchReader
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
 from compopt.stores.table import RowTable
@@ -52,6 +52,7 @@ class Estimator(Commits):
         components: parts by role.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
         dtype: of the floating-point columns.
+        directions: how many have anchors: 1 makes the columns of bimodal mode as narrow as those of the others.
         placement: where rows live; ``None``: in this process's memory.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
 
@@ -77,6 +78,7 @@ class Estimator(Commits):
         *,
         mode: str,
         dtype: torch.dtype,
+        directions: int = 2,
         placement: Placement | None = None,
         sample_groups: Groups | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class Estimator(Commits):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
         self.mode, self.dtype = mode, dtype
+        self._width = min(directions, DIRECTIONS[mode])
         self.training = True
         self._components = dict(components)
         self._groups = SampleGroups(self._components, mode, sample_groups)
@@ -131,11 +134,23 @@ class Estimator(Commits):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
+    @property
+    def _row_keys(self) -> Sequence[str]:
+        """Which keys of a call name rows."""
+        return ROW_KEYS
+
     def _connect(self) -> None:
         initial = {c.name: (role, c.initial) for role, own in self._columns().items() for c in own if c.initial}
         self._handshake, self._async_checks = Handshake(self._ranks), AsyncChecks()
         self._reader = BatchReader(
-            self._groups, self._table, self._handshake, self._async_checks, self.dtype, self._identity, initial
+            self._groups,
+            self._table,
+            self._handshake,
+            self._async_checks,
+            self.dtype,
+            self._identity,
+            initial,
+            self._row_keys,
         )
 
     def _options(self) -> dict[str, Any]:
@@ -150,13 +165,13 @@ class Estimator(Commits):
         columns = [column for own in self._columns().values() for column in own]
         if not columns:
             return None
-        columns.append(Column(COUNT, DIRECTIONS[self.mode], torch.int32))
+        columns.append(Column(COUNT, self._width, torch.int32))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
             return RowTable(columns, self.n or 0, placement, self._ranks)
 
     def _columns(self) -> dict[str, list[Column]]:
         """What each part keeps per sample, by role."""
-        return {role: part.columns(DIRECTIONS[self.mode], self.dtype) for role, part in self._components.items()}
+        return {role: part.columns(self._width, self.dtype) for role, part in self._components.items()}
 
     def _read(
         self,
@@ -164,6 +179,7 @@ class Estimator(Commits):
         values: Mapping[str, Tensor],
         facts: Mapping[str, int] | None = None,
         least: int = 1,
+        more: int = 0,
     ) -> Batch:
         """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         self.stand_alone()
@@ -175,7 +191,7 @@ class Estimator(Commits):
                 self._forgotten.positions(keys["index"], self.n)
                 self._forgotten.learned(list(self.parameters()), self._attachments, self._async_checks)
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
-        batch = self._reader.read(keys, values, depositing, progress, least)
+        batch = self._reader.read(keys, values, depositing, progress, least, more)
         if depositing:
             for part in self._components.values():
                 part.move(batch.rows.device)
@@ -214,8 +230,8 @@ class Estimator(Commits):
             index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
 
         Returns:
-            A copy of every column, ``(B, 2)`` in bimodal and ``(B, 1)`` in unimodal mode, in the rows' dtype;
-            ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
+            A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, in the rows'
+            dtype; ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
         """
         self.stand_alone()
         if self._table is None:

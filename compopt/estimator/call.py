@@ -44,7 +44,7 @@ class Call:
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """Committed columns by name, ``(B, 2)``, or ``(B, 1)`` in unimodal mode."""
+        """Committed columns by name, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction."""
         return self.batch.columns
 
     @property
@@ -68,6 +68,7 @@ class Setting:
         dtype: of the rows.
         normalize: features are L2-normalised.
         ranks: whose batches form the global batch.
+        directions: how many have anchors: 1, or 2 (of unimodal mode: views).
     """
 
     owner: object
@@ -75,6 +76,7 @@ class Setting:
     dtype: torch.dtype
     normalize: bool
     ranks: Ranks
+    directions: int = 2
 
 
 @dataclass
@@ -82,12 +84,12 @@ class Estimate:
     """A normalizer's answer.
 
     Attributes:
-        alpha: log-normalizers, ``(B, 2)`` or ``(B, 1)``.
+        alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
         proposals: new values of its columns.
         slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
-        positive_weight: of each anchor's positive, ``(B, 2)``, where it is not ``sum_j w_ij``.
-        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, 2)``, to gradients of the whole
+        positive_weight: of each anchor's positive, ``(B, A)``, where it is not ``sum_j w_ij``.
+        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
             batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
         metrics: 0-d tensors to show.
     """

@@ -184,6 +184,9 @@ class Normalizer(Component):
                 f"for any"
             )
 
+    def check_extra(self) -> None:
+        """Refuse further candidates, where the weights of pairs are not those of all candidates."""
+
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:
         """Log-normalizers of this batch and the rows they propose."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class BatchReader:
         dtype: of the rows.
         identity: what must be alike on all ranks beside the sample groups.
         initial: by column, the part and the hyper-parameter that a row shows before its first visit.
+        row_keys: which keys of a call name rows.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class BatchReader:
         dtype: torch.dtype,
         identity: Callable[[], object],
         initial: Mapping[str, tuple[str, str]],
+        row_keys: Sequence[str] = ROW_KEYS,
     ) -> None:
+        self.row_keys = row_keys
         self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
         self.async_checks, self.ranks = async_checks, handshake.ranks
         self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
@@ -64,6 +67,7 @@ class BatchReader:
         depositing: bool,
         facts: Mapping[str, int],
         least: int = 1,
+        more: int = 0,
     ) -> Batch:
         """Meet the other ranks and read.
 
@@ -73,6 +77,7 @@ class BatchReader:
             depositing: the call may move rows to the features' device.
             facts: what must be equal on all ranks.
             least: 2 refuses a global batch without two distinct samples.
+            more: how many further candidates this rank brings.
         """
         like = next(iter(values.values()))
         self._device = device = like.device
@@ -83,15 +88,15 @@ class BatchReader:
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
             rows, bad = self._in_range(keys, device)
-            host_rows = _on_host(keys)
+            host_rows = self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
         facts["configuration"] = self._fingerprint() if self.ranks.size > 1 else 0
         written = 0 if self.table is None else self.table.rows.written
-        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written)
+        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
         if self.ranks.size > 1:
-            rows, host_rows = _stack(agreed.keys, device), _on_host(agreed.keys)
+            rows, host_rows = self._stack(agreed.keys, device), self._on_host(agreed.keys)
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
         batch = self._batch(agreed, everyone, rows, host_rows, block, bad, like, depositing)
         for name, key in batch.keys.items() if least == 2 else ():
@@ -108,14 +113,14 @@ class BatchReader:
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
-        return self._batch(alone, dict(values or {}), rows, _on_host(keys), block, bad, like, False)
+        return self._batch(alone, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
-        for name in ROW_KEYS:
+        for name in self.row_keys:
             if name in keys:
                 check_range(name, keys[name], self.groups.n)  # one on a device is checked when its batch is called
-        rows = _on_host(keys)
+        rows = self._on_host(keys)
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)
 
@@ -136,14 +141,23 @@ class BatchReader:
     def _in_range(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not."""
         bad: Tensor | None = None
-        for name in ROW_KEYS:
+        for name in self.row_keys:
             flag = check_range(name, keys[name], self.groups.n) if name in keys else None
             bad = _either(bad, None if flag is None else flag.to(device))
-        rows = _stack(keys, device)
+        rows = self._stack(keys, device)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
             rows = rows.clamp(0, (self.groups.n or 1) - 1)
         return rows, bad
+
+    def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Row numbers ``(b, R)`` on a device."""
+        return torch.stack([keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys], dim=1)
+
+    def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
+        """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
+        given = [keys[name] for name in self.row_keys if name in keys]
+        return self._stack(keys, given[0].device) if all(key.device.type == "cpu" for key in given) else None
 
     def _refuse_index(self, bad: int) -> None:
         if bad:
@@ -229,6 +243,7 @@ class BatchReader:
             keys=keys,
             values=values,
             sizes=agreed.sizes,
+            more=agreed.more,
             own=agreed.own,
             rows=rows,
             host_rows=host_rows,
@@ -239,17 +254,6 @@ class BatchReader:
             dtype=dtype,
             depositing=depositing,
         )
-
-
-def _stack(keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Row numbers ``(b, R)`` on a device."""
-    return torch.stack([keys[name].to(device, non_blocking=True) for name in ROW_KEYS if name in keys], dim=1)
-
-
-def _on_host(keys: Mapping[str, Tensor]) -> Tensor | None:
-    """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
-    given = [keys[name] for name in ROW_KEYS if name in keys]
-    return _stack(keys, given[0].device) if all(key.device.type == "cpu" for key in given) else None
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:

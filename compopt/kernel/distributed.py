@@ -11,53 +11,63 @@ floats per sample) between the sweep and the gradients. No collective runs in ba
 
 Work: ``4 b B d`` multiply-adds per rank in bimodal mode, where one process needs ``3 B B d``. Memory: two ``b x B``
 matrices per direction (one with a uniform temperature), or blocks of ``chunk_size`` rows computed twice.
+
+Features that are candidates only (the second modality with one direction, further candidates) have a block without
+anchors of its own, which is computed when gradients are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.kernel.local import CPU_BLOCK_ROWS
 from compopt.kernel.log_sum_exp import Block, Exponentials, OnlineLogSumExp
-from compopt.kernel.statistics import MASKED, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 
 class RowBlock:
-    """Own anchors of one direction along the rows, all candidates along the columns.
+    """Some of this rank's features along the rows, everybody's candidates, or anchors, along the columns.
 
     Args:
         x: own features, ``(b, d)``.
-        y: candidates, ``(Q, d)``.
-        scale: ``1 / tau`` of the own anchors, ``(b,)``.
+        y: features along the columns, ``(Q, d)``.
+        scale: ``1 / tau`` of the rows' anchors, ``(b,)``; ``None``: they are candidates only, and nothing is summed.
         tau: the uniform temperature, or ``None``.
         diagonals: columns of the own samples of row 0, where samples are distinct.
-        keys: ``(own, candidates)`` keys otherwise.
+        same: which pairs of rows (a slice) and columns are no negative ones, otherwise.
     """
 
     def __init__(
         self,
         x: Tensor,
         y: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         tau: float | None,
         diagonals: Sequence[int],
-        keys: tuple[list[Tensor], list[Tensor]] | None,
+        same: Callable[[slice], Tensor] | None,
         chunk_size: int | None,
         moments: bool,
     ) -> None:
-        self.x, self.y, self.tau, self.diagonals, self.keys = x, y, tau, diagonals, keys
-        self.sums = OnlineLogSumExp(scale, moments)
-        self.excluded = None if keys is None else x.new_zeros(len(x))
-        self.moments, self.recompute = moments, chunk_size is not None
+        self.x, self.y, self.tau, self.diagonals, self._same = x, y, tau, diagonals, same
+        self.excluded = None if same is None else x.new_zeros(len(x))
+        self.moments, self.recompute = moments, chunk_size is not None or scale is None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
         self._kept: list[tuple[Tensor, Exponentials]] = []
+        self.sums: OnlineLogSumExp | None = None
+        if scale is not None:
+            self.sums = OnlineLogSumExp(scale, moments)
+            self._sweep(self.sums)
+
+    def _sweep(self, sums: OnlineLogSumExp) -> None:
         for start, stop in self._bounds():
-            s, rows = self._block(start, stop, count=True)
-            self.sums.add_rows(Block(start, stop, rows, None))
+            s = self._similarities(start, stop, count=True)
+            rows = self._exponentials(s, sums.scale[start:stop])
+            sums.add_rows(Block(start, stop, rows, None))
             if not self.recompute:
                 self._kept.append((s, rows))
 
@@ -65,49 +75,70 @@ class RowBlock:
         for start in range(0, len(self.x), self.block_rows):
             yield start, min(start + self.block_rows, len(self.x))
 
-    def _block(self, start: int, stop: int, count: bool = False) -> tuple[Tensor, Exponentials]:
-        """Similarities of some rows, and their exponentials (the same memory if the temperature is uniform)."""
+    def _similarities(self, start: int, stop: int, count: bool = False) -> Tensor:
+        """``s`` of some rows, divided by the temperature if it is uniform."""
         x = self.x[start:stop]
         s = (x if self.tau is None else x * (1 / self.tau)) @ self.y.T
-        if self.keys is None:
+        if self._same is None:
             for column in self.diagonals:
                 s.diagonal(column + start).fill_(MASKED)
         else:
-            own, candidates = self.keys
-            same = same_sample([key[start:stop] for key in own], candidates)
+            same = self._same(slice(start, stop))
             s.masked_fill_(same, MASKED)
             if count and self.excluded is not None:
                 self.excluded[start:stop] = same.sum(1)
-        if self.tau is not None:
-            return s, Exponentials(s.exp_(), None, None)
-        shift = s.amax(1)
-        e = (s - shift[:, None]).mul_(self.sums.scale[start:stop, None]).exp_()
-        return s, Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
+        return s
 
-    def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor]) -> Tensor:
-        """``A Y``; ``own`` and ``columns`` hold scale, positive, log_weight and coefficient of both sides' anchors."""
+    def _exponentials(self, s: Tensor, scale: Tensor) -> Exponentials:
+        """Exponentials of the rows' anchors, in the same memory if the temperature is uniform."""
+        if self.tau is not None:
+            return Exponentials(s.exp_(), None, None)
+        shift = s.amax(1)
+        e = (s - shift[:, None]).mul_(scale[:, None]).exp_()
+        return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
+
+    def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
+        """``A Y``; ``own`` and ``columns`` hold scale, positive, log_weight and coefficient of the anchors there.
+
+        ``own`` is ignored where the rows are no anchors; ``columns`` is ``None`` where those are none.
+        """
         result = torch.empty_like(self.x)
         for number, (start, stop) in enumerate(self._bounds()):
-            s, rows = self._block(start, stop) if self.recompute else self._kept[number]
             mine = {name: value[start:stop] for name, value in own.items()}
-            torch.mm(self._combine(s, rows, mine, columns), self.y, out=result[start:stop])
+            if not self.recompute:
+                a = self._combine(*self._kept[number], mine, columns)
+            else:
+                s = self._similarities(start, stop)
+                rows = None if self.sums is None else self._exponentials(s, mine["scale"])
+                a = self._combine(s, rows, mine, columns)
+            torch.mm(a, self.y, out=result[start:stop])
         return result
 
     def release(self) -> None:
         """Give back the blocks."""
         self._kept.clear()
 
-    def _combine(self, s: Tensor, rows: Exponentials, own: dict[str, Tensor], columns: dict[str, Tensor]) -> Tensor:
+    def _combine(
+        self, s: Tensor, rows: Exponentials | None, own: dict[str, Tensor], columns: dict[str, Tensor] | None
+    ) -> Tensor:
         """Coefficients ``A_ij`` of one block, in place."""
 
         def factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
             return side["coefficient"] * ((shift - side["positive"]) * side["scale"] + side["log_weight"]).exp()
 
         if self.tau is not None:
-            return rows.exp.mul_(factor(own, 0.0)[:, None] + factor(columns, 0.0))
+            by_column = 0.0 if columns is None else factor(columns, 0.0)
+            if rows is None:
+                return s.exp_().mul_(by_column)
+            return rows.exp.mul_(factor(own, 0.0)[:, None] + by_column)
+        if columns is not None:
+            s.sub_(columns["positive"]).mul_(columns["scale"]).add_(columns["log_weight"]).exp_()
+            s.mul_(columns["coefficient"])
+        if rows is None:
+            return s
         assert rows.shift is not None
-        s.sub_(columns["positive"]).mul_(columns["scale"]).add_(columns["log_weight"]).exp_()
-        return rows.exp.mul_(factor(own, rows.shift)[:, None]).add_(s.mul_(columns["coefficient"]))
+        rows.exp.mul_(factor(own, rows.shift)[:, None])
+        return rows.exp if columns is None else rows.exp.add_(s)
 
 
 class GatheredPairs(PairStatistics):
@@ -116,11 +147,11 @@ class GatheredPairs(PairStatistics):
     Args:
         own: this rank's ``z1, z2``, ``(b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
-        tau: one number, or a tensor broadcastable to ``(B, 2)``.
+        tau: one number, or a tensor broadcastable to ``(B, A)``.
         keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
-        distinct, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
+        distinct, directions, extra, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
 
     Communicates: one all-gather of 4 to 8 floats per sample.
     """
@@ -135,58 +166,85 @@ class GatheredPairs(PairStatistics):
         sizes: Sequence[int],
         *,
         distinct: bool,
+        directions: int = 2,
+        extra: Extra | None = None,
         unimodal: bool = False,
         bounded: bool = True,
         chunk_size: int | None = None,
         moments: bool = False,
     ) -> None:
-        self.keys, self.distinct, self.unimodal = keys, distinct, unimodal
-        self._z, self._batch = own, len(everyone[0])
-        first = sum(sizes[: ranks.rank])
-        self._own = slice(first, first + len(own[0]))
-        self._scale = scale_of(tau, own[0], self._batch)
+        self.keys, self.unimodal, self.directions, self.extra = keys, unimodal, directions, extra
+        self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
+        self._z, self._everyone, self._batch = own, everyone, len(everyone[0])
+        self._first = sum(sizes[: ranks.rank])
+        self._own = slice(self._first, self._first + len(own[0]))
+        self._scale = scale_of(tau, own[0], self._batch, directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, bounded, moments) else None
-        candidates = torch.cat(everyone) if unimodal else None
-        self._row_blocks = []
-        for direction, x in enumerate(own):
-            y = everyone[1 - direction] if candidates is None else candidates
-            pairs_of_keys = None if distinct else ([key[self._own] for key in keys], [self._spread(k) for k in keys])
-            diagonals = (first, first + self._batch) if unimodal else (first,)
-            scale = self._scale[self._own, direction]
-            block = RowBlock(x, y, scale, uniform, diagonals, pairs_of_keys, chunk_size, moments)
-            self._row_blocks.append(block)
-        self.sides = [block.sums for block in self._row_blocks]
+        self._options = (uniform, chunk_size, moments)
+        self._row_blocks = [self._block_of(direction) for direction in range(2)]
+        self._anchors = self._row_blocks[:directions]
+        self._sums = [block.sums for block in self._anchors if block.sums is not None]
+        self.sides = self._sums
         self._exchange(ranks, sizes)
+
+    # -- geometry ----------------------------------------------------------------------------------------------
+
+    def _block_of(self, direction: int) -> RowBlock:
+        """The own features of one modality or view, which are anchors if there are any of this direction."""
+        uniform, chunk_size, moments = self._options
+        y = torch.cat(self._everyone) if self.unimodal else self._everyone[1 - direction]
+        if direction == 0 and self.extra is not None:
+            y = torch.cat([y, self.extra.everyone])
+        scale = self._scale[self._own, direction] if direction < self.directions else None
+        diagonals = (self._first, self._first + self._batch) if self.unimodal else (self._first,)
+        same = None if self.distinct else self._same_as(direction)
+        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments)
+
+    def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
+        """Which candidates are no negatives of some own rows."""
+        candidates = [self._spread(key) for key in self.keys]
+        extra = self.extra if direction == 0 else None
+
+        def same(rows: slice) -> Tensor:
+            found = same_sample([key[self._own][rows] for key in self.keys], candidates)
+            if extra is None:
+                return found
+            return torch.cat([found, extra.same(slice(self._first + rows.start, self._first + rows.stop))], dim=1)
+
+        return same
 
     def _spread(self, per_sample: Tensor) -> Tensor:
         """One value per sample -> one per candidate."""
         return per_sample.repeat(2) if self.unimodal else per_sample
 
+    # -- statistics --------------------------------------------------------------------------------------------
+
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Statistics of the own anchors -> those of all."""
         positive = torch.linalg.vecdot(*self._z).unsqueeze(1)
-        own = [positive, torch.stack([block.sums.log_total() for block in self._row_blocks], dim=1)]
-        if self._row_blocks[0].moments:
-            own.append(
-                torch.stack([b.sums.dot / b.sums.total for b in self._row_blocks if b.sums.dot is not None], dim=1)
-            )
+        own = [positive, torch.stack([sums.log_total() for sums in self._sums], dim=1)]
+        moments = self._anchors[0].moments
+        if moments:
+            own.append(torch.stack([sums.dot / sums.total for sums in self._sums if sums.dot is not None], dim=1))
         if not self.distinct:
-            own.append(torch.stack([p.excluded for p in self._row_blocks if p.excluded is not None], dim=1))
+            own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
-        self.positive = everyone[0].expand(-1, 2)
+        self.positive = everyone[0].expand(-1, self.directions)
         excluded = None if self.distinct else everyone[-1]
-        self._count_negatives(len(self._row_blocks[0].y), excluded, positive, self._batch)
+        self._count_negatives([len(block.y) for block in self._anchors], excluded, positive, self._batch)
         self.log_sum = self.real(everyone[1] - self.positive * self._scale)
-        self.mean_h = self.real(everyone[2] - self.positive) if self._row_blocks[0].moments else None
+        self.mean_h = self.real(everyone[2] - self.positive) if moments else None
 
     def release(self) -> None:
         for block in self._row_blocks:
             block.release()
 
+    # -- gradients ---------------------------------------------------------------------------------------------
+
     def gradients(
         self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        coefficient = self.real(coefficient.expand(self._batch, 2))
+    ) -> tuple[Tensor, ...]:
+        coefficient = self.real(coefficient.expand(self._batch, self.directions))
         values = {
             "scale": self._scale,
             "positive": self.positive,
@@ -196,11 +254,35 @@ class GatheredPairs(PairStatistics):
         pull = self.pull(alpha, coefficient, positive_weight)[self._own]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
-            own = {name: value[self._own, direction] for name, value in values.items()}
-            columns = {
-                name: value.T.reshape(-1) if self.unimodal else value[:, 1 - direction]
-                for name, value in values.items()
-            }
-            gradient = block.gradient(own, columns)
+            own = {name: value[self._own, direction] for name, value in values.items() if direction < self.directions}
+            gradient = block.gradient(own, self._column_values(values, direction))
             gradients.append(gradient.addcmul_(pull, self._z[1 - direction], value=-1))
-        return gradients[0], gradients[1]
+        if self.extra is not None:
+            gradients.append(self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()}))
+        return tuple(gradients)
+
+    def _column_values(self, values: dict[str, Tensor], direction: int) -> dict[str, Tensor] | None:
+        """Values of the anchors along the columns of a block; further candidates have no weight."""
+        if self.unimodal:
+            columns = {name: value.T.reshape(-1) for name, value in values.items()}
+        elif 1 - direction < self.directions:
+            columns = {name: value[:, 1 - direction] for name, value in values.items()}
+        else:
+            return None
+        more = 0 if self.extra is None or direction == 1 else len(self.extra.everyone)
+        outside = {"scale": 1.0, "positive": 0.0, "log_weight": -torch.inf, "coefficient": 0.0}
+        return (
+            {name: pad(value, (0, more), value=outside[name]) for name, value in columns.items()} if more else columns
+        )
+
+    def _extra_gradient(self, extra: Extra, anchors: dict[str, Tensor]) -> Tensor:
+        """Gradient of this rank's further candidates, which everybody's anchors of direction 1 have."""
+        uniform, chunk_size, moments = self._options
+
+        def same(rows: slice) -> Tensor:
+            first = extra.own.start
+            return extra.same(slice(None), slice(first + rows.start, first + rows.stop)).T
+
+        masked = None if extra.positions is None else same
+        y = self._everyone[0]
+        return RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, moments).gradient({}, anchors)

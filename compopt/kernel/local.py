@@ -1,8 +1,9 @@
 r"""The pair-weight kernel: statistics and closed-form gradients of all pairs of a batch in one sweep.
 
 One matrix ``S = X Y^T`` serves both directions: its rows are the anchors of direction 1 and its columns those
-of direction 2 (bimodal), or its rows are both views at once (unimodal: ``X = Y = [Z1; Z2]``). The sweep goes
-over blocks of rows that fit the cache:
+of direction 2 (bimodal), or its rows are both views at once (unimodal: ``X = Y = [Z1; Z2]``). With one direction only
+its rows are anchors. Further candidates are columns that are no anchors. The sweep goes over blocks of rows that fit
+the cache:
 
 1. :class:`Pairs` computes ``S`` block by block, exponentiates it in place against a running maximum per anchor
    and keeps ``log sum_{j in N_i} exp(h_ij / tau_i)``;
@@ -21,9 +22,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compopt.kernel.log_sum_exp import Block, Exponentials, OnlineLogSumExp
-from compopt.kernel.statistics import MASKED, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
@@ -38,6 +40,8 @@ class Pairs(PairStatistics):
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
         distinct: True if it is known on the host that the first key has no repeats and that it is the only one.
+        directions: 1: anchors are ``z1`` alone.
+        extra: further candidates of the anchors of direction 1.
         unimodal: both views of the other samples are candidates (otherwise the other modality's features).
         bounded: True if features have norm at most one.
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
@@ -52,45 +56,53 @@ class Pairs(PairStatistics):
         keys: Sequence[Tensor],
         *,
         distinct: bool,
+        directions: int = 2,
+        extra: Extra | None = None,
         unimodal: bool = False,
         bounded: bool = True,
         chunk_size: int | None = None,
         moments: bool = False,
     ) -> None:
         self.z1, self.z2, self.tau, self.keys = z1, z2, tau, keys
-        self.batch, self.unimodal, self.distinct = z1.shape[0], unimodal, distinct
+        self.batch, self.unimodal, self.directions, self.extra = z1.shape[0], unimodal, directions, extra
+        # view 2 has none of the further candidates
+        self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
         self.x = torch.cat([z1, z2]) if unimodal else z1
-        self.y = self.x if unimodal else z2
+        self._inside = self.x if unimodal else z2
+        self.y = self._inside if extra is None else torch.cat([self._inside, extra.features])
         self.moments = moments
         self.uniform = is_uniform(tau, bounded, moments)
         # exp(S) is its own transpose: one product with A + A^T replaces two
-        self.symmetric = unimodal and self.uniform
+        self.symmetric = unimodal and self.uniform and extra is None
+        self._columns_are_anchors = not unimodal and directions == 2
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if z1.device.type == "cpu" else len(self.x))
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
-        self._row_buffer = 0 if self.uniform or (unimodal and not moments) else 1
+        self._row_buffer = 0 if self.uniform or not (self._columns_are_anchors or moments) else 1
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
-        self.positive = (z1 * z2).sum(1, keepdim=True).expand(-1, 2)
+        self.positive = (z1 * z2).sum(1, keepdim=True).expand(-1, directions)
         self._sweep()
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
     def _per_anchor(self, rows: Tensor, columns: Tensor | None) -> Tensor:
-        """Arrange values of matrix rows and columns as ``(B, 2)``."""
+        """Arrange values of matrix rows and columns as ``(B, A)``."""
         if self.unimodal:
             return rows.view(2, self.batch).T
-        assert columns is not None
-        return torch.stack([rows, columns], dim=1)
+        if self.directions == 1 or columns is None:
+            return rows[:, None]
+        return torch.stack([rows, columns[: self.batch]], dim=1)
 
     def _row_values(self, per_anchor: Tensor) -> Tensor:
-        """``(B, 2)`` -> one value per matrix row."""
+        """``(B, A)`` -> one value per matrix row."""
         return per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 0]
 
-    def _column_values(self, per_anchor: Tensor) -> Tensor:
-        """``(B, 2)`` -> one value per matrix column."""
-        return self._row_values(per_anchor) if self.unimodal else per_anchor[:, 1]
+    def _column_values(self, per_anchor: Tensor, outside: float) -> Tensor:
+        """``(B, A)`` -> one value per matrix column; further candidates are no anchors and have ``outside``."""
+        values = self._row_values(per_anchor) if self.unimodal else per_anchor[:, 1]
+        return values if self.extra is None else pad(values, (0, len(self.y) - len(values)), value=outside)
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
         for start in range(0, len(self.x), self.block_rows):
@@ -109,7 +121,13 @@ class Pairs(PairStatistics):
 
     def _same(self, start: int, stop: int) -> Tensor:
         keys = [key.repeat(2) if self.unimodal else key for key in self.keys]
-        return same_sample([key[start:stop] for key in keys], keys)
+        same = same_sample([key[start:stop] for key in keys], keys)
+        if self.extra is None:
+            return same
+        outside = self.extra.same(slice(start, stop))
+        if len(outside) < len(same):  # view 2
+            outside = pad(outside, (0, 0, 0, len(same) - len(outside)), value=True)
+        return torch.cat([same, outside], dim=1)
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
@@ -127,9 +145,11 @@ class Pairs(PairStatistics):
         return self._spare[:rows]
 
     def _sweep(self) -> None:
-        self._scale = scale_of(self.tau, self.x, self.batch)
+        self._scale = scale_of(self.tau, self.x, self.batch, self.directions)
         self._rows = OnlineLogSumExp(self._row_values(self._scale), self.moments)
-        self._columns = None if self.unimodal else OnlineLogSumExp(self._scale[:, 1], self.moments)
+        self._columns: OnlineLogSumExp | None = None
+        if self._columns_are_anchors:
+            self._columns = OnlineLogSumExp(self._column_values(self._scale, 1.0), self.moments)
         excluded = self.x.new_zeros(0 if self.distinct else 2, len(self.y))
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
@@ -148,8 +168,9 @@ class Pairs(PairStatistics):
     def _collect(self, excluded: Tensor) -> None:
         """Sums per matrix row and column -> the ``(B, 2)`` attributes."""
         columns = self._columns
-        met = None if self.distinct else self._per_anchor(excluded[0], excluded[1])
-        self._count_negatives(len(self.y), met, self.x, self.batch)
+        met = None if self.distinct else self._per_anchor(excluded[0, : len(self.x)], excluded[1])
+        candidates = (len(self.y), len(self.y) if self.unimodal else self.batch)[: self.directions]
+        self._count_negatives(candidates, met, self.x, self.batch)
         log_total = self._per_anchor(self._rows.log_total(), None if columns is None else columns.log_total())
         self.log_sum = self.real(log_total - self.positive * self._scale)
         self.mean_h: Tensor | None = None
@@ -170,7 +191,7 @@ class Pairs(PairStatistics):
         """Turn a block of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
             shared = Exponentials(s.exp_(), None, None)
-            return Block(start, stop, shared, None if self.unimodal else shared)
+            return Block(start, stop, shared, None if self._columns is None else shared)
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
         e.mul_(self._rows.scale[start:stop, None]).exp_()
@@ -189,8 +210,8 @@ class Pairs(PairStatistics):
 
     def gradients(
         self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        coefficient = self.real(coefficient.expand(self.batch, 2))
+    ) -> tuple[Tensor, ...]:
+        coefficient = self.real(coefficient.expand(self.batch, self.directions))
         # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
         log_factor = -(self.positive * self._scale) - alpha - self.log_count
         grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
@@ -229,17 +250,24 @@ class Pairs(PairStatistics):
             block.rows.shift,
             self._rows.scale[own],
         )[:, None]
-        if self.unimodal and not self.symmetric:
+        if self._columns is None and not self.symmetric:
             return block.rows.exp.mul_(by_row)
         shift = None if block.columns is None else block.columns.shift
         scale = self._rows.scale if self._columns is None else self._columns.scale
-        by_column = factor(self._column_values(coefficient), self._column_values(log_factor), shift, scale)
+        weights, logs = self._column_values(coefficient, 0.0), self._column_values(log_factor, -torch.inf)
+        by_column = factor(weights, logs, shift, scale)
         if block.columns is None or block.columns.exp is block.rows.exp:
             return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
         return block.rows.exp.mul_(by_row).add_(block.columns.exp.mul_(by_column))
 
-    def _with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
         """Add the ``-grad s_ii`` terms; in unimodal mode add the two roles of each row first."""
+        if self.extra is not None:
+            grad_y, outside = grad_y[: len(self._inside)], grad_y[len(self._inside) :]
+            return *self._inside_with_positives(grad_x, grad_y, pull), outside
+        return self._inside_with_positives(grad_x, grad_y, pull)
+
+    def _inside_with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
         if self.unimodal:
             grad_x.add_(grad_y)
             grad_x, grad_y = grad_x[: self.batch], grad_x[self.batch :]

@@ -11,7 +11,7 @@ class SampledPairs(ABC):
     """Weights ``w_ij`` that a sampler decided, in place of ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
 
     Attributes:
-        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, 2)``: what a temperature's gradient
+        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``: what a temperature's gradient
             needs.
     """
 
@@ -24,7 +24,7 @@ class SampledPairs(ABC):
         With several ranks collective. Gradients of features that are not in the batch go where those came from.
 
         Args:
-            coefficient: factor of each anchor, broadcastable to ``(B, 2)``.
+            coefficient: factor of each anchor, broadcastable to ``(B, A)``.
 
         Returns:
             Gradients with respect to this process's ``z1`` and ``z2``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ MAX_UNSHIFTED_SCALE = 40.0
 
 
 class PairStatistics(ABC):
-    """Statistics of all anchors of the (global) batch, ``(B, 2)`` each, a column per direction.
+    """Statistics of all anchors of the (global) batch, ``(B, A)`` each, a column per direction that has anchors.
 
     Attributes:
+        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
-        distinct: known on the host: the first key has no repeats and is the only one.
-        negatives: ``|N_i|`` where it is the same for all anchors, known on the host; else ``None``.
+        distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
+        negatives: the least ``|N_i|``, where the host knows it; else ``None``.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 where an anchor has no negatives.
         log_count: ``log |N_i|`` (of 1 where there are none).
@@ -32,6 +34,7 @@ class PairStatistics(ABC):
         sides: running sums of the anchors that this process swept.
     """
 
+    directions: int
     keys: Sequence[Tensor]
     distinct: bool
     unimodal: bool
@@ -46,18 +49,18 @@ class PairStatistics(ABC):
     @abstractmethod
     def gradients(
         self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         r"""``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``, weights held.
 
         Consumes what the sweep kept: call it once.
 
         Args:
-            alpha: log-normalizers, ``(B, 2)``.
-            coefficient: factor of each anchor, broadcastable to ``(B, 2)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, ``(B, 2)``; ``None``: ``sum_j w_ij``.
+            alpha: log-normalizers, ``(B, A)``.
+            coefficient: factor of each anchor, broadcastable to ``(B, A)``.
+            positive_weight: ``p_i``, the weight of each anchor's positive, ``(B, A)``; ``None``: ``sum_j w_ij``.
 
         Returns:
-            Gradients with respect to this process's ``z1`` and ``z2``.
+            Gradients with respect to this process's ``z1`` and ``z2``, and to its further candidates if there are any.
         """
 
     @abstractmethod
@@ -66,15 +69,15 @@ class PairStatistics(ABC):
 
     @property
     def log_ghat(self) -> Tensor:
-        """``log ghat_i``, the batch estimate of the inner function, ``(B, 2)``."""
+        """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
-        """``sum_j w_ij``, ``(B, 2)``."""
+        """``sum_j w_ij``, ``(B, A)``."""
         return self.real((self.log_ghat - alpha).exp())
 
     def pull(self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None) -> Tensor:
-        """What pulls the two sides of each positive together, over the anchors of both directions, ``(B, 1)``."""
+        """What pulls the two sides of each positive together, over the anchors of all directions, ``(B, 1)``."""
         weight = self.sum_weights(alpha) if positive_weight is None else positive_weight
         return (coefficient * weight).sum(1, keepdim=True)
 
@@ -82,14 +85,21 @@ class PairStatistics(ABC):
         """Zero for anchors without negatives, which labels and index2 can leave."""
         return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
 
-    def _count_negatives(self, candidates: int, excluded: Tensor | None, like: Tensor, batch: int) -> None:
-        """Fill ``count`` and ``log_count`` from the number of excluded candidates per anchor."""
+    def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor, batch: int) -> None:
+        """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
         if excluded is None:
-            self.negatives = candidates - (2 if self.unimodal else 1)
-            self.count = like.new_full((), float(self.negatives)).expand(batch, 2)
+            own = 2 if self.unimodal else 1
+            self.negatives = min(candidates) - own
+            self.count = _by_direction([number - own for number in candidates], like).expand(batch, len(candidates))
         else:
-            self.negatives, self.count = None, candidates - excluded
+            self.negatives, self.count = None, _by_direction(candidates, like) - excluded
         self.log_count = self.count.clamp(min=1).log()
+
+
+def _by_direction(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """One value, or one per direction; made on the device, which a copy would wait for."""
+    values = [like.new_full((), float(number)) for number in numbers]
+    return values[0] if len(set(numbers)) == 1 else torch.stack(values)
 
 
 def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
@@ -97,11 +107,11 @@ def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
     return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
 
 
-def scale_of(tau: float | Tensor, like: Tensor, batch: int) -> Tensor:
-    """``1 / tau`` of every anchor, ``(B, 2)``."""
+def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> Tensor:
+    """``1 / tau`` of every anchor, ``(B, A)``."""
     if isinstance(tau, float):
-        return like.new_full((1, 1), 1 / tau).expand(batch, 2)
-    return tau.to(like.dtype).reciprocal().expand(batch, 2)
+        return like.new_full((1, 1), 1 / tau).expand(batch, directions)
+    return tau.to(like.dtype).reciprocal().expand(batch, directions)
 
 
 def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
@@ -112,3 +122,29 @@ def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
         same = equal if same is None else same.logical_or_(equal)
     assert same is not None
     return same
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Further candidates of the anchors of direction 1, beside the batch's features.
+
+    Attributes:
+        features: ``(M, d)``, no graph; of this process.
+        everyone: those of all ranks, in the order of the ranks; with one process the same.
+        positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
+        positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
+        own: where this process's are among all.
+    """
+
+    features: Tensor
+    everyone: Tensor
+    positive: Tensor
+    positions: Tensor | None
+    own: slice
+
+    def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
+        """Which of the candidates are positives of which anchors, ``(anchors, candidates)``."""
+        positive = self.positive[anchors, None]
+        if self.positions is None:
+            return torch.zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool, device=positive.device)
+        return positive == self.positions[None, candidates]

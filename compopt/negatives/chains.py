@@ -27,7 +27,7 @@ class Rules:
     """How chains move.
 
     Attributes:
-        burn_in: proposals that do not count, ``(b, 2)``: below 1 a fraction of ``|N_i|``.
+        burn_in: proposals that do not count, ``(b, A)``: below 1 a fraction of ``|N_i|``.
         sweep: every negative once, in order, rather than independent draws.
         rescore: the stored samples outside the batch are encoded before the chains move.
         counters: seed, step and call within the step, which with direction and position name every draw.
@@ -42,7 +42,7 @@ class Rules:
 
 
 class Totals:
-    """Sums over the walks of the own anchors, ``(b, 2)`` each.
+    """Sums over the walks of the own anchors, ``(b, A)`` each.
 
     Attributes:
         inside, outside: visits to samples of the batch, and to the stored sample outside it.
@@ -83,15 +83,18 @@ class Chains(SampledPairs):
         self._call, self._rules, self._ranks, self._pairs = call, rules, ranks, call.pairs
         own, (z1, z2) = call.batch.own, call.batch.features
         self._batch, self._views = len(z1), 2 if call.unimodal else 1
-        self._anchors = [z1[own], z2[own]]
-        self._candidates = [torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1]
+        self._directions = call.pairs.directions
+        self._features = [z1[own], z2[own]]
+        self._anchors = self._features[: self._directions]
+        self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
         index = call.batch.keys["index"]
-        self._samples = [Samples(names) for names in (call.batch.keys.get("index2", index), index)]
-        self._scale = scale_of(call.tau, z1, self._batch)[own]
+        names = (call.batch.keys.get("index2", index), index)[: self._directions]
+        self._samples = [Samples(positions) for positions in names]
+        self._scale = scale_of(call.tau, z1, self._batch, self._directions)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
         self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
-        self._seen = (call.count[own] > 0).expand(-1, 2)
+        self._seen = (call.count[own] > 0).expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self.totals = Totals(self._scale)
         self._run()
@@ -101,7 +104,7 @@ class Chains(SampledPairs):
 
     def _run(self) -> None:
         """Move the chains, and encode what the batch lacks."""
-        outside, rules, spare = self.outside, self._rules, self._samples[1].names[:1]
+        outside, rules, spare = self.outside, self._rules, self._samples[-1].names[:1]
         if outside.encoded and rules.rescore:
             outside.encode(self._absent(), spare)
             outside.score = outside.fresh
@@ -130,12 +133,12 @@ class Chains(SampledPairs):
             yield slice(start, min(start + rows, len(self._positions)))
 
     def _walks(self, own: slice) -> Iterator[tuple[Candidates, Tensor, Walk]]:
-        """Both directions of some anchors; in unimodal mode one chain goes through view 1, then view 2."""
+        """All directions of some anchors; in unimodal mode one chain goes through view 1, then view 2."""
         positions, rules = self._positions[own], self._rules
         candidates = Candidates(self._pairs.keys, positions, self._pairs.distinct, self._views)
         burn_in = _burn_in(rules.burn_in[own], candidates.count[:, None])
         slot: Tensor | None = None
-        for direction in (0, 1):
+        for direction in range(self._directions):
             at = (own, direction)
             similarity = self._similarity(own, direction)
             streams = rng.streams((*rules.counters, direction), positions)
@@ -171,7 +174,7 @@ class Chains(SampledPairs):
         return torch.where(self._seen[at], slot, nowhere)
 
     def _absent(self) -> Tensor:
-        """Chains whose stored sample is not in the batch, ``(b, 2)``."""
+        """Chains whose stored sample is not in the batch, ``(b, A)``."""
         stored = self.outside.sample.unbind(1)
         absent = [~batch.find(sample)[1] for sample, batch in zip(stored, self._samples, strict=True)]
         return torch.stack(absent, dim=1) & self._seen
@@ -193,7 +196,7 @@ class Chains(SampledPairs):
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def gradients(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        coefficient = self._pairs.real(coefficient.expand(self._batch, 2))[self._call.batch.own]
+        coefficient = self._pairs.real(coefficient.expand(self._batch, self._directions))[self._call.batch.own]
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
@@ -205,15 +208,16 @@ class Chains(SampledPairs):
         self.outside.add_gradients(of_anchors, factor * self._known)
         if self._call.unimodal:
             of_both = torch.stack((of_candidates[0] + of_candidates[1]).chunk(2))
-        else:
+        elif self._directions == 2:
             of_both = torch.stack(of_candidates[::-1])
-        of_both = self._ranks.sum(of_both)[:, self._call.batch.own]
+        else:
+            of_both = torch.stack([torch.zeros_like(of_candidates[0]), of_candidates[0]])
+        of_both = self._ranks.sum(of_both)[:, self._call.batch.own].clone()
+        for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
+            gradient.add_(of_anchor)
         pull = coefficient.sum(1, keepdim=True)
-        z1, z2 = self._anchors
-        return (
-            of_both[0].add(of_anchors[0]).addcmul_(pull, z2, value=-1),
-            of_both[1].add(of_anchors[1]).addcmul_(pull, z1, value=-1),
-        )
+        z1, z2 = self._features
+        return of_both[0].addcmul_(pull, z2, value=-1), of_both[1].addcmul_(pull, z1, value=-1)
 
     def _again(self) -> Iterator[tuple[slice, list[Walk]]]:
         """All walks; repeated where they were not kept."""

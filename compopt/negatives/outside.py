@@ -16,21 +16,21 @@ class Outside:
 
     Args:
         sample, score: as the rows have them, ``(b, D)``.
-        anchors: own features of both directions, ``(b, d)`` each.
+        anchors: own features by direction, ``(b, d)`` each.
         encoder: gives features of other samples, or ``None``.
         ranks: with more than one the encoder runs in every call, so that all of them run it equally often.
 
     Attributes:
-        sample: ``(b, 2)``.
-        score: similarity that the walks see, ``(b, 2)``.
-        fresh: similarity of now where the sample was encoded, else as stored, ``(b, 2)``.
+        sample: ``(b, A)``.
+        score: similarity that the walks see, ``(b, A)``.
+        fresh: similarity of now where the sample was encoded, else as stored, ``(b, A)``.
         error: what the encoder raised, to be raised once the other ranks know.
     """
 
     def __init__(
         self, sample: Tensor, score: Tensor, anchors: Sequence[Tensor], encoder: Encoder | None, ranks: Ranks
     ) -> None:
-        self.sample, self.score = sample.expand(-1, 2), score.expand(-1, 2)
+        self.sample, self.score = (rows.expand(-1, len(anchors)) for rows in (sample, score))
         self.fresh = self.score
         self.error: Exception | None = None
         self._anchors, self._encoder, self._ranks = anchors, encoder, ranks
@@ -46,7 +46,7 @@ class Outside:
         """One call for the samples of some anchors, each sample once.
 
         Args:
-            needed: ``(b, 2)``.
+            needed: ``(b, A)``.
             spare: a sample of the batch, ``(1,)``, for a rank that needs none.
         """
         assert self._encoder is not None
@@ -74,16 +74,17 @@ class Outside:
     def _pairs(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """By direction: anchors, the features of their stored samples, and where these come from."""
         assert self._features is not None
-        by_direction = zip(self._anchors, self._features, self._place.unbind(1), strict=True)
+        features = self._features[: len(self._anchors)]
+        by_direction = zip(self._anchors, features, self._place.unbind(1), strict=True)
         return [(x, feature[place], place) for x, feature, place in by_direction]
 
     def add_gradients(self, of_anchors: Sequence[Tensor], weights: Tensor) -> None:
-        """Gradients of ``sum weights_i s_i`` with respect to both sides of these pairs; ``weights`` ``(b, 2)``."""
+        """Gradients of ``sum weights_i s_i`` with respect to both sides of these pairs; ``weights`` ``(b, A)``."""
         if self._features is None or self._encoder is None:
             return
-        received = []
+        received = [torch.zeros_like(feature) for feature in self._features]
         for direction, (x, feature, place) in enumerate(self._pairs()):
             weight = weights[:, direction, None]
             of_anchors[direction].addcmul_(weight, feature)
-            received.append(torch.zeros_like(self._features[direction]).index_add_(0, place, weight * x))
+            received[direction].index_add_(0, place, weight * x)
         self._encoder.receive((received[0], received[1]))

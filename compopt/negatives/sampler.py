@@ -121,6 +121,12 @@ class MCMCNegativeSampler(Normalizer):
         if encode is not None and "index2" in given:
             raise ValueError("encode= cannot be combined with index2, whose positions name samples of two kinds")
 
+    def check_extra(self) -> None:
+        raise ValueError(
+            "extra= must be left out: the chains of MCMCNegativeSampler move over the samples of the data set, and "
+            "further candidates are none of them"
+        )
+
     def structure(self) -> dict[str, Any]:
         return {"proposals": self.proposals}
 
@@ -173,7 +179,7 @@ class MCMCNegativeSampler(Normalizer):
         return sample, score, metrics
 
     def _burn_in(self, call: Call) -> Tensor:
-        """``(b, 2)``."""
+        """``(b, A)``."""
         value, like = call.hyper("burn_in"), call.pairs.positive
         value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
         return value.expand(like.shape)[call.batch.own]

@@ -176,7 +176,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
         outside = call.hyper.choose("reference", REFERENCES)
         if isinstance(outside, float):
             return torch.ones_like(call.pairs.positive) if outside else None
-        return torch.where(outside > 0, 1.0, call.pairs.sum_weights(alpha.expand(-1, 2)))
+        return torch.where(outside > 0, 1.0, call.pairs.sum_weights(alpha.expand_as(call.pairs.positive)))
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

@@ -1,7 +1,7 @@
 r"""Networks that predict log-partitions from features: prototypes under a log-sum-exp, or a perceptron.
 
-Letters (shapes): ``D`` networks (2: one per direction; 1 in unimodal mode, shared by both views), ``P`` anchors of
-each, ``d`` their dimension, ``m`` prototypes or hidden units. A network maps unit features ``e_i`` to
+Letters (shapes): ``D`` networks (one per direction of anchors; 1 in unimodal mode, shared by both views), ``P``
+anchors of each, ``d`` their dimension, ``m`` prototypes or hidden units. A network maps unit features ``e_i`` to
 
 .. math:: \ell_i \approx \log \tfrac{1}{n} \sum_j e^{s_{ij}/\tau_i}
 

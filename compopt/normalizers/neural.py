@@ -137,7 +137,8 @@ class NeuralNormalizer(Normalizer):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._shared = setting.mode == "unimodal"  # one network for both views
-        networks = 1 if self._shared else 2
+        self._directions = setting.directions
+        networks = 1 if self._shared else self._directions
         self._ranks, self._dtype, self.unit_features = setting.ranks, setting.dtype, setting.normalize
         if self.architecture == "prototype" and self.prototypes < self._ranks.size:
             raise ValueError(
@@ -181,20 +182,20 @@ class NeuralNormalizer(Normalizer):
         if not self.unit_features:
             both = torch_functional.normalize(both, dim=2)
         others = both if self._shared else both.flip(0)
-        return self.by_network(both), self.by_network(others)
+        return self.by_network(both[: self._directions]), self.by_network(others[: self._directions])
 
     def by_network(self, by_direction: Tensor) -> Tensor:
-        """``(2, B, ...)`` -> ``(D, P, ...)``."""
+        """``(A, B, ...)`` -> ``(D, P, ...)``."""
         return by_direction.reshape(-1, *by_direction.shape[2:]).unsqueeze(0) if self._shared else by_direction
 
     def per_anchor(self, value: Any, like: Tensor) -> Tensor:
-        """A number, ``(B, 1)`` or ``(B, 2)`` -> ``(D, P)`` in the network's dtype; ``like`` is ``(B, 2)``."""
+        """A number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype; ``like`` is ``(B, A)``."""
         value = value.to(self._dtype) if isinstance(value, Tensor) else like.new_full((), value, dtype=self._dtype)
-        return self.by_network(value.expand(len(like), 2).T)
+        return self.by_network(value.expand(like.shape).T)
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """``(D, P)`` -> ``(B, 2)``."""
-        return value.reshape(2, len(like)).T.to(like.dtype)
+        """``(D, P)`` -> ``(B, A)``."""
+        return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
@@ -207,7 +208,7 @@ class NeuralNormalizer(Normalizer):
         for start in range(0, count, STORED_CHUNK):
             at = slice(start, min(start + STORED_CHUNK, count))
             own = (features[0][at], features[1][at])
-            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, 2)
+            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = 1 / self.per_anchor(tau[at] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             sweep = network.sweep(self.anchors(own)[0], scale, active, is_bounded(tau))
             alpha = sweep.predict(parameters) - self.per_anchor(positive, positive) * scale

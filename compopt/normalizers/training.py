@@ -136,7 +136,7 @@ class Prediction:
     """A network's log-normalizers of a batch.
 
     Attributes:
-        alpha: ``(B, 2)``.
+        alpha: ``(B, A)``.
     """
 
     def __init__(self, normalizer: Learner, call: Call, batch: Anchors, sweep: Sweep, parameters: list[Tensor]) -> None:
@@ -149,7 +149,7 @@ class Prediction:
 
     @property
     def target(self) -> Tensor:
-        """``log(eps + ghat)``, ``(B, 2)``."""
+        """``log(eps + ghat)``, ``(B, A)``."""
         return self._per_sample(self._batch.target)
 
     def through_alpha(self, alpha: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
@@ -168,13 +168,14 @@ class Prediction:
         normalizer, batch = self._normalizer, self._batch
         a, b = self._call.batch.features
         weight = weight * batch.share(self._log_partition, batch.alpha(self._log_partition))
-        by_direction = self._sweep.feature_gradients(weight).reshape(2, *a.shape).to(a.dtype)
+        by_direction = self._sweep.feature_gradients(weight).reshape(-1, *a.shape).to(a.dtype)
         if not normalizer.unit_features:
-            for gradient, z in zip(by_direction, (a, b), strict=True):
+            for gradient, z in zip(by_direction, (a, b), strict=False):  # features that are no anchors have none
                 norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
                 through_normalization(gradient, z / norm, norm)
         pull = self._per_sample(weight / batch.tau).sum(1, keepdim=True)
-        return by_direction[0].addcmul(pull, b, value=-1), by_direction[1].addcmul(pull, a, value=-1)
+        of_b = by_direction[1] if len(by_direction) == 2 else torch.zeros_like(b)
+        return by_direction[0].addcmul(pull, b, value=-1), of_b.addcmul(pull, a, value=-1)
 
 
 class Training:

@@ -18,6 +18,7 @@ class CommonOptions(TypedDict, total=False):
     """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
 
     mode: str
+    directions: str
     normalize: bool
     chunk_size: int | None
     process_group: ProcessGroup | None

@@ -39,15 +39,17 @@ class Reference:
 
     # forward --------------------------------------------------------------------------------------
 
-    def forward(self, z1, z2, index, index2=None, group=None, train=True, encode=None):
-        """Return (loss, g1, g2) as float64 tensors; deposit proposals when train.
+    def forward(self, z1, z2, index, index2=None, group=None, train=True, encode=None, extra=None, extra_index=None):
+        """Return (loss, g1, g2) as float64 tensors, and the gradient of extra if given; deposit proposals when train.
 
         `encode` gives unit features (modality 1, modality 2) of a sample with their graph; their gradients go to .grad.
         """
         z1, z2 = (z.detach().double().clone().requires_grad_() for z in (z1, z2))
-        index, index2, group = (None if x is None else [int(v) for v in x] for x in (index, index2, group))
+        extra = None if extra is None else extra.detach().double().clone().requires_grad_()
+        given = (index, index2, group, extra_index)
+        index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        found = find_anchors(z1, z2, index, self.mode, self.normalize, index2, group)
+        found = find_anchors(z1, z2, index, self.mode, self.normalize, index2, group, extra, extra_index)
         column = [a.direction if self.columns == 2 else 0 for a in found]
         row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
@@ -63,20 +65,20 @@ class Reference:
             scale = 1.0 if self.multiply_tau else 1.0 / tau
             if sampled is not None:
                 batch_weights = w
-                w, (extra, sample) = sampled[number]
+                w, (beyond, sample) = sampled[number]
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
-                if extra:
-                    surrogate = surrogate + scale * extra * self.encoded_similarity(a, sample)
+                if beyond:
+                    surrogate = surrogate + scale * beyond * self.encoded_similarity(a, sample)
             elif self.outer_positive:
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
             for w_ij, s_ij in zip(w, a.negatives, strict=True):
                 surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
             value += tau * (alpha + rho) if self.multiply_tau else alpha
-            if sampled is not None and not sum(w) + extra:
+            if sampled is not None and not sum(w) + beyond:
                 w = batch_weights  # a temperature without a visit learns from the batch
             linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
-            if sampled is not None and extra:
-                linear.append(extra * (self.encoded_score(a, sample) - a.positive.item()))
+            if sampled is not None and beyond:
+                linear.append(beyond * (self.encoded_score(a, sample) - a.positive.item()))
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):
@@ -91,7 +93,10 @@ class Reference:
             self.window += 1
             self.pending += proposals + self.temperature.propose(self, gradients, rows)
             self.pending += [(r, c, "visit", 1) for r, c in set(zip(row, column, strict=True))]
-        return torch.tensor(value / total, dtype=torch.float64), g1, g2
+        value = torch.tensor(value / total, dtype=torch.float64)
+        if extra is None:
+            return value, g1, g2
+        return value, g1, g2, torch.zeros_like(extra) if extra.grad is None else extra.grad
 
     @property
     def outer_positive(self):

@@ -102,7 +102,7 @@ class MCMCReference(BatchReference):
                 score = ref.encoded_score(a, stored[0])
             else:
                 state[i] = (stored, place, score, spare)
-            if count and (ref.columns == 2 or d == 1):
+            if count and (ref.mode != "unimodal" or d == 1):
                 sample = stored[0] if place == "outside" else names[d][slots[place][0]]
                 proposals.append((row, column, "chain", (sample, score)))
         return super().alphas(ref, anchors, taus, rows)[0], proposals

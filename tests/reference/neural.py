@@ -113,12 +113,12 @@ class NeuralReference:
     def alphas(self, ref, anchors, taus, rows):
         """Queue, restart, updates; alpha of the trained network."""
         z = [unit(z.detach()) for z in ref.features]
-        count = 1 if ref.mode == "unimodal" else 2
+        count = 2 if ref.mode == "bimodal" else 1
         if self.nets is None:
             self.nets = [self.fresh(k) for k in range(count)]
         nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
         first = not (ref.train and self.pending is not None)
-        others = [torch.cat(z)] if count == 1 else [z[1], z[0]]
+        others = [torch.cat(z)] if ref.mode == "unimodal" else [z[1], z[0]][:count]
         self.before = None
         if self.architecture == "mlp" or nets[0]["slots"]:
             self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
@@ -210,7 +210,7 @@ class ResidualReference:
         for a, tau, network in zip(anchors, taus, predicted, strict=True):
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
             ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
-        if ref.columns == 1 and self.has_rows:  # both views share a row
+        if ref.mode == "unimodal" and self.has_rows:  # both views share a row
             for i in range(len(anchors) // 2):
                 ratio[(0, i)] = ratio[(1, i)] = (ratio[(0, i)] + ratio[(1, i)]) / 2.0
         new, proposals = {}, []

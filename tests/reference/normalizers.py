@@ -55,12 +55,12 @@ class MovingAverageReference:
     def alphas(self, ref, anchors, taus, rows):
         """Return alpha per anchor and the proposals (row, column, "u", value)."""
         g = {(a.direction, a.position): self.inner(a, t) for a, t in zip(anchors, taus, strict=True)}
-        batch = len(anchors) // 2
+        batch = len(rows[0])
         new_u = {}
         proposals = []
         for i in range(batch):
             for column in range(ref.columns):
-                mean_g = g[(column, i)] if ref.columns == 2 else (g[(0, i)] + g[(1, i)]) / 2.0
+                mean_g = (g[(0, i)] + g[(1, i)]) / 2.0 if ref.mode == "unimodal" else g[(column, i)]
                 row = rows[column][i]
                 new_u[(column, i)] = self.updated(ref, row, column, mean_g)
                 proposals.append((row, column, "u", new_u[(column, i)]))

@@ -42,14 +42,14 @@ def may_be_negative(i, j, index, index2, group) -> bool:
     return group is None or group[i] != group[j]
 
 
-def anchors(z1, z2, index, mode, normalize=True, index2=None, group=None) -> list[Anchor]:
-    """All 2 B anchors: direction 0 starts from z1, direction 1 from z2."""
-    views = (
-        unit_rows(z1) if normalize else list(z1.unbind(0)),
-        unit_rows(z2) if normalize else list(z2.unbind(0)),
-    )
+def anchors(z1, z2, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None):
+    """All anchors: direction 0 from z1, with extra as candidates too; direction 1, which "forward" lacks, from z2."""
+    rows = unit_rows if normalize else lambda z: list(z.unbind(0))
+    views = rows(z1), rows(z2)
+    further = [] if extra is None else rows(extra)
+    positive = index if index2 is None else index2
     result = []
-    for direction in (0, 1):
+    for direction in (0,) if mode == "forward" else (0, 1):
         own, other = views[direction], views[1 - direction]
         for i in range(len(index)):
             negatives = []
@@ -59,5 +59,8 @@ def anchors(z1, z2, index, mode, normalize=True, index2=None, group=None) -> lis
                 negatives.append((own[i] * other[j]).sum())
                 if mode == "unimodal":
                     negatives.append((own[i] * own[j]).sum())
+            for j, candidate in enumerate(further if direction == 0 else ()):
+                if extra_index is None or extra_index[j] != positive[i]:
+                    negatives.append((own[i] * candidate).sum())
             result.append(Anchor(direction, i, (own[i] * other[i]).sum(), negatives))
     return result

@@ -53,15 +53,14 @@ class DualReference:
 
     def propose(self, ref, gradients, rows):
         """Proposals for tau and its moments; gradients[(direction, position)] = G."""
-        batch = len(gradients) // 2
+        batch = len(rows[0])
         proposals = []
         for i in range(batch):
             for column in range(ref.columns):
                 row = rows[column][i]
-                if ref.columns == 2:
-                    gradient = gradients[(column, i)]
-                else:
-                    gradient = (gradients[(0, i)] + gradients[(1, i)]) / 2.0
+                gradient = gradients[(column, i)]
+                if ref.mode == "unimodal":
+                    gradient = (gradient + gradients[(1, i)]) / 2.0
                 proposals += self.proposal(ref, row, column, gradient)
         return proposals
 

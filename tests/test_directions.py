@@ -1,0 +1,319 @@
+"""One direction, and further candidates: every estimator against its naive twin, on one rank and on several."""
+
+import copy
+
+import pytest
+import torch
+
+import compopt
+from compopt import diagnostics
+from tests.database import BY_NAME, DATABASE, WITH_ROWS
+from tests.helpers import assert_same_bits, batches, compare_state, features, generator, make, near, run, snapshot
+from tests.pool import the_pool
+from tests.test_agreement import compare_forward
+
+N, D = 13, 4
+KINDS = ("forward", "bimodal", "unimodal")
+TAKES_EXTRA = [info for info in DATABASE if not info.draws]
+# A twin's network takes seconds.
+FAST = [info for info in TAKES_EXTRA if not info.network]
+
+
+def further(step, count=5, known=True):
+    """Features and positions; some of these are the positives of some anchors."""
+    g = generator(900 + step)
+    extra = torch.randn(count, D, generator=g, dtype=torch.float64)
+    return {"extra": extra} | ({"extra_index": torch.randint(0, N, (count,), generator=g)} if known else {})
+
+
+@pytest.mark.covering()
+@pytest.mark.parametrize("tau", [0.07, 1.0])
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_one_direction(info, tau):
+    est, ref = make(info, "forward", N, tau=tau, gamma=0.6)
+    for z1, z2, index in batches(N, steps=8, seed=1):
+        compare_forward(info, est, ref, z1, z2, index)
+        est.step(), ref.step()
+        compare_state(est, ref, N, info)
+
+
+@pytest.mark.covering()
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("info", TAKES_EXTRA, ids=str)
+def test_further_candidates(info, kind, known, chunk_size):
+    est, ref = make(info, kind, N, gamma=0.6, chunk_size=chunk_size)
+    for step, (z1, z2, index) in enumerate(batches(N, steps=4, seed=2)):
+        compare_forward(info, est, ref, z1, z2, index, **further(step, step, known))  # none, one, two, three
+        est.step(), ref.step()
+        compare_state(est, ref, N, info)
+
+
+@pytest.mark.parametrize("kind", ["forward", "bimodal"])
+@pytest.mark.parametrize("name", ["dcl", "sogclr", "isogclr"])
+def test_what_excludes_pairs(kind, name):
+    """index2 and labels beside further candidates; with one direction index2 names no rows."""
+    info = BY_NAME[name]
+    est, ref = make(info, kind, N, gamma=0.6)
+    for step, (z1, z2, index) in enumerate(batches(N, steps=4, seed=3)):
+        g = generator(step)
+        index2 = torch.randint(0, N, (len(index),), generator=g)
+        given = {"index2": index2, "group": torch.arange(len(index)) // 2, **further(step)}
+        given["extra_index"][0] = index2[1]
+        compare_forward(info, est, ref, z1, z2, index, **given)
+        est.step(), ref.step()
+        if kind == "forward":  # else each direction has visits of its own
+            compare_state(est, ref, N, info)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "emc2"])
+def test_rows_are_those_of_direction_1(name):
+    one, _ = make(BY_NAME[name], "forward", N, gamma=0.6)
+    both, _ = make(BY_NAME[name], "bimodal", N, gamma=0.6)
+    for z1, z2, index in batches(N, steps=6, seed=4):
+        run(one, z1, z2, index), run(both, z1, z2, index)
+        one.step(), both.step()
+    rows, wide = one.read(torch.arange(N)), both.read(torch.arange(N))
+    for column in rows.keys() - {"count"}:
+        assert rows[column].shape == (N, 1)
+        near(rows[column].nan_to_num(0, 0, 0), wide[column][:, :1].nan_to_num(0, 0, 0), what=column)
+
+
+def test_the_queue_takes_in_the_batch_only():
+    queues = []
+    for given in ({}, further(0)):
+        est = compopt.ResidualEstimator(D, prototypes=8, dtype=torch.float64, directions="forward")
+        for z1, z2, index in batches(N, steps=3, seed=5):
+            run(est, z1, z2, index, **given)
+            est.step()
+        queues.append(est.state_dict()["extra"]["normalizer"]["queue"])
+    assert queues[0].shape[0] == 1 and torch.equal(*queues)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(group, name, kind, chunk_size, shard, known):
+    """A few steps; ranks have different batches and different numbers of further candidates."""
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    options = {"chunk_size": chunk_size, "process_group": group, "shard": shard and size > 1}
+    est, _ = make(BY_NAME[name], kind, N, gamma=0.6, **options)
+    found = []
+    for step, (z1, z2, index) in enumerate(batches(N, steps=3, batch=8, seed=6)):
+        more, split = further(step, 7, known), [0, 4, 4, 6, 7]
+        mine = torch.arange(8).tensor_split([1, 4, 6][: size - 1])[rank]
+        own = slice(split[rank], split[rank + 1] if rank < size - 1 else 7)
+        loss, *gradients = run(est, z1[mine], z2[mine], index[mine], **{key: value[own] for key, value in more.items()})
+        found.append((loss, *(gradient / size for gradient in gradients)))
+        est.step()
+    return found, snapshot(est, N)
+
+
+RANKED = [
+    ("dcl", "forward", None, False, True),
+    ("infonce", "bimodal", 2, False, True),
+    ("dcl", "unimodal", None, False, True),
+    ("dcl", "unimodal", 2, False, False),
+    ("sogclr", "forward", 3, True, False),
+    ("sogclr-positive", "bimodal", None, True, True),
+    ("isogclr", "forward", None, False, True),
+    ("isogclr-adam", "bimodal", None, True, False),
+    ("sogclr", "unimodal", None, False, True),
+    ("residual", "forward", None, False, False),
+    ("neural", "bimodal", None, False, True),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", RANKED, ids=lambda case: "-".join(map(str, case)))
+def test_ranks_compute_what_one_process_does(case):
+    alone, state = the_pool().run(on_ranks, 1, *case)[0]
+    for size in (2, 4):
+        answers = the_pool().run(on_ranks, size, *case)
+        for step, wanted in enumerate(alone):
+            for found, _ in answers:
+                near(found[step][0], wanted[0], what="loss")
+            for number in range(1, len(wanted)):
+                gradient = torch.cat([found[step][number] for found, _ in answers])
+                near(gradient, wanted[number], 1e-9, what=f"gradient {number}")
+        for _, other in answers:
+            for name, value in state.items():
+                near(other[name].double().nan_to_num(0, 0, 0), value.double().nan_to_num(0, 0, 0), 1e-9, what=name)
+
+
+def disagree(group, first, second):
+    rank = torch.distributed.get_rank(group)
+    est = compopt.DCLEstimator(process_group=group)
+    z1, z2 = features(4, D, seed=rank, dtype=torch.float32)
+    given = {name: value for name, value in further(0).items() if name in (first, second)[rank]}
+    given = {name: value.float() if name == "extra" else value for name, value in given.items()}
+    try:
+        est(z1, z2, torch.arange(4) + 4 * rank, **given)
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("first, second", [((), ("extra",)), (("extra",), ("extra", "extra_index"))])
+def test_ranks_that_disagree(first, second):
+    for message in the_pool().run(disagree, 2, first, second):
+        assert "differ in extra=" in message
+
+
+def directions_disagree(group):
+    est = compopt.DCLEstimator(process_group=group, directions=["both", "forward"][torch.distributed.get_rank(group)])
+    try:
+        est(*features(4, D, seed=1, dtype=torch.float32))
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_directions():
+    for message in the_pool().run(directions_disagree, 2):
+        assert "configuration" in message
+
+
+# -- what else belongs to an estimator ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("info", WITH_ROWS, ids=str)
+def test_checkpoints(info, tmp_path):
+    data = batches(N, 4, seed=7)
+    est, _ = make(info, "forward", N, gamma=0.6)
+    for batch in data[:2]:
+        run(est, *batch), est.step()
+    compopt.save(est, tmp_path)
+    twin, copied = make(info, "forward", N, gamma=0.6)[0], copy.deepcopy(est)
+    compopt.load(twin, tmp_path)
+    dict_twin = make(info, "forward", N, gamma=0.6)[0]
+    dict_twin.load_state_dict(est.state_dict())
+    for other in (twin, copied, dict_twin):
+        assert_same_bits(snapshot(est, N), snapshot(other, N))
+    rest = [run(est, *batch) for batch in data[2:]]
+    for got, want in zip([run(twin, *batch) for batch in data[2:]], rest, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    wide, _ = make(info, "bimodal", N, gamma=0.6)
+    with pytest.raises(ValueError, match="directions|differs"):
+        compopt.load(wide, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}], ids=["cpu", "disk"])
+def test_placements_and_prefetch(options, tmp_path):
+    """The second modality has no rows: its positions may lie anywhere."""
+    folder = {"offload_dir": tmp_path} if options["offload"] == "disk" else {}
+    near_by, far = (compopt.SogCLREstimator(N, directions="forward", **more) for more in ({}, {**options, **folder}))
+    for z1, z2, index in batches(N, 4, seed=8, dtype=torch.float32):
+        far.prefetch(index, index + 1000)
+        for got, want in zip(*(run(est, z1, z2, index, index2=index + 1000) for est in (far, near_by)), strict=True):
+            assert torch.equal(got, want)
+        far.step(), near_by.step()
+    assert_same_bits(snapshot(near_by, N), snapshot(far, N))
+
+
+def test_cached_features():
+    est, other = (compopt.DCLEstimator(directions="forward") for _ in range(2))
+    z1, z2 = features(6, D, seed=9, dtype=torch.float32)
+    given = {**further(0), "extra": further(0)["extra"].float()}
+    wanted = run(est, z1, z2, torch.arange(6), **given)
+    for got, want in zip(other.feature_gradients(z1, z2, torch.arange(6), **given), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_temperature_that_is_learned():
+    est = compopt.InfoNCEEstimator(tau=0.2, learn_tau=True, directions="forward", dtype=torch.float64)
+    z1, z2 = features(6, D, seed=10)
+    leaf = next(iter(est.parameters()))
+
+    def loss():
+        return float(est(z1, z2, **further(0)))
+
+    est(z1, z2, **further(0)).backward()
+    gradient, step = leaf.grad.item(), 1e-5
+    with torch.no_grad():
+        leaf += step
+        above = loss()
+        leaf -= 2 * step
+        below = loss()
+    near(torch.tensor(gradient), torch.tensor((above - below) / (2 * step)), 1e-6)
+
+
+def test_a_temperature_per_anchor():
+    z1, z2 = features(6, D, seed=11)
+    tau = torch.linspace(0.1, 0.5, 6, dtype=torch.float64)
+    est = compopt.DCLEstimator(directions="forward", dtype=torch.float64)
+    assert torch.equal(est(z1, z2, tau=tau), est(z1, z2, tau=tau[:, None]))
+    with pytest.raises(ValueError, match=r"\(6, 1\)"):
+        est(z1, z2, tau=tau[:, None].expand(6, 2))
+
+
+def test_diagnostics():
+    z1, z2 = features(9, D, seed=12)
+    both = diagnostics.log_normalizers(z1, z2, 0.2)
+    near(diagnostics.log_normalizers(z1, z2, 0.2, directions="forward", chunk_size=2), both[:, :1])
+    near(diagnostics.global_loss(z1, z2, 0.2, directions="forward"), 0.2 * both[:, 0].mean())
+    est = compopt.SogCLREstimator(9, gamma=1.0, tau=0.2, directions="forward", dtype=torch.float64)
+    _, g1, g2 = run(est, z1, z2, torch.arange(9))
+    exact = diagnostics.global_gradient(z1, z2, 0.2, directions="forward")
+    near(g1, exact[0]), near(g2, exact[1])
+    est.step()
+    assert diagnostics.normalizer_error(est, z1, z2) < 1e-20
+    assert diagnostics.gradient_error(est, z1, z2, batch_size=9)["relative"] < 1e-12
+    assert diagnostics.normalizer_error(compopt.DCLEstimator(tau=0.2, directions="forward"), z1, z2, batch_size=5) > 0
+    with pytest.raises(ValueError, match="two modalities"):
+        diagnostics.global_loss(z1, z2, 0.2, "unimodal", directions="forward")
+
+
+def test_metrics():
+    est = compopt.SogCLREstimator(N, directions="forward")
+    z1, z2, index = batches(N, 1, seed=13, dtype=torch.float32)[0]
+    run(est, z1, z2, index)
+    assert est.metrics["new_rows"] == len(index) and 1 <= est.metrics["effective_negatives"] <= len(index) - 1
+
+
+Z = torch.randn(4, D)
+
+
+@pytest.mark.parametrize(
+    "kind, match, given",
+    [
+        (TypeError, "extra must be a tensor", {"extra": [1.0]}),
+        (ValueError, r"\(M, 4\)", {"extra": torch.randn(3, D + 1)}),
+        (ValueError, r"\(M, 4\)", {"extra": torch.randn(D)}),
+        (TypeError, "dtype", {"extra": torch.randn(3, D, dtype=torch.float64)}),
+        (ValueError, "device", {"extra": torch.randn(3, D, device="meta")}),
+        (TypeError, "which is None", {"extra_index": torch.arange(3)}),
+        (ValueError, "extra_index", {"extra": torch.randn(3, D), "extra_index": torch.arange(2)}),
+        (TypeError, "extra_index", {"extra": torch.randn(3, D), "extra_index": torch.rand(3)}),
+        (IndexError, "extra_index", {"extra": torch.randn(3, D), "extra_index": torch.tensor([0, N, 1])}),
+    ],
+)
+def test_refusals(kind, match, given):
+    est = compopt.SogCLREstimator(N, directions="forward")
+    before = snapshot(est, N)
+    with pytest.raises(kind, match=match):
+        est(Z, Z, torch.arange(4), **given)
+    assert est.pending == 0
+    assert_same_bits(before, snapshot(est, N))
+
+
+def test_what_cannot_be_built_or_called():
+    with pytest.raises(ValueError, match="both views are anchors"):
+        compopt.DCLEstimator(mode="unimodal", directions="forward")
+    with pytest.raises(ValueError, match="'both', 'forward'"):
+        compopt.DCLEstimator(directions="backward")
+    with pytest.raises(ValueError, match="extra= must be left out"):
+        compopt.EMC2Estimator(N)(Z, Z, torch.arange(4), extra=Z)
+
+
+def test_a_further_candidate_that_is_not_finite(recwarn):
+    est = compopt.SogCLREstimator(N, directions="forward")
+    z1, z2, index = batches(N, 1, seed=14, dtype=torch.float32)[0]
+    extra = torch.randn(3, D)
+    extra[1, 0] = torch.nan
+    assert not est(z1, z2, index, extra=extra).isfinite()
+    est.step()
+    assert not est.read(torch.arange(N))["count"].any()
