@@ -33,7 +33,7 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from benchmarks.saved import ROOT, save
+from benchmarks.saved import ROOT, save, stored
 from compopt.checkpoint import manifest
 from compopt.checkpoint.chunks import Owners, by_rank
 from recipes import glyphs
@@ -267,8 +267,8 @@ def report(results: dict, env: dict) -> str:
         f"{SAVE_EVERY}.",
         "",
         f"Killed by SIGKILL, all processes at once, {len(kills)} times, and resumed: the same weights and the same "
-        f"{results['visited']:,} visited rows, bit for bit, as the run that nobody killed. {inside} kills fell into a "
-        f"save. It went on from steps {steps}.",
+        f"{results['visited']:,} visited rows, bit for bit, as the run that nobody killed. Kills inside a save: "
+        f"{inside}. It went on from steps {steps}.",
         "",
         f"The undisturbed run took {results['ready']:.0f} s to its first state and {results['seconds']:.0f} s to its "
         f"end, with {STEPS // SAVE_EVERY} saves and {EPOCHS} ends of epochs. At the end its rows took "
@@ -289,8 +289,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     root.add_argument("--rounds", type=int, default=3, help="timed runs of each n")
     root.add_argument("--seed", type=int, default=0)
     root.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
+    root.add_argument("--report", action="store_true", help="print the page again from the figures of the last run")
     root.add_argument("--no-save", dest="save", action="store_false", help="print only")
     args = root.parse_args(argv)
+    if args.report:
+        old = stored("billion")
+        save("billion", report(old["results"], old["environment"]), old["environment"], old["results"])
+        return
     env = environment()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
