@@ -264,9 +264,113 @@ def test_owners_and_plans_against_a_dictionary():
         names = {int(file.name) for file in kept}
         for chunk in range(chunks):  # each chunk that ever was is written, or its newest file stays
             assert write[chunk] == (changed[chunk] or (chunk in owner and owner[chunk][0] not in names))
-        for number in names:
-            counting = sum(number == of for chunk, (of, _) in owner.items() if not changed[chunk])
-            assert 2 * counting >= len(files[number].spans)
+        live = sum(write) + sum(of in names and not write[chunk] for chunk, (of, _) in owner.items())
+        assert sum(len(files[number].spans) for number in names) + sum(write) <= 2 * live
+        assert all(any(of == number and not write[c] for c, (of, _) in owner.items()) for number in names)
+
+
+def test_old_files_are_not_all_rewritten_in_the_same_saves():
+    """Epochs over shards in random order: files grow old together, and yet a save writes what was visited."""
+    draw, chunks, visited, full, chunk_rows = random.Random(2), 12800, 640, 128, 4
+    files, order = [], []
+    for save in range(60):
+        if not order:
+            order = draw.sample(range(chunks // 8), chunks // 8)  # shards of 8 chunks
+        changed = np.zeros(chunks, dtype=bool)
+        for shard in [order.pop() for _ in range(visited // 8)]:
+            changed[8 * shard : 8 * shard + 8] = True
+        changed |= save == 0
+        kept, write, _ = plan(Owners(files, chunk_rows), changed, full)
+        written = np.flatnonzero(write)
+        packs = [written[first : first + full] for first in range(0, len(written), full)]
+        spans = [tuple((int(c) * chunk_rows, (int(c) + 1) * chunk_rows) for c in pack) for pack in packs]
+        files = [*kept, *(File(f"{save}-{number}", 0, 0, "", spans=these) for number, these in enumerate(spans))]
+        assert len(written) <= 1.01 * changed.sum()
+        assert sum(len(file.spans) for file in files) <= 2 * chunks
+
+
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+@pytest.mark.parametrize("options", PLACEMENTS, ids=["device", "cpu", "disk"])
+def test_a_load_in_inference_mode(way, options, tmp_path):
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": tmp_path / "rows"}
+    est, other = sogclr(), sogclr(**options)
+    visit(est, range(9)), visit(other, range(3, 12), seed=1)
+    path, state = compopt.save(est, tmp_path / "c"), est.state_dict()
+    with torch.inference_mode():
+        compopt.load(other, path) if way == "load" else other.load_state_dict(state)
+    for one in (est, other):
+        visit(one, range(4), seed=2)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+def test_symbolic_links_are_followed(tmp_path):
+    """As in the cache of a hub: names are links to content."""
+    est = sogclr()
+    visit(est, range(20))
+    path = compopt.save(est, tmp_path / "a")
+    (tmp_path / "content").mkdir()
+    for file in path.glob("rows-*"):
+        moved = file.rename(tmp_path / "content" / file.name)
+        file.symlink_to(os.path.relpath(moved, path))
+    other = sogclr()
+    compopt.load(other, path)
+    saved = compopt.save(other, tmp_path / "b")
+    shutil.rmtree(tmp_path / "a"), shutil.rmtree(tmp_path / "content")
+    loads(saved, est)
+
+
+def test_each_directory_has_its_own_latest(tmp_path):
+    est = sogclr()
+    visit(est, range(100))
+    slow = compopt.save(est, tmp_path / "slow")
+    for number in range(6):
+        visit(est, [0, 1], seed=number)
+        compopt.save(est, tmp_path / "fast")
+    shutil.rmtree(tmp_path / "fast")
+    after = compopt.save(est, tmp_path / "slow")
+    assert own(after) == CHUNK and inodes(slow) & inodes(after)
+    loads(after, est)
+
+
+def test_a_write_that_is_interrupted_is_a_change(tmp_path, monkeypatch):
+    est = sogclr()
+    visit(est, range(20))
+    compopt.save(est, tmp_path)
+    store = est._table.store
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_):
+            store._table[3] = 7
+            raise KeyboardInterrupt
+
+        patch.setattr(torch.Tensor, "index_copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            visit(est, range(8), seed=1)
+    est.discard()
+    loads(compopt.save(est, tmp_path), est)
+
+
+def one_rank_forgot(group, directory):
+    """One rank does not know the latest checkpoint: all ranks write everything."""
+    changes.CHUNK_ROWS, table.BLOCK_ROWS = CHUNK, BLOCK
+    rank = torch.distributed.get_rank(group)
+    est = sogclr(process_group=group, shard=True)
+    visit(est, list(range(rank, 40, 2)), seed=rank)
+    compopt.save(est, directory)
+    if rank == 1:
+        est._table.saved.clear()
+    path = compopt.save(est, directory)
+    return own(path), rows_written(path), snapshot(est, N)
+
+
+@pytest.mark.distributed
+def test_ranks_that_know_different_checkpoints(tmp_path):
+    for written, rows, state in the_pool().run(one_rank_forgot, 2, str(tmp_path)):
+        assert written == rows == 40
+        again = sogclr()
+        compopt.load(again, tmp_path)
+        assert_same_bits(state, snapshot(again, N))
 
 
 def test_version_2_is_read(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from compopt.checkpoint.manifest import File
+from compopt.stores.changes import chunk_count
 
 # Files below a quarter of the full size are joined when there are more than these: each save leaves one at least.
 SMALL_FILES = 16
@@ -36,20 +37,21 @@ class Owners:
 
     def __init__(self, files: Sequence[File], chunk_rows: int) -> None:
         self.files, self.chunk_rows = files, chunk_rows
-        chunks = max((self._chunks(stop) for file in files for _, stop in file.spans), default=0)
+        chunks = max((chunk_count(stop, chunk_rows) for file in files for _, stop in file.spans), default=0)
         self.owner = np.full(chunks, -1)  # position in files
         self._offset, self._stop = np.zeros(chunks, dtype=np.int64), np.zeros(chunks, dtype=np.int64)
         for number, file in enumerate(files):
             offset = 0
             for start, stop in file.spans:
-                here = slice(start // chunk_rows, self._chunks(stop))
+                here = slice(start // chunk_rows, chunk_count(stop, chunk_rows))
                 first = np.arange(here.start, here.stop) * chunk_rows
                 self.owner[here], self._offset[here] = number, offset + first - start
                 self._stop[here] = np.minimum(first + chunk_rows, stop)
                 offset += stop - start
 
-    def _chunks(self, stop: int) -> int:
-        return -(-stop // self.chunk_rows)
+    def count(self, file: File) -> int:
+        """Chunks of a file, those included that a later one has too."""
+        return sum(chunk_count(stop - start, self.chunk_rows) for start, stop in file.spans)
 
     def runs(self) -> list[Run]:
         """All rows that a file has, ascending."""
@@ -69,8 +71,10 @@ class Owners:
 def plan(owners: Owners, changed: Chunks, full: int) -> tuple[list[File], Chunks, Chunks]:
     """What a checkpoint takes over from the one before, and what it writes.
 
-    A file is taken over as long as at least half of it counts. What still counts of another one is written again,
-    so that a checkpoint takes at most twice the room of its rows; so are many small files, into one.
+    A file is taken over as long as any of it counts, and as the checkpoint takes at most twice the room of its rows:
+    beyond that the files of which least counts go, one after the other, and what counts of them is written again.
+    A bound for each file by itself would rewrite all of them in the same few saves, since they grow old together.
+    Many small files are written again, into one.
 
     Args:
         owners: of the chunks in the former checkpoint.
@@ -84,19 +88,21 @@ def plan(owners: Owners, changed: Chunks, full: int) -> tuple[list[File], Chunks
     owner = np.full(len(changed), -1)
     owner[: len(owners.owner)] = owners.owner
     number = np.arange(len(owners.files))
-    total = np.array([_chunk_count(file, owners.chunk_rows) for file in owners.files], dtype=np.int64)
+    total = np.array([owners.count(file) for file in owners.files], dtype=np.int64)
     unchanged = owner[~changed]
     counting = np.bincount(unchanged[unchanged >= 0], minlength=len(number))
-    keep = 2 * counting >= np.maximum(total, 1)
+    room = 2 * (counting.sum() + changed.sum())
+    least_first = np.argsort(counting / np.maximum(total, 1), kind="stable")
+    # what stays, if so many of these go: the files that do, the chunks that changed, and what is written again
+    after = total.sum() + changed.sum() - np.cumsum(total[least_first] - counting[least_first])
+    gone = 0 if total.sum() + changed.sum() <= room else int(np.argmax(after <= room)) + 1
+    keep = counting > 0
+    keep[least_first[:gone]] = False
     small = keep & (4 * total < full)
     if small.sum() > SMALL_FILES:
         keep &= ~small
     write = changed | ((owner >= 0) & ~np.append(keep, True)[owner])
     return [owners.files[i] for i in number[keep]], write, owner >= 0
-
-
-def _chunk_count(file: File, chunk_rows: int) -> int:
-    return sum(-(-(stop - start) // chunk_rows) for start, stop in file.spans)
 
 
 def by_rank(files: Iterable[File]) -> dict[int, list[File]]:

@@ -183,8 +183,8 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write and make durable."""
-    with open(path, "wb") as file:
+    """Write a new file, and make it durable."""
+    with open(path, "xb") as file:  # never into one that other checkpoints share
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -64,7 +64,7 @@ class Contents:
                         at += 1
                 block.write()
             opened.cache_clear()
-            table.saved = [Saved(source.path.resolve(), source.t, source.save_id, store.changes.cut())]
+            table.remember(Saved(source.path.resolve(), source.t, source.save_id, store.changes.cut()))
 
 
 class _Block:

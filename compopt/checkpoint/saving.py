@@ -27,8 +27,8 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2, incre
 
     Rows that were never visited are not written. Rows that did not change since an earlier checkpoint, one that this
     estimator wrote or was loaded from, are not written again: the new directory has hard links to the files of that
-    one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a file is
-    linked while at least half of its chunks are unchanged.
+    one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
+    checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
     One rank may save in a thread beside training: what is written is the state between two commits, and the next commit
     waits until it is written. Several ranks save in the thread that calls the estimator; elsewhere that is refused.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,63 +21,73 @@ from compopt.stores import table as tables
 from compopt.stores.base import RowStore
 from compopt.stores.table import RowTable, Saved
 
-REMEMBERED = 4  # checkpoints that a table knows to have been made of its rows
-
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that a save takes unchanged rows from, with its row files."""
+    """The checkpoint that a save takes unchanged rows from.
 
-    checkpoint: Checkpoint
+    Attributes:
+        saved: as this rank knows it.
+        files: this rank's row files, or, where every rank has all rows, all of them.
+    """
+
+    saved: Saved
     files: list[File]
 
 
 def write_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> list[File]:
     """Write or link this rank's row files, of the rows between two commits. Collective."""
-    found = _choose_base(table, target) if incremental and ranks.rank == 0 else None
-    base: Base | None = ranks.gather_objects(found)[0]
     with table.at_rest() as store:
+        if store.device.type == "cuda":
+            torch.cuda.synchronize(store.device)  # commits of other streams: a cut must not miss them
         period = store.changes.cut()
+        base = _choose_base(table, ranks, target, table.saved if incremental else [])
         kept, write, known = _plan(table, ranks, base)
-        if base is not None and not all(ranks.gather_objects(_link(kept, base.checkpoint, target))):
-            _unlink(kept, target)  # a file system without links
+        if base is not None and not all(ranks.gather_objects(_link(kept, base, target))):
+            _unlink(kept, target)
+            _warn_of_links(target)
             kept, write, known = _plan(table, ranks, None)
         files = ranks.agree(lambda: _write_packs(table, ranks, target, write, known))
-    table.saved = [*table.saved, Saved(target.path.resolve(), target.t, target.save_id, period)][-REMEMBERED:]
+    table.remember(Saved(target.path.resolve(), target.t, target.save_id, period))
     return [*kept, *files]
 
 
 # -- what the save before had --------------------------------------------------------------------------------------
 
 
-def _choose_base(table: RowTable, target: Checkpoint) -> Base | None:
-    """The newest checkpoint of these rows that is still there, complete, and where links can reach it."""
-    for saved in reversed(table.saved):
-        try:
-            checkpoint = Checkpoint(saved.path, 0, saved.t, saved.save_id)
-            content, files = manifest.read(checkpoint)
-            rows = [file for file in files if file.name != STATE]
-            fits = content["chunk_rows"] == table.store.changes.chunk_rows
-            fits &= all(file.stride == table.stride for file in rows)
-            fits &= saved.path.stat().st_dev == target.path.stat().st_dev
-            if fits and all((saved.path / file.name).stat().st_size == file.bytes for file in rows):
-                return Base(checkpoint, rows)
-        except (OSError, ValueError):  # removed, unfinished, damaged
-            continue
+def _choose_base(table: RowTable, ranks: Ranks, target: Checkpoint, saved: Sequence[Saved]) -> Base | None:
+    """The newest of some checkpoints that every rank can link to, rather one in the directory of this one."""
+    here = target.path.resolve().parent
+    candidates = [*reversed(saved)]
+    candidates.sort(key=lambda one: one.path.parent != here)
+    bases = {one.save_id: base for one in candidates if (base := _usable(table, one, target)) is not None}
+    common = set.intersection(*map(set, ranks.gather_objects(list(bases))))
+    chosen = ranks.gather_objects(next((save_id for save_id in bases if save_id in common), None))[0]
+    return None if chosen is None else bases[chosen]
+
+
+def _usable(table: RowTable, saved: Saved, target: Checkpoint) -> Base | None:
+    """A checkpoint that is still there, complete, divided as these rows are, and where links can reach it."""
+    with suppress(OSError, ValueError):  # removed, unfinished, damaged
+        content, files = manifest.read(Checkpoint(saved.path, 0, saved.t, saved.save_id))
+        rows = [file for file in files if file.name != STATE]
+        fits = content["chunk_rows"] == table.store.changes.chunk_rows
+        fits &= all(file.stride == table.stride for file in rows)
+        fits &= saved.path.stat().st_dev == target.path.stat().st_dev
+        if fits and all((saved.path / file.name).stat().st_size == file.bytes for file in rows):
+            return Base(saved, [file for file in rows if file.first == table.first])
     return None
 
 
 def _plan(table: RowTable, ranks: Ranks, base: Base | None) -> tuple[list[File], Chunks, Chunks]:
     """Files to link, by this rank; its chunks to write; those that the save before had."""
     changes = table.store.changes
-    period, files = 0, []
-    if base is not None:
-        period = next(saved.period for saved in table.saved if saved.save_id == base.checkpoint.save_id)
-        files = [file for file in base.files if file.first == table.first]
+    period, files = (0, []) if base is None else (base.saved.period, base.files)
     changed = changes.since(period).numpy()
     if not table.sharded:  # of a shared file, the ranks that only read it do not know
         changed = ranks.gather_objects(changed if ranks.rank == 0 else None)[0]
-    kept, write, known = plan(Owners(files, changes.chunk_rows), changed, _full(changes.chunk_rows))
+    size = changes.chunk_rows
+    kept, write, known = ranks.agree(lambda: plan(Owners(files, size), changed, _full(size)))
     return kept if table.sharded or ranks.rank == 0 else [], write, known
 
 
@@ -84,11 +96,11 @@ def _full(chunk_rows: int) -> int:
     return max(1, tables.BLOCK_ROWS // chunk_rows)
 
 
-def _link(files: Sequence[File], source: Checkpoint, target: Checkpoint) -> bool:
+def _link(files: Sequence[File], base: Base, target: Checkpoint) -> bool:
     """Give files another name in the new checkpoint; False where that cannot be done."""
     try:
-        for file in files:
-            os.link(source.path / file.name, target.path / file.name)
+        for file in files:  # the file itself, not a symbolic link to it
+            os.link(os.path.realpath(base.saved.path / file.name), target.path / file.name)
     except OSError:
         return False
     return True
@@ -97,6 +109,14 @@ def _link(files: Sequence[File], source: Checkpoint, target: Checkpoint) -> bool
 def _unlink(files: Sequence[File], target: Checkpoint) -> None:
     for file in files:
         (target.path / file.name).unlink(missing_ok=True)
+
+
+def _warn_of_links(target: Checkpoint) -> None:
+    warnings.warn(
+        f"{target.path.parent}: files of an earlier checkpoint could not be linked there, so that every save writes "
+        f"all rows; keep checkpoints on a file system with hard links",
+        stacklevel=5,
+    )
 
 
 # -- what is written -----------------------------------------------------------------------------------------------
@@ -129,8 +149,9 @@ def _read_chunks(
         block = store.block(start, stop).cpu()
         if known[chunk] or block.view(torch.int64).any():
             blocks.append(block)
-            joined = bool(spans) and spans[-1][1] == start
-            spans[-1:] = [(spans[-1][0], stop)] if joined else [*spans[-1:], (start, stop)]
+            if spans and spans[-1][1] == start:
+                start, _ = spans.pop()
+            spans.append((start, stop))
     return blocks, tuple(spans)
 
 

@@ -10,6 +10,11 @@ from torch import Tensor
 CHUNK_ROWS = 1 << 13
 
 
+def chunk_count(rows: int, chunk_rows: int) -> int:
+    """Chunks that so many rows fill or begin."""
+    return -(-rows // chunk_rows)
+
+
 class Changes:
     """The period in which each chunk of :data:`CHUNK_ROWS` rows was last written; 0: never, its rows are zero.
 
@@ -20,10 +25,7 @@ class Changes:
 
     def __init__(self, n: int, device: torch.device | str = "cpu") -> None:
         self.chunk_rows, self.period = CHUNK_ROWS, 1
-        self._last = torch.zeros(self._chunks(n), dtype=torch.int32, device=device)
-
-    def _chunks(self, n: int) -> int:
-        return -(-n // self.chunk_rows)
+        self._last = torch.zeros(chunk_count(n, self.chunk_rows), dtype=torch.int32, device=device)
 
     def mark(self, rows: Tensor) -> None:
         """Rows ``(R,)``, on the store's device, are written now."""
@@ -31,7 +33,7 @@ class Changes:
 
     def mark_range(self, start: int, stop: int) -> None:
         """So are these."""
-        self._last[start // self.chunk_rows : self._chunks(stop)] = self.period
+        self._last[start // self.chunk_rows : chunk_count(stop, self.chunk_rows)] = self.period
 
     def cut(self) -> int:
         """End the period, and return it."""
@@ -44,7 +46,7 @@ class Changes:
 
     def grow(self, n: int) -> None:
         """Rows were appended, zeros."""
-        more = self._chunks(n) - len(self._last)
+        more = chunk_count(n, self.chunk_rows) - len(self._last)
         self._last = torch.cat([self._last, self._last.new_zeros(more)])
 
     def to(self, device: torch.device) -> None:

@@ -50,15 +50,15 @@ class TensorStore(RowStore):
         return self._table.index_select(0, rows).view(-1, self.words)
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
+        self.changes.mark(rows)  # first: a write that is interrupted has changed some of them
         self._table.index_copy_(0, rows, block.view(-1) if self.words == 1 else block)
-        self.changes.mark(rows)
 
     def block(self, start: int, stop: int) -> Tensor:
         return self._table[start:stop].clone().view(-1, self.words)
 
     def write_block(self, start: int, block: Tensor) -> None:
-        self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
         self.changes.mark_range(start, start + len(block))
+        self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
 
 
 class MemoryStore(TensorStore):
@@ -119,8 +119,9 @@ class MemoryStore(TensorStore):
     def to(self, device: torch.device) -> None:
         if device != self._table.device:
             with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
-                self._table = self._table.to(device)
+                table = self._table.to(device)
                 self.changes.to(device)
+                self._table = table
 
 
 class DirectRows(RowAccess):

@@ -20,6 +20,7 @@ from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
+REMEMBERED = 4  # directories whose latest checkpoint a table knows
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RowTable:
     Attributes:
         n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
-        saved: the latest checkpoints of these rows, oldest first.
+        saved: the latest checkpoint of these rows in each directory, oldest first.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class RowTable:
         """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
         with self.at_rest() as store:
             self.saved.clear()
-            with store.overwriting():
+            with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
                 yield store
 
     def grow(self, n: int) -> None:
@@ -204,6 +205,11 @@ class RowTable:
         return torch.argsort(other, stable=True)[:count]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def remember(self, checkpoint: Saved) -> None:
+        """There is a checkpoint of the rows as they were at a cut."""
+        others = [saved for saved in self.saved if saved.path.parent != checkpoint.path.parent]
+        self.saved = [*others, checkpoint][-REMEMBERED:]
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of every column of every row, ``(n, D)``; collective on shards and on a shared file."""
