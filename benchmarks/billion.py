@@ -119,7 +119,7 @@ class Watched:
 
 def start(folder: Path, name: str, n: int, *more: str) -> Watched:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    output = tempfile.TemporaryFile()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
     process = subprocess.Popen(command(folder, name, n, *more), cwd=ROOT, env=env, stdout=output, stderr=output)
     return Watched(process, output, folder / name, time.perf_counter())
 
@@ -204,7 +204,7 @@ def visited_rows(checkpoint: Path) -> dict[str, np.ndarray]:
         for run in Owners(own, content["chunk_rows"]).runs():
             with safe_open(chosen.path / run.file.name, framework="np") as opened:
                 size = run.stop - run.start
-                columns = {name: opened.get_slice(name)[run.offset : run.offset + size] for name in opened.keys()}
+                columns = {name: opened.get_slice(name)[run.offset : run.offset + size] for name in opened.keys()}  # noqa: SIM118 - no dictionary
             seen = columns["count"].any(axis=1)
             numbers = run.file.first + run.file.stride * np.arange(run.start, run.stop)
             for name, values in {"row": numbers, **columns}.items():
@@ -262,14 +262,17 @@ def report(results: dict, env: dict) -> str:
     ]
     lines = [
         *heading("A billion rows", env),
-        f"`recipes/clip_webdataset.py`, SogCLR, n = {results['n']:,}, `--offload disk --shard --prefetch`, two ranks, ZeRO "
-        f"2, {STEPS} steps of 2 x {BATCH} pairs whose keys are spread evenly over all rows, saved every {SAVE_EVERY}.",
+        f"`recipes/clip_webdataset.py`, SogCLR, n = {results['n']:,}, `--offload disk --shard --prefetch`, two ranks, "
+        f"ZeRO 2, {STEPS} steps of 2 x {BATCH} pairs whose keys are spread evenly over all rows, saved every "
+        f"{SAVE_EVERY}.",
         "",
         f"Killed by SIGKILL, all processes at once, {len(kills)} times, and resumed: the same weights and the same "
-        f"{results['visited']:,} visited rows, bit for bit, as the run that nobody killed. {inside} kills fell into a save. It went on from steps {steps}.",
+        f"{results['visited']:,} visited rows, bit for bit, as the run that nobody killed. {inside} kills fell into a "
+        f"save. It went on from steps {steps}.",
         "",
-        f"The undisturbed run took {results['ready']:.0f} s to its first state and {results['seconds']:.0f} s to its end, "
-        f"with {STEPS // SAVE_EVERY} saves and {EPOCHS} ends of epochs. At the end its rows took {results['disk']['rows'] / 2**20:,.0f} MiB of the disk (all of them would take "
+        f"The undisturbed run took {results['ready']:.0f} s to its first state and {results['seconds']:.0f} s to its "
+        f"end, with {STEPS // SAVE_EVERY} saves and {EPOCHS} ends of epochs. At the end its rows took "
+        f"{results['disk']['rows'] / 2**20:,.0f} MiB of the disk (all of them would take "
         f"{results['n'] * 16 / 2**30:.1f} GiB), its states {results['disk']['state'] / 2**20:,.0f} MiB.",
         "",
         "What a step takes, saves left out, and the memory of its own of the largest process; a value per run:",
