@@ -5,7 +5,6 @@ import os
 import shutil
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import compopt
 from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
-from tests.training import MICRO, WINDOW, Encoders, N, rows, weights
+from tests.training import MICRO, WINDOW, Encoders, rows, weights
 
 pytest.importorskip("transformers")
 
@@ -34,21 +33,22 @@ def trainer(folder, est=None, dtype=torch.float64, callback=True, scaler=None, d
                 self.accelerator.scaler = scaler
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return self.est(*model(inputs["x1"], inputs["x2"]), inputs["index"])
+            loss = self.est(*model(inputs["x1"], inputs["x2"]), inputs["index"])
+            return loss * getattr(self.model, "scale", 1.0)
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    defaults = dict(
-        use_cpu=True, per_device_train_batch_size=MICRO // ranks, gradient_accumulation_steps=WINDOW, save_steps=1,
-        num_train_epochs=1, max_grad_norm=0.0, lr_scheduler_type="constant", train_sampling_strategy="sequential",
-        remove_unused_columns=False, dataloader_drop_last=True, dataloader_pin_memory=False, report_to=[],
-        logging_steps=1, disable_tqdm=True, seed=0,
-    )  # fmt: skip
+    defaults = {
+        "use_cpu": True, "per_device_train_batch_size": MICRO // ranks, "gradient_accumulation_steps": WINDOW,
+        "save_steps": 1, "num_train_epochs": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential", "remove_unused_columns": False, "dataloader_drop_last": True,
+        "dataloader_pin_memory": False, "report_to": [], "logging_steps": 1, "disable_tqdm": True,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.01,
+    }  # fmt: skip
     try:
         args = TrainingArguments(str(folder), **{**defaults, **options})
-        model = Encoders(dtype)
-        optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
+        model = Encoders(dtype)  # weight decay for its weights, as Encoders.groups() has it
         data = data or Items(dtype=dtype)
-        made = DualEncoderTrainer(model, args, None, data, data, optimizers=(optimizer, None), callbacks=[*callbacks])
+        made = DualEncoderTrainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[*callbacks])
         made.est = estimator(dtype) if est is None else est
         if callback:
             made.add_callback(EstimatorCallback(made.est, made, **(callback if isinstance(callback, dict) else {})))
@@ -69,7 +69,7 @@ def whole(folder, **options):
         return result(made), made.est.t
 
 
-def resumed(folder, step, est=None, **options):
+def resumed(folder, step, est=None, callbacks=(), **options):
     """The same run from a checkpoint on; -> what `whole` returns, and how many commits were loaded."""
     from transformers import TrainerCallback
 
@@ -79,7 +79,7 @@ def resumed(folder, step, est=None, **options):
         def on_step_begin(self, args, state, control, **kwargs):
             loaded.append(made.est.t)
 
-    with trainer(folder, est, callbacks=[Look()], **options) as made:
+    with trainer(folder, est, callbacks=[Look(), *callbacks], **options) as made:
         made.train(resume_from_checkpoint=step if isinstance(step, bool) else f"{folder}/checkpoint-{step}")
         return result(made), made.est.t, loaded[0] if loaded else None
 
@@ -112,11 +112,8 @@ def spoiler():
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_commits_nothing(tmp_path, fused):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    with trainer(tmp_path, scaler=scaler, callbacks=[spoiler()]) as made:
-        made.optimizer.defaults["fused"] = fused
-        for group in made.optimizer.param_groups:
-            group["fused"] = fused
-        made.optimizer._step_supports_amp_scaling = fused
+    optim = "adamw_torch_fused" if fused else "adamw_torch"  # the former is the Trainer's own choice
+    with trainer(tmp_path, scaler=scaler, callbacks=[spoiler()], optim=optim) as made:
         made.train()
         found, commits = result(made), made.est.t
     assert commits == UPDATES - len(SKIPPED)
@@ -147,8 +144,8 @@ def test_rows_go_with_the_checkpoints_that_are_removed(tmp_path, limit):
 
 
 def test_the_best_model_has_its_rows(tmp_path):
-    options = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
-    with trainer(tmp_path, greater_is_better=False, **options) as made:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False}
+    with trainer(tmp_path, load_best_model_at_end=True, **options) as made:
         made.evaluate = lambda **_: {"eval_loss": 1.0 if made.state.global_step == 2 else 2.0}
         made.train()
         assert made.state.best_model_checkpoint.endswith("checkpoint-2")
@@ -176,13 +173,13 @@ def test_a_checkpoint_of_another_run_is_not_mistaken_for_this_one(tmp_path):
     """Both folders have a checkpoint-2; the Trainer resumes from the other one."""
     first, second = tmp_path / "first", tmp_path / "second"
     expected, _ = whole(first)
-    whole(second, learning_rate=1.0, data=Items(updates=2 * UPDATES))
+    whole(second, learning_rate=1e-3, data=Items(updates=2 * UPDATES))
     with trainer(second) as made, pytest.raises(FileNotFoundError, match="resume_from="):
         made.train(resume_from_checkpoint=str(first / "checkpoint-2"))
-    for options in (dict(callback={"resume_from": first / "checkpoint-2"}),
-                    dict(resume_from_checkpoint=str(first / "checkpoint-2"))):  # fmt: skip
+    there = str(first / "checkpoint-2")
+    for options in ({"callback": {"resume_from": there}}, {"resume_from_checkpoint": there}):
         with trainer(second, **options) as made:
-            made.train(resume_from_checkpoint=str(first / "checkpoint-2"))
+            made.train(resume_from_checkpoint=there)
             assert same(result(made), expected)
 
 
@@ -234,3 +231,62 @@ def test_a_last_batch_that_is_kept_is_refused_on_several_ranks(tmp_path):
     for message in the_pool(2, 120).run(refused_on_two_ranks, 2, str(tmp_path)):
         assert "dataloader_drop_last=True" in message
     whole(tmp_path / "alone", dataloader_drop_last=False)
+
+
+# DeepSpeed ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deepspeed_on_the_cpu(bf16):
+    """The Trainer uses DeepSpeed on accelerators only, unless it finds accelerate set up for it."""
+    from accelerate import PartialState
+    from transformers import training_args
+
+    PartialState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
+            patch.setenv(key, value)
+        patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+        PartialState(backend="gloo")
+        config = {
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+        }  # fmt: skip
+        state = {"use_configured_state": True}
+        yield {"use_cpu": False, "deepspeed": config, "accelerator_config": state, "bf16": bf16, "dtype": torch.float32}
+
+
+def overflow():
+    """A callback that makes the loss of one update infinite on one rank."""
+    from transformers import TrainerCallback
+
+    class Overflow(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            bad = state.global_step in SKIPPED and torch.distributed.get_rank() == 0
+            model.scale = torch.inf if bad else 1.0
+
+    return Overflow()
+
+
+def zero_two(group, folder, bf16):
+    """In one go, and from each checkpoint on; with bf16 the second update overflows."""
+    runs = []
+    for step in (None, 1, 2, 3):
+        with deepspeed_on_the_cpu(bf16) as options:
+            options["callbacks"] = [overflow()] if bf16 else []
+            runs.append(whole(folder, **options) if step is None else resumed(folder, step, **options)[:2])
+    return runs
+
+
+@pytest.mark.launch
+@pytest.mark.distributed
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_deepspeed_zero_two(tmp_path, bf16):
+    pytest.importorskip("deepspeed")
+    expected = plain_loop(dtype=torch.float32)
+    for (found, commits), *again in the_pool(2, 120).run(zero_two, 2, str(tmp_path), bf16):
+        assert commits == UPDATES - (len(SKIPPED) if bf16 else 0)
+        assert all(same(each, found) and count == commits for each, count in again)
+        for a, b in zip(found, expected, strict=True):
+            assert bf16 or torch.allclose(a, b, rtol=1e-4, atol=1e-4)

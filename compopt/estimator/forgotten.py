@@ -62,8 +62,8 @@ class Forgotten:
             )
         else:
             remedy = (
-                "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and that "
-                "of Lightning need the EstimatorCallback in compopt.integrations"
+                "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and "
+                "that of Lightning need the EstimatorCallback in compopt.integrations"
             )
         warn(f"{calls} calls have deposited and none was committed: {remedy}")
 

@@ -34,7 +34,7 @@ class EstimatorCallback(Callback):
     has the name of what was written. Lightning tells nobody which checkpoints it removes, so that the last ``keep``
     saves are kept, whatever ``save_top_k`` keeps; a checkpoint whose rows are gone is refused.
 
-    Checkpoints with ``save_weights_only=True`` have no rows. Nothing is loaded by ``validate``, ``test`` or ``predict``.
+    Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load none.
 
     Args:
         est: where the ``LightningModule`` has its estimator, ``"loss.est"`` for example: an attribute that its
@@ -44,8 +44,8 @@ class EstimatorCallback(Callback):
         keep: how many saves ``directory`` keeps.
 
     Raises:
-        ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on several
-            ranks, an estimator that was built too early; with ``ckpt_path``: a checkpoint without rows.
+        ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on
+            several ranks, an estimator that was built too early; with ``ckpt_path``: a checkpoint without rows.
         FileNotFoundError: the rows of the checkpoint are no longer in ``directory``.
 
     Example::
