@@ -249,8 +249,8 @@ def deepspeed_on_the_cpu(bf16):
         patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
         PartialState(backend="gloo")
         config = {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+            "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}, "steps_per_print": 10**9,
         }  # fmt: skip
         state = {"use_configured_state": True}
         yield {"use_cpu": False, "deepspeed": config, "accelerator_config": state, "bf16": bf16, "dtype": torch.float32}

@@ -108,9 +108,18 @@ class EstimatorCallback(Callback):
         if "state" in saved:
             self._estimator(pl_module).load_state_dict(saved["state"])
         elif self.directory is None:
-            raise ValueError(f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}; give it")
+            raise ValueError(f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}: directory=")
         else:
-            saving.load(self._estimator(pl_module), self.directory / saved["checkpoint"])
+            self._load(self._estimator(pl_module), self.directory / saved["checkpoint"])
+
+    def _load(self, est: Estimator, rows: Path) -> None:
+        try:
+            saving.load(est, rows)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{rows} is not there or not complete ({error}): directory= has the last {self.keep} saves; resume "
+                f"from a later checkpoint, and let keep= be what ModelCheckpoint keeps"
+            ) from error
 
     def _estimator(self, pl_module: Any) -> Estimator:
         try:
