@@ -15,6 +15,8 @@ from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same,
 from tests.training import MICRO, WINDOW, Encoders, rows, weights
 
 pl = pytest.importorskip("lightning.pytorch")
+talk = "treespec|dirpath has changed|Checkpoint directory|Be aware|workers|ended before|logging interval|GPU"
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*({talk})")
 
 
 class DualEncoder(pl.LightningModule):
@@ -90,9 +92,7 @@ def fit(folder, module=None, callback=None, callbacks=(), ckpt_path=None, data=N
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [every, *own, *callbacks],
     }  # fmt: skip
     trainer = pl.Trainer(**{**defaults, **options})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning\.")
-        trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
+    trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -330,3 +330,10 @@ def test_an_estimator_that_was_built_too_early_is_refused(ranks):
         return
     with pytest.raises(ValueError, match=r"2 processes train.*in setup\(\)"):
         refuse_ranks(estimator(), ranks, "in setup()")
+
+
+def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):
+    """torchrun on a CPU, where ``devices="auto"`` is one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"trains alone.*devices="):
+        fit(tmp_path)

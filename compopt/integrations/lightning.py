@@ -16,7 +16,7 @@ except ImportError as error:
 from compopt.checkpoint import saving
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
-from compopt.integrations.refusals import refuse_last_batch, refuse_ranks
+from compopt.integrations.refusals import refuse_last_batch, refuse_ranks, warn_alone
 
 KEY = "compopt"
 
@@ -72,6 +72,7 @@ class EstimatorCallback(Callback):
         """Attach; optimizers, scaler and engine are there."""
         est = self._estimator(pl_module)
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
+        warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if hasattr(trainer.strategy, "deepspeed_engine"):
             est.attach(trainer.strategy.deepspeed_engine)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 from compopt.estimator.base import Estimator
 
 
@@ -11,6 +14,17 @@ def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
         raise ValueError(
             f"{ranks} processes train, and the estimator was built before their process group: each would train on "
             f"its own samples alone; build it {where}"
+        )
+
+
+def warn_alone(ranks: int, remedy: str) -> None:
+    """A launcher started several processes, and the trainer knows of one."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and ranks == 1:
+        warnings.warn(
+            f"WORLD_SIZE is {launched}, but the trainer has one process: every process trains alone, on all of the "
+            f"data; {remedy}",
+            stacklevel=3,
         )
 
 
