@@ -1,8 +1,12 @@
 """``compopt.integrations.lightning``: Lightning's runs are the plain loop's; rows in its checkpoints."""
 
+import importlib
 import logging
+import os
+import sys
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +96,8 @@ def fit(folder, module=None, callback=None, callbacks=(), ckpt_path=None, data=N
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [every, *own, *callbacks],
     }  # fmt: skip
     trainer = pl.Trainer(**{**defaults, **options})
-    trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
+    with mock.patch.dict(os.environ):  # Lightning takes WORLD_SIZE away
+        trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -219,6 +224,13 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
             fit(tmp_path / str(count), callback=callback)
         said = [str(each.message) for each in caught if "was committed" in str(each.message)]
         assert len(said) == count and all("EstimatorCallback" in each for each in said)
+
+
+def test_the_package_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "compopt.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match=r"compopt\[lightning\]"):
+        importlib.import_module("compopt.integrations.lightning")
 
 
 # several processes --------------------------------------------------------------------------------

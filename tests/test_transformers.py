@@ -1,8 +1,10 @@
 """``compopt.integrations.transformers``: the Trainer's runs are the plain loop's; rows in its checkpoints."""
 
 import contextlib
+import importlib
 import os
 import shutil
+import sys
 import types
 import warnings
 
@@ -199,6 +201,13 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
             whole(tmp_path / str(count), callback=callback)
         said = [str(each.message) for each in caught if "was committed" in str(each.message)]
         assert len(said) == count and all("EstimatorCallback" in each for each in said)
+
+
+def test_the_package_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "compopt.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match=r"compopt\[transformers\]"):
+        importlib.import_module("compopt.integrations.transformers")
 
 
 # several processes --------------------------------------------------------------------------------

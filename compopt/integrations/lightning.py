@@ -90,11 +90,11 @@ class EstimatorCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """On every rank, before Lightning writes on those that its strategy lets write."""
         est = self._estimator(pl_module)
+        saved = checkpoint.setdefault(KEY, {}).setdefault(self.est, {})
         if self.directory is None:
-            saved = {"state": est.state_dict()}
+            saved["state"] = est.state_dict()
         else:
-            saved = {"checkpoint": saving.save(est, self.directory, keep=self.keep).name}
-        checkpoint.setdefault(KEY, {})[self.est] = saved
+            saved["checkpoint"] = saving.save(est, self.directory, keep=self.keep).name
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """On every rank."""
