@@ -61,7 +61,10 @@ class Forgotten:
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
             )
         else:
-            remedy = "call est.step() after optimizer.step(), or est.attach(optimizer)"
+            remedy = (
+                "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and "
+                "that of Lightning need the EstimatorCallback in compopt.integrations"
+            )
         warn(f"{calls} calls have deposited and none was committed: {remedy}")
 
     # -- a learned temperature ---------------------------------------------------------------------------------

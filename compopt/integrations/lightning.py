@@ -1,0 +1,142 @@
+"""Lightning: commits under any strategy and precision, and rows in its checkpoints."""
+
+from __future__ import annotations
+
+import os
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import CombinedLoader
+except ImportError as error:
+    raise ImportError("this needs Lightning: pip install 'compopt[lightning]'") from error
+
+from compopt.checkpoint import saving
+from compopt.estimator.base import Estimator
+from compopt.integrations import amp
+from compopt.integrations.refusals import refuse_last_batch, refuse_ranks, warn_alone
+
+KEY = "compopt"
+
+
+class EstimatorCallback(Callback):
+    """Commit after each real update of a Lightning ``Trainer``, and keep the rows of all ranks in its checkpoints.
+
+    Accumulated batches join one commit; a step that is skipped for overflow (``16-mixed``, DeepSpeed) commits nothing.
+
+    *Rows inside the checkpoint*, the default: whatever Lightning does with a checkpoint (``save_top_k``, remote paths,
+    directories of FSDP and DeepSpeed, ``ckpt_path``) it does with the rows. Every rank has a copy of the whole table in
+    memory meanwhile, which takes as long as writing so many bytes: fine up to some ten million samples.
+
+    *Rows in* ``directory``, for larger tables: each rank writes its own with :func:`compopt.save`, and the checkpoint
+    has the name of what was written. Lightning tells nobody which checkpoints it removes, so that the last ``keep``
+    saves are kept, whatever ``save_top_k`` keeps; a checkpoint whose rows are gone is refused.
+
+    Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load none.
+
+    Args:
+        est: where the ``LightningModule`` has its estimator, ``"loss.est"`` for example: an attribute that its
+            ``setup`` makes, when the process group is there. Several estimators have a callback each.
+        optimizer: whose step commits: a position in what ``configure_optimizers`` returns. ``None``: there is only one.
+        directory: on a file system that all ranks see; of this estimator and this run alone.
+        keep: how many saves ``directory`` keeps.
+
+    Raises:
+        ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on
+            several ranks, an estimator that was built too early; with ``ckpt_path``: a checkpoint without rows.
+        FileNotFoundError: the rows of the checkpoint are no longer in ``directory``.
+
+    Example::
+
+        Trainer(callbacks=[EstimatorCallback()])
+    """
+
+    def __init__(
+        self,
+        est: str = "est",
+        optimizer: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        keep: int = 2,
+    ) -> None:
+        self.est, self.optimizer, self.keep = est, optimizer, keep
+        self.directory = None if directory is None else Path(directory)
+
+    @property
+    def state_key(self) -> str:
+        """One for each estimator: Lightning refuses two callbacks with the same."""
+        return self._generate_state_key(est=self.est)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach; optimizers, scaler and engine are there."""
+        est = self._estimator(pl_module)
+        refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
+        warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if hasattr(trainer.strategy, "deepspeed_engine"):
+            est.attach(trainer.strategy.deepspeed_engine)
+        elif scaler is not None:
+            amp.attach(est, self._optimizer(trainer.optimizers), scaler)
+        else:
+            est.attach(self._optimizer(trainer.optimizers))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look at the loaders, which are there by now."""
+        for loader in CombinedLoader(trainer.train_dataloader).flattened:
+            drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
+            refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """On every rank, before Lightning writes on those that its strategy lets write."""
+        est = self._estimator(pl_module)
+        saved = checkpoint.setdefault(KEY, {}).setdefault(self.est, {})
+        if self.directory is None:
+            saved["state"] = est.state_dict()
+        else:
+            saved["checkpoint"] = saving.save(est, self.directory, keep=self.keep).name
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """On every rank."""
+        if trainer.state.fn != "fit":
+            return
+        saved = checkpoint.get(KEY, {}).get(self.est)
+        if saved is None:
+            raise ValueError(
+                f"the checkpoint has no rows of {self.est!r}: it was saved without this EstimatorCallback. To begin "
+                f"with its weights and new rows, load its state_dict into the module and fit without ckpt_path"
+            )
+        if "state" in saved:
+            self._estimator(pl_module).load_state_dict(saved["state"])
+        elif self.directory is None:
+            raise ValueError(f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}: directory=")
+        else:
+            self._load(self._estimator(pl_module), self.directory / saved["checkpoint"])
+
+    def _load(self, est: Estimator, rows: Path) -> None:
+        try:
+            saving.load(est, rows)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{rows} is not there or not complete ({error}): directory= has the last {self.keep} saves; resume "
+                f"from a later checkpoint, and let keep= be what ModelCheckpoint keeps"
+            ) from error
+
+    def _estimator(self, pl_module: Any) -> Estimator:
+        try:
+            est = attrgetter(self.est)(pl_module)
+        except AttributeError:
+            est = None
+        if not isinstance(est, Estimator):
+            raise TypeError(
+                f"{type(pl_module).__name__}.{self.est} must be an estimator, made in setup(); got {type(est).__name__}"
+            )
+        return est
+
+    def _optimizer(self, optimizers: list[Any]) -> Any:
+        if self.optimizer is None and len(optimizers) > 1:
+            raise ValueError(
+                f"there are {len(optimizers)} optimizers: say whose step commits the rows, EstimatorCallback("
+                f"optimizer=0) for the first"
+            )
+        return optimizers[self.optimizer or 0]

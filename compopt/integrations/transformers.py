@@ -1,0 +1,119 @@
+"""Hugging Face ``Trainer``: commits, and rows inside each ``checkpoint-N``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+try:
+    from transformers import TrainerCallback, TrainerState
+except ImportError as error:
+    raise ImportError("this needs the Trainer of transformers: pip install 'compopt[transformers]'") from error
+
+from compopt.checkpoint import saving
+from compopt.estimator.base import Estimator
+from compopt.integrations import accelerate
+from compopt.integrations.refusals import refuse_last_batch, refuse_ranks
+
+STATE = "trainer_state.json"
+# What of a checkpoint's state tells one run from another, and is as it was when training begins
+_TELLING = ("global_step", "epoch", "total_flos", "log_history")
+
+
+class EstimatorCallback(TrainerCallback):
+    """Commit after each real update of a ``Trainer``, and keep the rows of all ranks in its checkpoints.
+
+    Accumulated micro-batches join one commit; a step that is skipped for overflow (fp16, DeepSpeed) commits nothing.
+    Rows are in ``checkpoint-N/<name>``, so that ``save_total_limit`` removes both. The Trainer calls ``on_save`` when
+    its own files are there and older checkpoints are gone: a run killed in between leaves a checkpoint without rows,
+    which is refused. Keep ``save_total_limit`` at 2 or more, and an earlier one is there to resume from. What
+    ``push_to_hub`` uploads has no rows.
+
+    ``Trainer.train`` tells callbacks nothing of ``resume_from_checkpoint``. Rows are looked for in ``resume_from``, or
+    else in ``args.resume_from_checkpoint`` and ``args.output_dir/checkpoint-<step>``; in each only if it has the very
+    state that the Trainer has loaded. After ``load_best_model_at_end`` the rows are those of the best model too.
+
+    Args:
+        est: the estimator; built after ``TrainingArguments``, which make the process group.
+        trainer: the ``Trainer``, whose ``compute_loss`` calls the estimator.
+        name: folder inside the checkpoint; another one for every estimator.
+        resume_from: what ``train(resume_from_checkpoint=...)`` gets, where it is in another ``output_dir``.
+
+    Raises:
+        ValueError: when training begins: ``dataloader_drop_last=False`` on several ranks, an estimator that was built
+            too early, a hyper-parameter search (its trials would share one estimator).
+        FileNotFoundError: the checkpoint to resume from has no rows, or it was not found.
+
+    Example::
+
+        trainer.add_callback(EstimatorCallback(est, trainer))
+    """
+
+    def __init__(
+        self,
+        est: Estimator,
+        trainer: Any,
+        name: str = "compopt",
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.est, self.trainer, self.name = est, trainer, name
+        self.resume_from = None if resume_from is None else Path(resume_from)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Attach: the optimizer, its scaler or engine are prepared, and resumed where they resume."""
+        if state.is_hyper_param_search:
+            raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
+        refuse_ranks(self.est, args.world_size, "after TrainingArguments(...)")
+        refuse_last_batch(args.world_size, args.dataloader_drop_last, "TrainingArguments(dataloader_drop_last=True)")
+        self.est.discard()  # of an attempt that ran out of memory
+        accelerate.attach(self.est, self.trainer.optimizer, self.trainer.accelerator)
+        if state.global_step:
+            self._load(self._resumed(args, state))
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """On every rank, once the Trainer has written its files."""
+        saving.save(self.est, _checkpoint(args, state) / self.name, keep=1)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """The Trainer has loaded the best model: its rows too."""
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self._load(Path(state.best_model_checkpoint))
+
+    def _resumed(self, args: Any, state: TrainerState) -> Path:
+        """The checkpoint that the Trainer has resumed from."""
+        if self.resume_from is not None:
+            places = [self.resume_from]
+        else:
+            places = [Path(str(args.resume_from_checkpoint)), _checkpoint(args, state)]
+        found = next((place for place in places if _is_of(state, place)), None)
+        if found is None:
+            raise FileNotFoundError(
+                f"the Trainer resumed at step {state.global_step}, and its checkpoint is not {places[-1]}; give "
+                f"EstimatorCallback(..., resume_from=) what train(resume_from_checkpoint=) got"
+            )
+        return found
+
+    def _load(self, checkpoint: Path) -> None:
+        try:
+            saving.load(self.est, checkpoint / self.name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{checkpoint} has no rows in {self.name}/: it was saved without EstimatorCallback, or the run was "
+                f"killed before they were written ({error}). Resume from an earlier checkpoint; or, to begin with new "
+                f"rows, load its weights into the model and train without resume_from_checkpoint"
+            ) from error
+
+
+def _checkpoint(args: Any, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _is_of(state: TrainerState, checkpoint: Path) -> bool:
+    """Whether this state was loaded from there; as JSON, in which NaN equals NaN."""
+    if not (checkpoint / STATE).is_file():
+        return False
+    saved = TrainerState.load_from_json(os.fspath(checkpoint / STATE))
+    mine, theirs = ([getattr(each, name) for name in _TELLING] for each in (state, saved))
+    return json.dumps(mine) == json.dumps(theirs)

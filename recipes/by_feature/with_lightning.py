@@ -1,0 +1,80 @@
+"""The minimal recipe under Lightning: any strategy and precision, accumulation.
+
+python -m recipes.by_feature.with_lightning
+python -m recipes.by_feature.with_lightning --epochs 3 --resume --devices 2   # starts the second process itself
+"""
+
+import argparse
+from pathlib import Path
+
+import lightning
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import compopt
+from compopt.integrations.lightning import EstimatorCallback
+from recipes import glyphs
+from recipes.models import Tokenizer, TwoTowers
+from recipes.tasks import retrieval
+
+
+def data_and_model(limit=None):
+    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    data = glyphs.load()
+    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
+    tokens = tokenizer(data.names)[data.caption]
+    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
+    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
+
+
+@torch.no_grad()
+def recall(model, held_out):
+    """Share of held-out images whose nearest caption is their own."""
+    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
+    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+
+
+class DualEncoder(lightning.LightningModule):
+    def __init__(self, batch_size, limit):
+        super().__init__()
+        self.batch_size = batch_size
+        self.train_set, self.held_out, self.model = data_and_model(limit)
+
+    def setup(self, stage):
+        self.est = compopt.SogCLREstimator(n=len(self.train_set), gamma=0.8, tau=0.07)  # the ranks know each other now
+
+    def train_dataloader(self):
+        place = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+        sampler = DistributedSampler(self.train_set, **place, drop_last=True)  # Lightning tells it the epoch
+        return DataLoader(compopt.data.Indexed(self.train_set), self.batch_size, sampler=sampler, drop_last=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.est(*self.model(*batch[:2]), batch[2])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def on_train_epoch_end(self):
+        found = 100 * recall(self.model, self.held_out)
+        self.model.train()
+        self.print(f"epoch {self.current_epoch + 1}: recall {found:.1f} %")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_lightning"))
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--devices", default="auto")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    last = lightning.pytorch.callbacks.ModelCheckpoint(args.folder, "last", enable_version_counter=False)
+    options = {"devices": args.devices, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=args.epochs, callbacks=[last, EstimatorCallback()], **options)
+    trainer.fit(DualEncoder(args.batch_size, args.limit), ckpt_path=args.folder / "last.ckpt" if args.resume else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The minimal recipe under the Trainer of transformers: any number of processes, mixed precision, accumulation.
+
+python -m recipes.by_feature.with_transformers
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --epochs 3 --resume
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+from transformers import Trainer, TrainingArguments
+
+import compopt
+from compopt.integrations.transformers import EstimatorCallback
+from recipes import glyphs
+from recipes.models import Tokenizer, TwoTowers
+from recipes.tasks import retrieval
+
+
+def data_and_model(limit=None):
+    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    data = glyphs.load()
+    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
+    tokens = tokenizer(data.names)[data.caption]
+    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
+    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
+
+
+@torch.no_grad()
+def recall(model, held_out):
+    """Share of held-out images whose nearest caption is their own."""
+    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
+    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+
+
+def collate(items):
+    """The Trainer wants batches by name."""
+    return dict(zip(("images", "tokens", "index"), default_collate(items), strict=True))
+
+
+class DualEncoderTrainer(Trainer):
+    est = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.est(*model(inputs["images"], inputs["tokens"]), inputs["index"])
+
+    def evaluate(self, *args, **kwargs):
+        found = 100 * recall(self.model, self.eval_dataset)
+        if self.is_world_process_zero():
+            print(f"epoch {self.state.epoch:.0f}: recall {found:.1f} %")
+        return {"eval_recall": found}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_transformers"))
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    settings = TrainingArguments(
+        args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
+        learning_rate=1e-3, weight_decay=0.01, lr_scheduler_type="constant", eval_strategy="epoch",
+        save_strategy="epoch", save_total_limit=2, remove_unused_columns=False, dataloader_drop_last=True,
+        report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    train, held_out, model = data_and_model(args.limit)
+    model = model.to(memory_format=torch.contiguous_format)  # safetensors takes no other weights
+    indexed = compopt.data.Indexed(train)
+    trainer = DualEncoderTrainer(model, settings, collate, train_dataset=indexed, eval_dataset=held_out)
+    trainer.est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after TrainingArguments
+    trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # commits, and rows in each checkpoint
+    trainer.train(resume_from_checkpoint=args.resume)
+
+
+if __name__ == "__main__":
+    main()

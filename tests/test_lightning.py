@@ -1,0 +1,365 @@
+"""``compopt.integrations.lightning``: Lightning's runs are the plain loop's; rows in its checkpoints."""
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from compopt.estimator import forgotten
+from tests.pool import the_pool
+from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
+from tests.training import MICRO, WINDOW, Encoders, rows, weights
+
+pl = pytest.importorskip("lightning.pytorch")
+talk = "treespec|dirpath has changed|Checkpoint directory|Be aware|workers|ended before|logging interval|GPU"
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*({talk})")
+
+
+class DualEncoder(pl.LightningModule):
+    """What a user writes."""
+
+    def __init__(self, est=None, dtype=torch.float64, optimizer=torch.optim.AdamW, **options):
+        super().__init__()
+        self.model, self.kind, self.options, self.optimizer = Encoders(dtype), dtype, options, optimizer
+        self.seen = []
+
+    def setup(self, stage):
+        self.est = estimator(self.kind, **self.options)
+
+    def training_step(self, batch, batch_idx):
+        if not self.seen:
+            self.seen.append(self.est.t)
+        return self.est(*(z.to(self.kind) for z in self.model(batch["x1"], batch["x2"])), batch["index"])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.model.groups(), lr=1e-2)
+
+
+class Spoil(pl.Callback):
+    """Makes one update overflow."""
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step in SKIPPED:
+            spoil(module)
+
+
+class Resumable(torch.utils.data.DataLoader):
+    """A loader that Lightning can resume in the middle of an epoch."""
+
+    taken = first = 0
+
+    def __iter__(self):
+        for self.taken, batch in enumerate(super().__iter__(), 1):
+            if self.taken > self.first:
+                yield batch
+        self.first = 0
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.first = state["taken"]
+
+
+def ranks():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def loader(dtype=torch.float64, drop_last=True):
+    """In each process the plain loop's batches."""
+    data, part = Items(dtype=dtype), MICRO // ranks()
+    own = [at for at in range(len(data)) if at % MICRO // part == (dist.get_rank() if ranks() > 1 else 0)]
+    return Resumable(data, part, sampler=own, drop_last=drop_last)
+
+
+def fit(folder, module=None, callback=None, callbacks=(), ckpt_path=None, data=None, **options):
+    """-> the module, the trainer."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from compopt.integrations.lightning import EstimatorCallback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = module or DualEncoder()
+    every = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    own = [EstimatorCallback()] if callback is None else [callback] if callback else []
+    defaults = {
+        "accelerator": "cpu", "devices": ranks(), "strategy": "ddp" if ranks() > 1 else "auto", "max_epochs": 1,
+        "use_distributed_sampler": False, "accumulate_grad_batches": WINDOW, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [every, *own, *callbacks],
+    }  # fmt: skip
+    trainer = pl.Trainer(**{**defaults, **options})
+    with mock.patch.dict(os.environ):  # Lightning takes WORLD_SIZE away
+        trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def result(module):
+    return weights(module.model), rows(module.est)
+
+
+# one process --------------------------------------------------------------------------------------
+
+
+def test_the_run_is_the_plain_loop_s(tmp_path):
+    module, _ = fit(tmp_path)
+    assert module.est.t == UPDATES and same(result(module), plain_loop())
+
+
+def test_bf16(tmp_path):
+    module, _ = fit(tmp_path, DualEncoder(dtype=torch.float32), precision="bf16-mixed")
+    assert module.est.t == UPDATES and same(result(module), plain_loop(dtype=torch.float32, precision=torch.bfloat16))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_commits_nothing(tmp_path, fused):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    module = DualEncoder(optimizer=partial(torch.optim.AdamW, fused=fused))
+    fit(tmp_path, module, callbacks=[Spoil()], plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert module.est.t == UPDATES - len(SKIPPED)
+    for a, b in zip(result(module), plain_loop(skipped=SKIPPED), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["inside", "directory"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_ends_as_the_whole_one(tmp_path, place, step):
+    def callback():
+        return in_directory(tmp_path / "rows", keep=UPDATES) if place == "directory" else None
+
+    whole, _ = fit(tmp_path, callback=callback())
+    module, _ = fit(tmp_path / "again", callback=callback(), ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert module.seen == [step] and module.est.t == UPDATES
+    assert same(result(module), result(whole)) and same(result(whole), plain_loop())
+
+
+def in_directory(folder, **options):
+    from compopt.integrations.lightning import EstimatorCallback
+
+    return EstimatorCallback(directory=folder, **options)
+
+
+class TwoOptimizers(DualEncoder):
+    """Each encoder has its own, stepped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.pending = False, []
+
+    def configure_optimizers(self):
+        groups = self.model.groups()
+        own = [[{**group, "params": group["params"][part]} for group in groups] for part in (0, 1)]
+        return [torch.optim.AdamW(each, lr=1e-2) for each in own]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx) / WINDOW)
+        if batch_idx % WINDOW == WINDOW - 1:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+                self.pending.append(self.est.pending)
+
+
+def test_several_optimizers(tmp_path):
+    from compopt.integrations.lightning import EstimatorCallback
+
+    for chosen, pending in ((0, [0, 0]), (1, [WINDOW, 0])):  # after each of the two steps
+        module, _ = fit(tmp_path, TwoOptimizers(), EstimatorCallback(optimizer=chosen), accumulate_grad_batches=1)
+        assert module.pending == pending * UPDATES
+        assert module.est.t == UPDATES and same(result(module), plain_loop())
+    with pytest.raises(ValueError, match=r"2 optimizers.*optimizer=0"):
+        fit(tmp_path, TwoOptimizers(), accumulate_grad_batches=1)
+
+
+def test_validating_loads_no_rows(tmp_path):
+    """A checkpoint without rows serves for its weights, and one with rows leaves the estimator alone."""
+    from compopt.integrations.lightning import EstimatorCallback
+
+    for callback in (False, None):
+        fit(tmp_path / str(callback), callback=callback)
+        trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[EstimatorCallback()], barebones=False)
+        module = DualEncoder()
+        module.validation_step = lambda batch, batch_idx: None
+        trainer.validate(module, loader(), ckpt_path=tmp_path / str(callback) / "step=2.ckpt", verbose=False)
+        assert module.est.t == 0
+
+
+# bad input ----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_rows_is_refused(tmp_path):
+    fit(tmp_path, callback=False)
+    with pytest.raises(ValueError, match="no rows of 'est'.*without this EstimatorCallback"):
+        fit(tmp_path, ckpt_path=tmp_path / "step=2.ckpt")
+
+
+def test_a_directory_that_is_not_given_or_has_other_rows_is_refused(tmp_path):
+    fit(tmp_path, callback=in_directory(tmp_path / "rows"))
+    with pytest.raises(ValueError, match="directory"):
+        fit(tmp_path, ckpt_path=tmp_path / "step=4.ckpt")
+    for step, folder in ((4, "others"), (1, "rows")):  # keep=2 has removed the first
+        with pytest.raises(FileNotFoundError, match=r"last 2 saves.*keep="):
+            fit(tmp_path, callback=in_directory(tmp_path / folder), ckpt_path=tmp_path / f"step={step}.ckpt")
+
+
+def test_a_module_without_an_estimator_is_refused(tmp_path):
+    from compopt.integrations.lightning import EstimatorCallback
+
+    with pytest.raises(TypeError, match=r"DualEncoder.loss.est must be an estimator"):
+        fit(tmp_path, callback=EstimatorCallback("loss.est"))
+
+
+def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(forgotten, "PATIENCE", 6)
+    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+    for callback, count in ((False, 1), (None, 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(tmp_path / str(count), callback=callback)
+        said = [str(each.message) for each in caught if "was committed" in str(each.message)]
+        assert len(said) == count and all("EstimatorCallback" in each for each in said)
+
+
+def test_the_package_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "compopt.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match=r"compopt\[lightning\]"):
+        importlib.import_module("compopt.integrations.lightning")
+
+
+# several processes --------------------------------------------------------------------------------
+
+
+def two_ranks(group, folder, shard, strategy, directory):
+    """In one go, and from the second checkpoint on; -> both, the plain loop's, what was committed and loaded."""
+
+    def callback():
+        return in_directory(folder + "-rows", keep=UPDATES) if directory else None
+
+    options = {"strategy": strategy, "callback": callback()}
+    whole, _ = fit(folder, DualEncoder(shard=shard), **options)
+    again, _ = fit(folder + "-again", DualEncoder(shard=shard), ckpt_path=f"{folder}/step=2.ckpt", **options)
+    return result(whole), result(again), plain_loop(shard=shard), (whole.est.t, again.est.t, *again.seen)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_ranks(tmp_path, shard, directory):
+    args = str(tmp_path / "c"), shard, "ddp", directory
+    for whole, again, plain, counts in the_pool(2, 120).run(two_ranks, 2, *args):
+        assert same(whole, plain) and same(again, whole) and counts == (UPDATES, UPDATES, 2)
+
+
+class Sharded(DualEncoder):
+    """FSDP2; checkpoints are directories."""
+
+    def configure_model(self):
+        for part in (self.model.first, self.model.second, self.model):
+            fully_shard(part)
+
+
+def whole_weights(module):
+    parameters = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.model.parameters())
+    return torch.cat([p.detach().double().flatten() for p in parameters])
+
+
+def whole_and_again(folder, make, strategy, **options):
+    """In one go, and from the second checkpoint on; -> weights and rows of both, the counts."""
+    whole, _ = fit(folder, make(), strategy=strategy(), **options)
+    again, _ = fit(folder + "-again", make(), strategy=strategy(), ckpt_path=f"{folder}/step=2.ckpt", **options)
+    both = [(whole_weights(module), rows(module.est)) for module in (whole, again)]
+    return *both, (whole.est.t, again.est.t, *again.seen)
+
+
+def fsdp2(group, folder):
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return whole_and_again(folder, Sharded, ModelParallelStrategy)
+
+
+@pytest.mark.distributed
+def test_checkpoints_that_are_directories(tmp_path):
+    for whole, again, counts in the_pool(2, 120).run(fsdp2, 2, str(tmp_path / "c")):
+        assert same(whole, again) and counts == (UPDATES, UPDATES, 2)
+        for a, b in zip(whole, plain_loop(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert (tmp_path / "c" / "step=2.ckpt").is_dir()
+
+
+class Overflowing(DualEncoder):
+    """The second update's loss is infinite on one rank."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if batch_idx // WINDOW in SKIPPED and dist.get_rank() == 0 else loss
+
+
+def zero_two(group, folder, bf16):
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.strategies import deepspeed
+
+    class OnTheCPU(deepspeed.DeepSpeedStrategy):
+        """Lightning asks for CUDA devices."""
+
+        root_device = property(lambda self: torch.device("cpu", self.local_rank))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setattr(deepspeed, "CUDAAccelerator", CPUAccelerator)
+        patch.setattr(deepspeed, "_validate_device_index_selection", lambda devices: None)
+        make = partial(Overflowing if bf16 else DualEncoder, dtype=torch.float32)
+        options = {"precision": "bf16-mixed" if bf16 else "32-true"}
+        return whole_and_again(folder, make, partial(OnTheCPU, stage=2, process_group_backend="gloo"), **options)
+
+
+@pytest.mark.launch
+@pytest.mark.distributed
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_deepspeed_zero_two(tmp_path, bf16):
+    skips = len(SKIPPED) if bf16 else 0
+    for whole, again, counts in the_pool(2, 120).run(zero_two, 2, str(tmp_path / "c"), bf16):
+        assert same(whole, again) and counts == (UPDATES - skips, UPDATES - skips, 2 - skips)
+        for a, b in zip(whole, plain_loop(dtype=torch.float32), strict=True):
+            assert bf16 or torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def refused_on_two_ranks(group, folder):
+    with pytest.raises(ValueError) as caught:
+        fit(folder, data=loader(drop_last=False))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_last_batch_that_is_kept_is_refused_on_several_ranks(tmp_path):
+    for message in the_pool(2, 120).run(refused_on_two_ranks, 2, str(tmp_path)):
+        assert "drop_last=True" in message
+    fit(tmp_path, data=loader(drop_last=False))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_estimator_that_was_built_too_early_is_refused(ranks):
+    from compopt.integrations.refusals import refuse_ranks
+
+    if ranks == 1:
+        refuse_ranks(estimator(), ranks, "in setup()")
+        return
+    with pytest.raises(ValueError, match=r"2 processes train.*in setup\(\)"):
+        refuse_ranks(estimator(), ranks, "in setup()")
+
+
+def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):
+    """torchrun on a CPU, where ``devices="auto"`` is one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"trains alone.*devices="):
+        fit(tmp_path)

@@ -1,0 +1,68 @@
+"""What the tests beside the two trainers share: data, the plain loops that they must equal, accidents."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from tests.training import WINDOW, Encoders, N, micro_batches, rows, weights
+
+UPDATES = 4
+SKIPPED = (1,)
+KEYS = ("x1", "x2", "index")
+
+
+class Items(torch.utils.data.Dataset):
+    """Samples of micro-batches laid end to end, as dictionaries: in order, they are the plain loop's batches."""
+
+    def __init__(self, updates=UPDATES, window=WINDOW, dtype=torch.float64):
+        data = micro_batches(updates * window, dtype=dtype)
+        self.items = [dict(zip(KEYS, item, strict=True)) for batch in data for item in zip(*batch, strict=True)]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, at):
+        return self.items[at]
+
+
+def estimator(dtype=torch.float64, **options):
+    """The one of every run here."""
+    return compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype, **options)
+
+
+def plain_loop(updates=UPDATES, dtype=torch.float64, precision=None, shard=False, skipped=()):
+    """The run in plain torch, DDP where there are ranks; -> weights and rows after it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if world > 1 else 0
+    bare = Encoders(dtype)
+    model, est = DistributedDataParallel(bare) if world > 1 else bare, estimator(dtype, shard=shard)
+    optimizer = torch.optim.AdamW(bare.groups(), lr=1e-2)
+    for step, (x1, x2, index) in enumerate(micro_batches(updates * WINDOW, rank, world, dtype)):
+        last = step % WINDOW == WINDOW - 1
+        with model.no_sync() if world > 1 and not last else contextlib.nullcontext():
+            with torch.autocast("cpu", precision, enabled=precision is not None):
+                features = model(x1, x2)
+            (est(*(z.to(dtype) for z in features), index) / WINDOW).backward()
+        if last and step // WINDOW in skipped:
+            est.discard()
+        elif last:
+            optimizer.step()
+            est.step()
+        if last:
+            optimizer.zero_grad()
+    return weights(bare), rows(est)
+
+
+def same(found, expected):
+    """Weights and rows, bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def spoil(module):
+    """An overflow in one gradient."""
+    next(module.parameters()).grad.view(-1)[0] = torch.inf
