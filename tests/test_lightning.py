@@ -180,6 +180,32 @@ def test_several_optimizers(tmp_path):
         fit(tmp_path, TwoOptimizers(), accumulate_grad_batches=1)
 
 
+class TwoEstimators(DualEncoder):
+    """One of them inside another part of the module."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.part = torch.nn.Module()
+        self.part.second = estimator(self.kind)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.part.second(
+            *self.model(batch["x2"], batch["x1"]), batch["index"]
+        )
+
+
+def test_several_estimators(tmp_path):
+    from compopt.integrations.lightning import EstimatorCallback
+
+    results = []
+    for checkpoint in (None, tmp_path / "step=2.ckpt"):
+        callbacks = [EstimatorCallback("part.second")]
+        module, _ = fit(tmp_path, TwoEstimators(), callbacks=callbacks, ckpt_path=checkpoint)
+        assert module.est.t == module.part.second.t == UPDATES
+        results.append((*result(module), rows(module.part.second)))
+    assert same(*results) and not torch.equal(results[0][1], results[0][2])
+
+
 def test_validating_loads_no_rows(tmp_path):
     """A checkpoint without rows serves for its weights, and one with rows leaves the estimator alone."""
     from compopt.integrations.lightning import EstimatorCallback

@@ -154,6 +154,22 @@ def test_the_best_model_has_its_rows(tmp_path):
         assert made.est.t == 2 and same(result(made), plain_loop(updates=2))
 
 
+def test_several_estimators(tmp_path):
+    from compopt.integrations.transformers import EstimatorCallback
+
+    results = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        with trainer(tmp_path, callback=False) as made:
+            first, second = estimator(), estimator()
+            made.est = lambda z1, z2, index, one=first, two=second: one(z1, z2, index) + two(z2, z1, index)
+            made.add_callback(EstimatorCallback(first, made))
+            made.add_callback(EstimatorCallback(second, made, name="second"))
+            made.train(resume_from_checkpoint=checkpoint)
+            assert first.t == second.t == UPDATES
+            results.append((weights(made.model), rows(first), rows(second)))
+    assert same(*results) and not torch.equal(results[0][1], results[0][2])
+
+
 # bad input ----------------------------------------------------------------------------------------
 
 

@@ -63,11 +63,6 @@ class EstimatorCallback(Callback):
         self.est, self.optimizer, self.keep = est, optimizer, keep
         self.directory = None if directory is None else Path(directory)
 
-    @property
-    def state_key(self) -> str:
-        """One for each estimator: Lightning refuses two callbacks with the same."""
-        return self._generate_state_key(est=self.est)
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach; optimizers, scaler and engine are there."""
         est = self._estimator(pl_module)
