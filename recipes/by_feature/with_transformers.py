@@ -69,11 +69,11 @@ def main(argv=None):
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     model = model.to(memory_format=torch.contiguous_format)  # safetensors takes no other weights
-    indexed = compopt.data.Indexed(train)
-    trainer = DualEncoderTrainer(model, settings, collate, train_dataset=indexed, eval_dataset=held_out)
+    trainer = DualEncoderTrainer(model, settings, collate, compopt.data.Indexed(train), held_out)
     trainer.est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after TrainingArguments
     trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # commits, and rows in each checkpoint
     trainer.train(resume_from_checkpoint=args.resume)
+    trainer.accelerator.end_training()  # ends the process group, while the interpreter can still wait for its threads
 
 
 if __name__ == "__main__":
