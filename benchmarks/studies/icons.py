@@ -31,12 +31,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.saved import ROOT, append_run
-from benchmarks.studies.icons_arms import ARMS, EPOCHS, RESULTS, SEEDS, Job, best, finished, next_jobs
+from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, RESULTS, SEEDS, Job, best, finished, next_jobs
 from benchmarks.studies.icons_report import write
 from recipes.report import environment, machine
 
 MODEL = Path("recipes/clip/icons.json")
-BATCH = 64
 TESTS = {  # name -> task of clip-benchmark, its flags
     "validation": ("zeroshot_retrieval", ["--recall_k", "1", "10"]),
     "retrieval": ("zeroshot_retrieval", ["--recall_k", "1", "10"]),

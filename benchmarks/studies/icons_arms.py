@@ -11,7 +11,7 @@ from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.saved import read_runs
 
 RESULTS = FOLDER / "icons.jsonl"
-EPOCHS = 3
+EPOCHS, BATCH = 3, 64
 TUNE_SEED, SEEDS = 100, (0, 1, 2)
 METRIC = ("validation/image_retrieval_recall@10", "validation/text_retrieval_recall@10")
 
