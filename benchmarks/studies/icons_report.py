@@ -77,8 +77,8 @@ def _curves(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
         "## The same curve",
         "",
         f"The training loss that open_clip logs every ten steps, {len(pairs[0][0])} values per run; ours is InfoNCE "
-        f"less log |N|, which is added here. The two runs of a seed draw other batches (the first losses differ by up to "
-        f"{first:.3f}), so that they are compared as runs of two seeds are: on average over the steps they are "
+        f"less log |N|, which is added here. The two runs of a seed draw other batches (the first losses differ by up "
+        f"to {first:.3f}), so that they are compared as two seeds are: on average over the steps they are "
         f"{_told(gaps)} apart, two seeds of open_clip {_told(between)}. Over the last 200 steps the adapter's loss is "
         f"{_told(last)} above.",
         "",
