@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rows of a chunk: 128 KiB of rows of 16 bytes. A tar shard holds about as many samples, so a chunk is mostly touched by
-# whom its neighbours are touched by; smaller ones would cost files more entries, larger ones write more that is old.
+# Rows of a chunk: 128 KiB of rows of 16 bytes. A tar shard holds about as many samples, and its samples are visited
+# together. Smaller chunks would make manifests longer; larger ones would write more rows that did not change.
 CHUNK_ROWS = 1 << 13
 
 
@@ -32,7 +32,7 @@ class Changes:
         self._last.index_fill_(0, rows // self.chunk_rows, self.period)
 
     def mark_range(self, start: int, stop: int) -> None:
-        """So are these."""
+        """Rows ``[start, stop)`` are written now."""
         self._last[start // self.chunk_rows : chunk_count(stop, self.chunk_rows)] = self.period
 
     def cut(self) -> int:
