@@ -1,0 +1,124 @@
+"""A loss for the trainer that calls an estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from torch import Tensor, nn
+
+from compopt import checks
+from compopt.contrastive import ContrastiveEstimator
+from compopt.integrations.sentence_transformers.rows import LabelReader
+from compopt.module import as_module
+
+_BOTH: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+
+
+class EstimatorLoss(nn.Module):
+    """An estimator in the place of ``MultipleNegativesRankingLoss``.
+
+    The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
+    negatives, if there are any, ``extra``: candidates of every anchor. The loss of sentence-transformers has anchors
+    in one direction: give the estimator ``directions="forward"`` for the same.
+
+    The label column has the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of the
+    positive, by which equal positives are never each other's negatives; or ``[i, j, k, ...]`` with those of the
+    negatives too. An estimator that keeps nothing per sample needs no label column. Where no gradient is wanted
+    (evaluation), indices of another data set mean nothing: the value is that of ``MultipleNegativesRankingLoss``.
+
+    Every step needs a commit, and checkpoints need the rows: add :class:`EstimatorCallback` to the trainer.
+
+    Args:
+        model: the ``SentenceTransformer``.
+        est: the estimator, built after the training arguments, which make the process group. Under ``MatryoshkaLoss``
+            one for each dimension, ``{256: est, 64: est2}``: their normalizers differ. One without rows may serve all.
+        eval_scale: ``scale`` of the loss in evaluation.
+
+    Raises:
+        TypeError: ``est`` is no contrastive estimator; the labels are no integers.
+        ValueError: no second column; no label column where there are rows; as many labels per sample as fit neither
+            pairs nor columns; a dimension without an estimator.
+
+    Example::
+
+        est = compopt.SogCLREstimator(n=len(data), tau=0.05, directions="forward")
+        trainer = SentenceTransformerTrainer(model, args, add_index(data), loss=EstimatorLoss(model, est))
+        trainer.add_callback(EstimatorCallback(est, trainer))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
+        eval_scale: float = 20.0,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        checks.positive("eval_scale", eval_scale)
+        self.eval_scale = eval_scale
+        self._by_dimension = dict(est) if isinstance(est, Mapping) else None
+        estimators = [est] if self._by_dimension is None else list(self._by_dimension.values())
+        for each in estimators:
+            if not isinstance(each, ContrastiveEstimator):
+                raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
+        self.estimators = nn.ModuleList(as_module(each, state=False) for each in estimators)  # devices, parameters
+        self._dimension: int | None = None
+        self._read_labels = LabelReader()
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """The loss of a batch of tokenised columns."""
+        return self._loss(embed_columns(self.model, sentence_features), labels)
+
+    def _loss(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+        if len(embeddings) < 2:
+            raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
+        z1, z2, *negatives = embeddings
+        if not torch.is_grad_enabled():
+            both = _BOTH if self._first.directions == "both" else {}
+            theirs = MultipleNegativesRankingLoss(self.model, scale=self.eval_scale, **both)
+            return theirs.compute_loss_from_embeddings(embeddings, labels)
+        est = self._estimator(z1.shape[1])
+        needed = None if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
+        rows = self._read_labels(labels, len(z1), len(embeddings), needed)
+        given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
+        if negatives:
+            given["extra"] = torch.cat(negatives)
+            if len(rows) > 2:
+                given["extra_index"] = torch.cat(rows[2:])
+        return est(z1, z2, **given)
+
+    @property
+    def _first(self) -> ContrastiveEstimator:
+        return self.estimators[0].est
+
+    def _estimator(self, dimension: int) -> ContrastiveEstimator:
+        """That of an embedding dimension; ``MatryoshkaLoss`` calls this loss with several."""
+        if self._by_dimension is not None:
+            if dimension not in self._by_dimension:
+                raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._by_dimension)}")
+            return self._by_dimension[dimension]
+        self._dimension = self._dimension or dimension
+        if dimension != self._dimension and self._first.n is not None:
+            raise ValueError(
+                f"embeddings have {dimension} dimensions and had {self._dimension}; under MatryoshkaLoss give every "
+                f"dimension an estimator of its own, EstimatorLoss(model, {{{self._dimension}: est, {dimension}: ...}})"
+            )
+        return self._first
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """For the model card: estimators with their hyper-parameters."""
+        described = [
+            {
+                "estimator": type(module.est).__name__,
+                "directions": module.est.directions,
+                "sample_groups": [dict(group) for group in module.est.sample_groups],
+            }
+            for module in self.estimators
+        ]
+        if self._by_dimension is None:
+            return described[0]
+        return {"estimators": dict(zip(self._by_dimension, described, strict=True))}

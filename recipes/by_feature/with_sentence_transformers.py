@@ -1,0 +1,62 @@
+"""Text retrieval with the trainer of sentence-transformers: any number of processes, mixed precision, accumulation.
+
+python -m recipes.by_feature.with_sentence_transformers
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_sentence_transformers --epochs 3 --resume
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from transformers import PrinterCallback
+
+import compopt
+from compopt.integrations.sentence_transformers import EstimatorCallback, EstimatorLoss, add_index
+from recipes import text
+
+
+def data_and_model(limit=None, wordnet=None):
+    """(anchor, positive) pairs to train on, an evaluator, and the encoder: yours go here."""
+    pairs = text.load(wordnet, limit=limit)
+    columns = {"anchor": pairs.queries, "positive": pairs.documents}
+    train = Dataset.from_dict({name: [texts[at] for at in pairs.train] for name, texts in columns.items()})
+    queries, documents = ({str(at): texts[at] for at in pairs.test} for texts in (pairs.queries, pairs.documents))
+    evaluator = InformationRetrievalEvaluator(queries, documents, {each: {each} for each in queries}, name="test")
+    return train, evaluator, text.small_model(text.tokenizer_of([*train["anchor"], *train["positive"]]))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data.noun and the others; else docstrings")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_sentence_transformers"))
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    settings = SentenceTransformerTrainingArguments(
+        args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
+        learning_rate=2e-3, warmup_steps=0.1, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
+        dataloader_drop_last=True, report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    train, evaluator, model = data_and_model(args.limit, args.wordnet)
+    est = compopt.SogCLREstimator(n=len(train), tau=0.05, directions="forward")  # after the arguments
+    trainer = SentenceTransformerTrainer(
+        model, settings, add_index(train, positives="positive"), loss=EstimatorLoss(model, est), evaluator=evaluator
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(EstimatorCallback(est, trainer))  # commits, and rows in each checkpoint
+    trainer.train(resume_from_checkpoint=args.resume)
+    if trainer.is_world_process_zero():
+        found = [log for log in trainer.state.log_history if "eval_test_cosine_accuracy@1" in log]
+        for log in found:
+            print(f"epoch {log['epoch']:.0f}: accuracy {100 * log['eval_test_cosine_accuracy@1']:.1f} %")
+    trainer.accelerator.end_training()  # ends the process group, while the interpreter can still wait for its threads
+
+
+if __name__ == "__main__":
+    main()

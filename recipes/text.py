@@ -1,0 +1,127 @@
+"""Pairs of text for retrieval, and a small sentence-transformers model that is trained from scratch.
+
+``docstrings``: functions and classes of Python's own standard library, their names and what they do; nothing to
+download.  ``wordnet``: the words of WordNet 3.0 and their definitions, from the files ``data.noun`` and the like
+(Debian's package wordnet-base, or any copy).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+
+
+@dataclass(frozen=True)
+class TextPairs:
+    """Short texts, what they mean, and which pairs are held out for validation and test."""
+
+    queries: list[str]
+    documents: list[str]
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def docstrings() -> tuple[list[str], list[str]]:
+    """Names as words, and the first paragraph of the docstring; of every module that parses."""
+    queries, documents = [], []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for name, text in _documented(ast.parse(file.read_bytes()), file.stem):
+            queries.append(" ".join(_WORDS.findall(name)).lower())
+            documents.append(text)
+    return queries, documents
+
+
+def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Functions and classes inside, and the first paragraph of what they say."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = f"{name} {child.name}"
+            text = " ".join((ast.get_docstring(child) or "").split("\n\n")[0].split())
+            if len(text.split()) >= 3:
+                yield inner, text
+            yield from _documented(child, inner)
+
+
+def wordnet(folder: Path) -> tuple[list[str], list[str]]:
+    """The words of each synset, and its definition with the examples."""
+    queries, documents = [], []
+    for part in ("noun", "verb", "adj", "adv"):
+        for line in (folder / f"data.{part}").read_text(encoding="latin-1").splitlines():
+            if line.startswith("  "):  # the licence
+                continue
+            data, gloss = line.split(" | ", 1)
+            fields = data.split()
+            words = fields[4 : 4 + 2 * int(fields[3], 16) : 2]
+            queries.append(", ".join(re.sub(r"\(.*\)", "", word).replace("_", " ") for word in words))
+            documents.append(gloss.strip())
+    return queries, documents
+
+
+def load(folder: Path | None = None, held_out: int = 1000, limit: int | None = None, seed: int = 0) -> TextPairs:
+    """Pairs of WordNet, or without a folder those of the standard library; split by a seed of its own.
+
+    Args:
+        folder: of WordNet's files.
+        held_out: pairs for validation, and as many for the test; among them no text is that of another pair.
+        limit: train on so many pairs only.
+        seed: of the split.
+    """
+    queries, documents = docstrings() if folder is None else wordnet(folder)
+    order = np.random.default_rng(seed).permutation(len(queries))
+    counts: dict[str, int] = {}
+    for text in [*queries, *documents]:
+        counts[text] = counts.get(text, 0) + 1
+    alone = [at for at in order if counts[queries[at]] == 1 and counts[documents[at]] == 1]
+    out = np.array(alone[: 2 * held_out])
+    train = order[~np.isin(order, out)][:limit]
+    return TextPairs(queries, documents, train, out[:held_out], out[held_out:])
+
+
+def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> Any:
+    """BERT's word pieces: characters, and the most frequent words and endings; the same whenever it is made.
+
+    The trainers of ``tokenizers`` number the pieces otherwise in every run, and a resumed run needs its own again.
+    """
+    from transformers import BertTokenizerFast
+
+    counts = Counter(word for text in texts for word in re.findall(r"[a-z0-9]+", text.lower()))
+    endings = Counter()
+    for word, count in counts.items():
+        for size in range(2, min(5, len(word))):
+            endings["##" + word[-size:]] += count
+    characters = [mark + letter for mark in ("", "##") for letter in string.printable if letter.isprintable()]
+    frequent = [piece for piece, _ in sorted((counts + endings).items(), key=lambda item: (-item[1], item[0]))]
+    pieces = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *frequent[:words]])
+    return BertTokenizerFast(vocab={piece: at for at, piece in enumerate(pieces)}, model_max_length=length)
+
+
+def small_model(tokenizer: Any, width: int = 64, layers: int = 2) -> Any:
+    """A ``SentenceTransformer``: a BERT with new weights, whose embedding is the mean of its tokens'."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel
+
+    length = tokenizer.model_max_length
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        intermediate_size=4 * width, max_position_embeddings=length,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+        transformer = Transformer(folder, model_kwargs={"add_pooling_layer": False}, max_seq_length=length)
+    return SentenceTransformer(modules=[transformer, Pooling(width)], device="cpu")

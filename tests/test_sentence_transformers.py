@@ -1,0 +1,435 @@
+"""``compopt.integrations.sentence_transformers``: the trainer's runs are the plain loop's; labels, caches, dimensions."""
+
+import contextlib
+import copy
+import importlib
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compopt
+from compopt.estimator import forgotten
+from tests.pool import the_pool
+from tests.trainers import same, spoil
+from tests.training import weights
+
+pytest.importorskip("sentence_transformers")
+
+N, BATCH, WINDOW, UPDATES = 32, 8, 2, 4  # two updates an epoch
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
+
+
+def texts(column, n=N):
+    """Short texts; the positives of 2k and 2k + 1 are equal where ``column`` is 1."""
+    generator = torch.Generator().manual_seed(column)
+    drawn = torch.randint(len(WORDS), (n, 4), generator=generator).tolist()
+    said = [" ".join(WORDS[at] for at in line) + f" {WORDS[at % 16]}" for at, line in enumerate(drawn)]
+    return [said[at // 2 * 2] for at in range(n)] if column == 1 else said
+
+
+def data(columns=2, n=N):
+    from datasets import Dataset
+
+    names = ("anchor", "positive", "negative", "negative_2")
+    return Dataset.from_dict({name: texts(column, n) for column, name in zip(range(columns), names, strict=False)})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+
+
+def encoder():
+    from recipes.text import small_model, tokenizer_of
+
+    torch.manual_seed(0)
+    return small_model(tokenizer_of(WORDS * 2, words=64, length=16), width=32, layers=1)
+
+
+def estimator(n=N, **options):
+    return compopt.ISogCLREstimator(n, rho=0.5, directions="forward", **options)
+
+
+def rows(est):
+    columns = est.read(torch.arange(N))
+    return torch.cat([columns[name].double().reshape(N, -1) for name in sorted(columns)], dim=1)
+
+
+def gradients(module):
+    return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+
+def losses():
+    from compopt.integrations import sentence_transformers
+
+    return sentence_transformers
+
+
+def embed(model, columns, at, prompts=("", "")):
+    """What the trainer's collator makes of samples."""
+    prompts = (*prompts, *[""] * len(columns))
+    return [model.preprocess([column[i] for i in at], prompt=p or None) for column, p in zip(columns, prompts)]
+
+
+@contextlib.contextmanager
+def trainer(folder, loss, train, callback=True, callbacks=(), scaler=None, **options):
+    """A SentenceTransformerTrainer around ``loss(model)``; accelerate's singletons are fresh afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    defaults = {
+        "use_cpu": True, "per_device_train_batch_size": BATCH // ranks, "gradient_accumulation_steps": WINDOW,
+        "save_steps": 1, "num_train_epochs": 2, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
+        "dataloader_drop_last": True, "dataloader_pin_memory": False, "report_to": [], "disable_tqdm": True,
+        "optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.0, "logging_strategy": "no",
+        "prompts": {"anchor": "xi: "},
+    }  # fmt: skip
+    try:
+        args = SentenceTransformerTrainingArguments(str(folder), **{**defaults, **options})
+        model = encoder()
+        made = SentenceTransformerTrainer(model, args, train, loss=loss(model), callbacks=[*callbacks])
+        if scaler is not None:
+            made.accelerator.scaler = scaler
+        if callback:
+            for number, module in enumerate(made.loss.estimators):
+                made.add_callback(losses().EstimatorCallback(module.est, made, name=f"compopt-{number}"))
+        yield made
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def record(made):
+    """The labels of every batch that the trainer's loss gets."""
+    seen = []
+    made.loss.register_forward_pre_hook(lambda module, args: seen.append(args[1].clone()))
+    return seen
+
+
+def result(made):
+    return weights(made.accelerator.unwrap_model(made.model)), rows(made.loss.estimators[0].est)
+
+
+def train(folder, resume=None, kind="EstimatorLoss", scaler=None, spoiled=(), shard=False, **options):
+    """A run; -> weights and rows, the batches it saw, commits."""
+    from transformers import TrainerCallback
+
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step in spoiled:
+                spoil(model)
+
+    est = []
+
+    def loss(model):
+        est.append(estimator(shard=shard))
+        return getattr(losses(), kind)(model, est[0])
+
+    indexed = losses().add_index(data(), positives="positive")
+    with trainer(folder, loss, indexed, callbacks=[Spoil()], scaler=scaler, **options) as made:
+        seen = record(made)
+        made.train(resume_from_checkpoint=None if resume is None else f"{folder}/checkpoint-{resume}")
+        return result(made), seen, est[0].t
+
+
+def plain(seen, skipped=(), shard=False):
+    """The same batches in a loop of torch."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model, est = encoder(), estimator(shard=shard)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    columns = (texts(0), texts(1))
+    for step, labels in enumerate(seen):
+        last = step % WINDOW == WINDOW - 1
+        with wrapped.no_sync() if world > 1 and not last else contextlib.nullcontext():
+            tokens = embed(model, columns, labels[:, 0].tolist(), ("xi: ", ""))
+            z1, z2 = (wrapped(each)["sentence_embedding"] for each in tokens)
+            (est(z1, z2, *labels.unbind(1)) / WINDOW).backward()
+        if last and step // WINDOW in skipped:
+            est.discard()
+        elif last:
+            optimizer.step()
+            est.step()
+        if last:
+            optimizer.zero_grad()
+    return weights(model), rows(est)
+
+
+def near(found, expected, tolerance):
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+# a run --------------------------------------------------------------------------------------------
+
+
+def test_the_run_is_the_plain_loop_s(tmp_path):
+    found, seen, commits = train(tmp_path)
+    assert commits == UPDATES and len(seen) == UPDATES * WINDOW
+    assert same(found, plain(seen))
+    assert "ISogCLREstimator" in (tmp_path / "checkpoint-4" / "README.md").read_text()  # the model card
+
+
+@pytest.mark.slow
+def test_the_cached_run_too(tmp_path):
+    found, seen, commits = train(tmp_path, kind="CachedEstimatorLoss")
+    assert commits == UPDATES and near(found, plain(seen), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_ends_as_the_whole_one(tmp_path, step):
+    expected, seen, _ = train(tmp_path)
+    found, later, commits = train(tmp_path, resume=step)
+    assert same(found, expected) and commits == UPDATES
+    assert len(later) == (UPDATES - step) * WINDOW
+
+
+@pytest.mark.slow
+def test_a_skipped_step_commits_nothing(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    found, seen, commits = train(tmp_path, scaler=scaler, spoiled=(1,))
+    assert commits == UPDATES - 1
+    assert near(found, plain(seen, skipped=(1,)), 1e-6)
+
+
+def two_ranks(group, folder, shard):
+    found, seen, commits = train(folder, shard=shard)
+    again, _, _ = train(folder, resume=2, shard=shard)
+    return found, commits, plain(seen, shard=shard), again
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_ranks(tmp_path, shard):
+    for found, commits, expected, again in the_pool(2, 180).run(two_ranks, 2, str(tmp_path), shard):
+        assert commits == UPDATES and same(found, expected) and same(again, found)
+
+
+def refused(group, folder):
+    with pytest.raises(ValueError) as caught:
+        train(folder, dataloader_drop_last=False)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_last_batch_that_is_kept_is_refused_on_several_ranks(tmp_path):
+    for message in the_pool(2, 120).run(refused, 2, str(tmp_path)):
+        assert "dataloader_drop_last=True" in message
+
+
+def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(forgotten, "PATIENCE", 6)
+    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(tmp_path, callback=False, save_strategy="no")
+    said = [str(each.message) for each in caught if "was committed" in str(each.message)]
+    assert len(said) == 1 and "EstimatorCallback" in said[0]
+
+
+@pytest.mark.slow
+def test_a_loss_for_each_data_set(tmp_path):
+    """Two data sets, two losses, one estimator: the second's rows come after the first's."""
+    from datasets import DatasetDict
+
+    sets = losses().add_index(DatasetDict({"one": data(), "two": data(3, 16)}))
+    est = estimator(N + 16)
+    with trainer(tmp_path, lambda model: losses().EstimatorLoss(model, est), sets, callback=False) as made:
+        made.add_callback(losses().EstimatorCallback(est, made))
+        made.train()
+    counts = est.read(torch.arange(N + 16))["count"]
+    assert (counts == 2).all()
+
+
+# a call -------------------------------------------------------------------------------------------
+
+
+def call(loss, columns, labels):
+    tokens = embed(loss.model, [texts(column) for column in range(columns)], range(BATCH))
+    value = loss(tokens, labels)
+    value.backward()
+    return value.detach(), gradients(loss.model)
+
+
+@pytest.mark.parametrize(("columns", "both"), [(2, False), (4, False), (2, True), (3, True)])
+def test_without_rows_it_replaces_their_loss(columns, both):
+    """InfoNCE with 1 / tau their scale; their gradient is that of alpha."""
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    directions = "both" if both else "forward"
+    est = compopt.InfoNCEEstimator(tau=0.05, multiply_tau=False, directions=directions)
+    mine = call(losses().EstimatorLoss(encoder(), est), columns, None)
+    options = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"} if both else {}
+    theirs = call(MultipleNegativesRankingLoss(encoder(), scale=20.0, **options), columns, None)
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("mini_batch", [3, 16])
+def test_the_cache_changes_nothing(columns, mini_batch):
+    labels = torch.arange(BATCH)
+    module, results = losses(), []
+    for make in (module.EstimatorLoss, lambda *args: module.CachedEstimatorLoss(*args, mini_batch_size=mini_batch)):
+        est = estimator()
+        results.append((*call(make(encoder(), est), columns, labels), est.pending))
+    assert results[0][2] == results[1][2] == 1
+    torch.testing.assert_close(results[0][:2], results[1][:2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_cache_scales_the_gradient_of_a_learned_temperature(accumulated):
+    """The trainer divides the loss, and a scaler multiplies it: both after the estimator was asked."""
+    results = []
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        est = compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, directions="forward")
+        loss = getattr(losses(), kind)(encoder(), est)
+        (parameter,) = est.parameters()
+        assert any(each is parameter for each in loss.parameters())  # so the trainer's optimizer has it
+        for _ in range(accumulated):
+            value = loss(embed(loss.model, (texts(0), texts(1)), range(BATCH)), None)
+            (value * 0.25).backward()
+        results.append(parameter.grad)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_labels_become_rows(labels):
+    index = torch.randperm(N)[:BATCH]
+    column = torch.stack([index, index // 2 * 2, index.flip(0) // 2 * 2][:labels], 1)
+    est, model = estimator(), encoder()
+    value = losses().EstimatorLoss(model, est)(embed(model, [texts(c) for c in range(3)], range(BATCH)), column)
+    z1, z2, extra = (model(each)["sentence_embedding"] for each in embed(model, [texts(c) for c in range(3)], range(8)))
+    given = dict(zip(("index", "index2", "extra_index"), column.unbind(1)))
+    assert torch.equal(value, estimator()(z1, z2, extra=extra, **given))
+
+
+@pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_matryoshka(kind, weight):
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+
+    labels, tau = torch.arange(BATCH), {32: estimator(), 16: estimator()}
+    model = encoder()
+    loss = MatryoshkaLoss(model, getattr(losses(), kind)(model, tau), [32, 16], [1.0, weight])
+    found = call(loss, 2, labels)
+
+    twin = encoder()
+    z1, z2 = (twin(each)["sentence_embedding"] for each in embed(twin, (texts(0), texts(1)), range(BATCH)))
+    value = estimator()(z1, z2, labels) + weight * estimator()(z1[:, :16], z2[:, :16], labels)
+    value.backward()
+    torch.testing.assert_close(found, (value.detach(), gradients(twin)), rtol=1e-4, atol=1e-6)
+    assert all(est.pending == 1 for est in tau.values())
+
+
+def test_matryoshka_wants_an_estimator_for_each_dimension():
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+
+    labels, model = torch.arange(BATCH), encoder()
+    for est, match in ((estimator(), "an estimator of its own"), ({32: estimator()}, "no estimator for dimension 16")):
+        with pytest.raises(ValueError, match=match):
+            call(MatryoshkaLoss(model, losses().EstimatorLoss(model, est), [32, 16]), 2, labels)
+    stateless = losses().EstimatorLoss(model, compopt.DCLEstimator(tau=0.1, directions="forward"))
+    call(MatryoshkaLoss(model, stateless, [32, 16]), 2, None)
+
+
+@pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
+def test_evaluation_has_a_loss_of_its_own(kind):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    model, est = encoder(), estimator()
+    tokens = embed(model, [texts(column) for column in range(3)], range(BATCH))
+    with torch.no_grad():
+        found = getattr(losses(), kind)(model, est, eval_scale=10.0)(tokens, torch.full((BATCH,), 10**6))
+        expected = MultipleNegativesRankingLoss(model, scale=10.0)(tokens, None)
+    assert est.pending == 0 and torch.allclose(found, expected)
+
+
+# the rest of a loss's manners ---------------------------------------------------------------------
+
+
+def test_it_moves_and_is_copied():
+    loss = losses().EstimatorLoss(encoder(), compopt.InfoNCEEstimator(tau=0.1, learn_tau=True))
+    assert {each.device.type for each in loss.to("cpu").parameters()} == {"cpu"}
+    assert next(loss.double().model.parameters()).dtype == torch.float64
+    (learned,) = loss.estimators[0].est.parameters()
+    assert learned.dtype == torch.float32  # half() and double() are for encoders
+    other = copy.deepcopy(loss)
+    assert other.estimators[0].est is not loss.estimators[0].est
+
+
+def test_the_model_card_names_the_estimator():
+    config = losses().EstimatorLoss(encoder(), estimator()).get_config_dict()
+    assert config["estimator"] == "ISogCLREstimator" and config["directions"] == "forward"
+    assert config["sample_groups"][0]["n"] == N and config["sample_groups"][0]["rho"] == 0.5
+    config = losses().EstimatorLoss(encoder(), {32: estimator()}).get_config_dict()
+    assert config["estimators"][32]["estimator"] == "ISogCLREstimator"
+
+
+# labels -------------------------------------------------------------------------------------------
+
+
+def test_add_index():
+    from datasets import DatasetDict
+
+    add_index = losses().add_index
+    assert add_index(data())["label"] == list(range(N))
+    pairs = add_index(data(), positives="positive")["label"]
+    assert pairs == [[at, at // 2 * 2] for at in range(N)]
+    sets = add_index(DatasetDict({"one": data(), "two": data()}), positives="positive")
+    assert isinstance(sets, DatasetDict) and sets["two"]["label"] == [[N + at, at // 2 * 2] for at in range(N)]
+    assert add_index({"one": data(), "two": data()}, anchors="anchor")["two"]["label"] == list(range(N))
+    with pytest.raises(ValueError, match="'score'"):
+        add_index(data().add_column("score", [0.0] * N))
+
+
+BAD_LABELS = {
+    "none": (None, ValueError, "no label column that says whose.*add_index"),
+    "floats": (torch.rand(BATCH), TypeError, "integers, got torch.float32"),
+    "too many": (torch.zeros(BATCH, 4, dtype=torch.long), ValueError, "4 labels per sample and 3 columns"),
+    "beyond n": (torch.arange(BATCH) + N, IndexError, f"outside n={N}"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LABELS)
+def test_labels_that_are_no_rows_are_refused(case):
+    labels, error, match = BAD_LABELS[case]
+    est = estimator()
+    with pytest.raises(error, match=match):
+        call(losses().EstimatorLoss(encoder(), est), 3, labels)
+    assert est.pending == 0
+
+
+def test_classes_are_told_from_rows_once():
+    loss, classes = losses().EstimatorLoss(encoder(), estimator()), torch.arange(BATCH) % 2
+    with pytest.warns(UserWarning, match="2 different labels.*not its class"):
+        call(loss, 2, classes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(loss, 2, classes)
+        call(losses().EstimatorLoss(encoder(), estimator()), 2, torch.arange(BATCH))
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="contrastive estimator, got Linear"):
+        losses().EstimatorLoss(encoder(), torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="two columns"):
+        call(losses().EstimatorLoss(encoder(), estimator()), 1, torch.arange(BATCH))
+    with pytest.raises(ValueError, match="mini_batch_size"):
+        losses().CachedEstimatorLoss(encoder(), estimator(), mini_batch_size=0)
+
+
+def test_the_package_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    for name in [name for name in sys.modules if name.startswith("compopt.integrations.sentence_transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"compopt\[sentence-transformers\]"):
+        importlib.import_module("compopt.integrations.sentence_transformers")
