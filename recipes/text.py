@@ -105,23 +105,26 @@ def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> A
     characters = [mark + letter for mark in ("", "##") for letter in string.printable if letter.isprintable()]
     frequent = [piece for piece, _ in sorted((counts + endings).items(), key=lambda item: (-item[1], item[0]))]
     pieces = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *frequent[:words]])
-    return BertTokenizerFast(vocab={piece: at for at, piece in enumerate(pieces)}, model_max_length=length)
+    inputs = ["input_ids", "attention_mask"]
+    numbered = {piece: at for at, piece in enumerate(pieces)}
+    return BertTokenizerFast(vocab=numbered, model_max_length=length, model_input_names=inputs)
 
 
 def small_model(tokenizer: Any, width: int = 64, layers: int = 2) -> Any:
-    """A ``SentenceTransformer``: a BERT with new weights, whose embedding is the mean of its tokens'."""
+    """A ``SentenceTransformer``: a DistilBERT with new weights, whose embedding is the mean of its tokens'."""
+    from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel
+    from transformers import DistilBertConfig, DistilBertModel
 
     length = tokenizer.model_max_length
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
-        intermediate_size=4 * width, max_position_embeddings=length,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer), dim=width, n_layers=layers, n_heads=width // 32, hidden_dim=4 * width,
+        max_position_embeddings=length, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # every process writes its own, which save_pretrained would not
         tokenizer.save_pretrained(folder)
-        BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-        transformer = Transformer(folder, model_kwargs={"add_pooling_layer": False}, max_seq_length=length)
+        config.save_pretrained(folder)
+        save_file(DistilBertModel(config).state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        transformer = Transformer(folder, max_seq_length=length)
     return SentenceTransformer(modules=[transformer, Pooling(width)], device="cpu")

@@ -213,19 +213,6 @@ def test_two_ranks(tmp_path, shard):
         assert commits == UPDATES and same(found, expected) and same(again, found)
 
 
-def refused(group, folder):
-    with pytest.raises(ValueError) as caught:
-        train(folder, dataloader_drop_last=False)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_last_batch_that_is_kept_is_refused_on_several_ranks(tmp_path):
-    for message in the_pool(2, 120).run(refused, 2, str(tmp_path)):
-        assert "dataloader_drop_last=True" in message
-
-
 def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(forgotten, "PATIENCE", 6)
     monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
