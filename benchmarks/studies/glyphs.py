@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,10 +26,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.saved import ROOT, append_run
+from benchmarks.saved import append_run
 from benchmarks.studies.glyphs_arms import Arm, batch_arms, caption_arms, main_arms, regime_arms
 from benchmarks.studies.glyphs_report import write
 from benchmarks.studies.jobs import METRIC, RESULTS, Job, final_jobs, finished, tuning_jobs
+from benchmarks.studies.search import run_job
 from recipes.config import Config, Control
 from recipes.engine import Run
 from recipes.glyphs import load
@@ -48,7 +46,7 @@ def carry_out(jobs: Iterable[Job], args: argparse.Namespace, module: str = "benc
     done = finished(args.results)
     todo = {job.key: job for job in jobs if job.key not in done}
     with ThreadPoolExecutor(args.workers) as pool, tqdm(total=len(todo), unit="run") as bar:
-        futures = [pool.submit(_subprocess, job, args.threads, module) for job in todo.values()]
+        futures = [pool.submit(run_job, module, key, args.threads) for key in todo]
         try:
             for future in as_completed(futures):
                 result = future.result()
@@ -58,15 +56,6 @@ def carry_out(jobs: Iterable[Job], args: argparse.Namespace, module: str = "benc
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _subprocess(job: Job, threads: int, module: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", module, "run-one", job.key, "--threads", str(threads)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(f"{job.key} failed:\n{process.stderr[-2000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def run_one(job: Job, threads: int) -> dict[str, Any]:

@@ -16,23 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.saved import ROOT, append_run
-from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, RESULTS, SEEDS, Job, best, finished, next_jobs
+from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.icons_report import write
+from benchmarks.studies.search import SEEDS, Job
 from recipes.report import environment, machine
 
 MODEL = Path("recipes/clip/icons.json")
@@ -152,38 +148,6 @@ def run_one(job: Job, data: Path, threads: int) -> dict[str, Any]:
     }
 
 
-# -- all runs ------------------------------------------------------------------------------------------------------
-
-
-def carry_out(arms: Iterable[str], args: argparse.Namespace, final: bool) -> None:
-    """Tune or finish the arms, each one's runs in their order, several arms at a time."""
-    with ThreadPoolExecutor(args.workers) as pool, tqdm(unit="run") as bar:
-        running: dict[str, Future[dict[str, Any]]] = {}
-        while True:
-            results = finished(args.results)
-            waiting = [job for arm in arms for job in next_jobs(arm, results, final) if job.key not in running]
-            for job in waiting[: args.workers - len(running)]:
-                running[job.key] = pool.submit(_subprocess, job, args)
-            if not running:
-                return
-            result = next(as_completed(running.values())).result()
-            del running[Job(**result["job"]).key]
-            append_run(args.results, result)
-            bar.set_postfix_str(f"{result['job']['arm']} {result['metrics']['validation/image_retrieval_recall@10']}")
-            bar.update()
-
-
-def _subprocess(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.studies.icons", "run-one", job.key, "--data", str(args.data)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    process = subprocess.run(
-        [*command, "--threads", str(args.threads)], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    if process.returncode:
-        raise RuntimeError(f"{job.key} failed:\n{process.stderr[-3000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     root = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.icons",
@@ -196,16 +160,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     root.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
     root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
     root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
-    root.add_argument("--results", type=Path, default=RESULTS, help="file of the finished runs")
+    root.add_argument("--results", type=Path, default=STUDY.path, help="file of the finished runs")
     args = root.parse_args(argv)
     if args.command == "run-one":
         print(json.dumps(run_one(Job(**json.loads(args.job)), args.data, args.threads)))
     elif args.command == "report":
-        write(finished(args.results))
+        write(STUDY.finished(args.results))
     else:
-        carry_out(args.arms, args, final=args.command == "final")
+        where = "benchmarks.studies.icons", ["--data", str(args.data)]
+        STUDY.carry_out(args.arms, *where, args.command == "final", args.workers, args.threads, args.results)
         for arm in args.arms:
-            print(arm, best(arm, finished(args.results)))
+            print(arm, STUDY.best(arm, STUDY.finished(args.results)))
 
 
 if __name__ == "__main__":

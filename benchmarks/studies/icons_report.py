@@ -7,7 +7,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, SEEDS, Job, Results, best, score
+from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY, score
+from benchmarks.studies.search import SEEDS, Results
 from recipes.report import mean_spread, table
 
 COLUMNS = {
@@ -23,7 +24,7 @@ TWINS = ("open_clip", "open_clip, adapter")
 
 def write(results: Results) -> None:
     """``results/icons.md`` and ``icons.png``."""
-    finals = {arm: runs for arm in ARMS if (runs := _finals(arm, results))}
+    finals = STUDY.finals(results)
     lines = [
         "# CLIP on icons",
         "",
@@ -48,12 +49,6 @@ def write(results: Results) -> None:
     (FOLDER / "icons.md").write_text("\n".join(lines) + "\n")
     if all(arm in finals for arm in TWINS):
         _draw(finals)
-
-
-def _finals(arm: str, results: Results) -> list[dict[str, Any]]:
-    chosen = best(arm, results)
-    jobs = [Job(arm, chosen, seed) for seed in SEEDS] if chosen else []
-    return [results[job.key] for job in jobs if job.key in results]
 
 
 def _final_table(finals: dict[str, list[dict[str, Any]]]) -> str:
@@ -104,7 +99,7 @@ def _tuning_table(results: Results) -> str:
     for arm in ARMS:
         for run in (run for run in results.values() if run["job"]["arm"] == arm and run["job"]["seed"] not in SEEDS):
             options = ", ".join(f"{name} {value:g}" for name, value in run["job"]["options"].items())
-            chosen = run["job"]["options"] == best(arm, results)
+            chosen = run["job"]["options"] == STUDY.best(arm, results)
             body.append([arm, f"**{options}**" if chosen else options, f"{100 * score(run):.2f}"])
     return table(["", "settings", "validation"], body, "llr")
 

@@ -1,0 +1,148 @@
+"""Studies whose settings are chosen one after another: arms, runs, what comes next, and processes that do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+from benchmarks.saved import ROOT, append_run, read_runs
+
+TUNE_SEED, SEEDS = 100, (0, 1, 2)
+
+Results = dict[str, dict[str, Any]]  # key of a job -> its result
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: everything its result depends on."""
+
+    arm: str
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What is compared.
+
+    Attributes:
+        first: settings to begin with.
+        grids: setting -> values; one setting after another is chosen, the others stay.
+        as_arm: take what was chosen for another arm.
+    """
+
+    first: Mapping[str, Any] = field(default_factory=dict)
+    grids: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    as_arm: str = ""
+
+
+A = TypeVar("A", bound=Arm)
+
+
+class Search(Generic[A]):
+    """A study: its arms, the file of its finished runs, and what a run is judged by.
+
+    Args:
+        arms: by name.
+        path: file of the finished runs, a line of JSON each.
+        score: of a run; the highest setting is chosen.
+    """
+
+    def __init__(self, arms: Mapping[str, A], path: Path, score: Callable[[dict[str, Any]], float]) -> None:
+        self.arms, self.path, self.score = arms, path, score
+
+    def finished(self, path: Path | None = None) -> Results:
+        """Results by the keys of their jobs."""
+        return {Job(**run["job"]).key: run for run in read_runs(path or self.path)}
+
+    def best(self, arm: str, results: Results) -> dict[str, Any] | None:
+        """The settings that are chosen when all grids are done, else None."""
+        chosen, missing = self._search(self.arms[arm].as_arm or arm, results)
+        return None if missing else chosen
+
+    def next_jobs(self, arm: str, results: Results, final: bool = False) -> list[Job]:
+        """Runs that can begin: those of the first grid that is not done, or the final ones once all are."""
+        chosen, missing = self._search(self.arms[arm].as_arm or arm, results)
+        if missing:
+            return [] if self.arms[arm].as_arm else missing
+        return [job for seed in SEEDS if final and (job := Job(arm, chosen, seed)).key not in results]
+
+    def finals(self, results: Results) -> dict[str, list[dict[str, Any]]]:
+        """The finished final runs of every arm that has any."""
+        found = {}
+        for arm in self.arms:
+            chosen = self.best(arm, results)
+            jobs = [Job(arm, chosen, seed) for seed in SEEDS] if chosen is not None else []
+            if runs := [results[job.key] for job in jobs if job.key in results]:
+                found[arm] = runs
+        return found
+
+    def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
+        """The best settings so far, and the runs that the present grid still lacks."""
+        chosen = dict(self.arms[arm].first)
+        for name, values in self.arms[arm].grids.items():
+            jobs = [Job(arm, {**chosen, name: value}, TUNE_SEED) for value in values]
+            if missing := [job for job in jobs if job.key not in results]:
+                return chosen, missing
+            chosen = max(jobs, key=lambda job: self.score(results[job.key])).options
+        return chosen, []
+
+    def carry_out(
+        self,
+        arms: Iterable[str],
+        module: str,
+        flags: Sequence[str],
+        final: bool,
+        workers: int,
+        threads: int,
+        path: Path,
+    ) -> None:
+        """Tune or finish the arms, several runs at a time, each in a process of its own.
+
+        Args:
+            arms: their names.
+            module: whose command ``run-one`` takes the job as JSON.
+            flags: further ones of it.
+            final: the final runs too.
+            workers: runs at a time.
+            threads: of each.
+            path: file that gets the results.
+        """
+        with ThreadPoolExecutor(workers) as pool, tqdm(unit="run") as bar:
+            running: dict[str, Future[dict[str, Any]]] = {}
+            while True:
+                results = self.finished(path)
+                waiting = [job for arm in arms for job in self.next_jobs(arm, results, final)]
+                waiting = [job for job in {job.key: job for job in waiting}.values() if job.key not in running]
+                for job in waiting[: workers - len(running)]:
+                    running[job.key] = pool.submit(run_job, module, job.key, threads, flags)
+                if not running:
+                    return
+                result = next(as_completed(running.values())).result()
+                del running[Job(**result["job"]).key]
+                append_run(path, result)
+                bar.set_postfix_str(f"{result['job']['arm']} {self.score(result):.4f}")
+                bar.update()
+
+
+def run_job(module: str, key: str, threads: int, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``module run-one`` prints on its last line, as JSON."""
+    command = [sys.executable, "-m", module, "run-one", key, "--threads", str(threads), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{key} failed:\n{process.stderr[-3000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
