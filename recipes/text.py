@@ -55,7 +55,7 @@ def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _documented(child, inner)
 
 
-def wordnet(folder: Path) -> tuple[list[str], list[str]]:
+def wordnet(folder: Path) -> tuple[list[list[str]], list[str]]:
     """The words of each synset, and its definition with the examples."""
     queries, documents = [], []
     for part in ("noun", "verb", "adj", "adv"):
@@ -65,29 +65,35 @@ def wordnet(folder: Path) -> tuple[list[str], list[str]]:
             data, gloss = line.split(" | ", 1)
             fields = data.split()
             words = fields[4 : 4 + 2 * int(fields[3], 16) : 2]
-            queries.append(", ".join(re.sub(r"\(.*\)", "", word).replace("_", " ") for word in words))
+            queries.append([re.sub(r"\(.*\)", "", word).replace("_", " ") for word in words])
             documents.append(gloss.strip())
     return queries, documents
 
 
-def load(folder: Path | None = None, held_out: int = 1000, limit: int | None = None, seed: int = 0) -> TextPairs:
+def load(
+    folder: Path | None = None, held_out: int = 1000, limit: int | None = None, each: bool = False, seed: int = 0
+) -> TextPairs:
     """Pairs of WordNet, or without a folder those of the standard library; split by a seed of its own.
 
     Args:
         folder: of WordNet's files.
         held_out: pairs for validation, and as many for the test; among them no text is that of another pair.
         limit: train on so many pairs only.
+        each: of WordNet, train on every word of a synset as a pair with its definition.
         seed: of the split.
     """
-    queries, documents = docstrings() if folder is None else wordnet(folder)
+    names, documents = docstrings() if folder is None else wordnet(folder)
+    queries = names if folder is None else [", ".join(words) for words in names]
     order = np.random.default_rng(seed).permutation(len(queries))
-    counts: dict[str, int] = {}
-    for text in [*queries, *documents]:
-        counts[text] = counts.get(text, 0) + 1
+    counts = Counter([*queries, *documents])
     alone = [at for at in order if counts[queries[at]] == 1 and counts[documents[at]] == 1]
     out = np.array(alone[: 2 * held_out])
-    train = order[~np.isin(order, out)][:limit]
-    return TextPairs(queries, documents, train, out[:held_out], out[held_out:])
+    train = order[~np.isin(order, out)]
+    if each:
+        words = [(word, documents[at]) for at in train for word in names[at]]
+        train = np.arange(len(queries), len(queries) + len(words))
+        queries, documents = [*queries, *(word for word, _ in words)], [*documents, *(text for _, text in words)]
+    return TextPairs(queries, documents, train[:limit], out[:held_out], out[held_out:])
 
 
 def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> Any:

@@ -30,7 +30,7 @@ FLOORS = [
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class
 # of theirs, and nothing imports these modules.
 OPTIONAL = {"accelerate", "deepspeed", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
-OPTIONAL |= {"threadpoolctl", "tqdm", "transformers"}
+OPTIONAL |= {"sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 

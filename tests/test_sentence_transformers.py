@@ -1,4 +1,4 @@
-"""``compopt.integrations.sentence_transformers``: the trainer's runs are the plain loop's; labels, caches, dimensions."""
+"""``compopt.integrations.sentence_transformers``: the trainer is the plain loop; labels, caches, dimensions."""
 
 import contextlib
 import copy
@@ -74,7 +74,8 @@ def losses():
 def embed(model, columns, at, prompts=("", "")):
     """What the trainer's collator makes of samples."""
     prompts = (*prompts, *[""] * len(columns))
-    return [model.preprocess([column[i] for i in at], prompt=p or None) for column, p in zip(columns, prompts)]
+    pairs = zip(columns, prompts, strict=False)
+    return [model.preprocess([column[i] for i in at], prompt=prompt or None) for column, prompt in pairs]
 
 
 @contextlib.contextmanager
@@ -295,7 +296,7 @@ def test_labels_become_rows(labels):
     est, model = estimator(), encoder()
     value = losses().EstimatorLoss(model, est)(embed(model, [texts(c) for c in range(3)], range(BATCH)), column)
     z1, z2, extra = (model(each)["sentence_embedding"] for each in embed(model, [texts(c) for c in range(3)], range(8)))
-    given = dict(zip(("index", "index2", "extra_index"), column.unbind(1)))
+    given = dict(zip(("index", "index2", "extra_index"), column.unbind(1), strict=False))
     assert torch.equal(value, estimator()(z1, z2, extra=extra, **given))
 
 

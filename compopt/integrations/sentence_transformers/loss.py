@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sentence_transformers.base.losses.merged_forward import embed_columns
@@ -60,13 +60,13 @@ class EstimatorLoss(nn.Module):
         self.model = model
         checks.positive("eval_scale", eval_scale)
         self.eval_scale = eval_scale
-        self._by_dimension = dict(est) if isinstance(est, Mapping) else None
-        estimators = [est] if self._by_dimension is None else list(self._by_dimension.values())
+        self._dimensions = list(est) if isinstance(est, Mapping) else None
+        estimators = list(est.values()) if isinstance(est, Mapping) else [est]
         for each in estimators:
             if not isinstance(each, ContrastiveEstimator):
                 raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
         self.estimators = nn.ModuleList(as_module(each, state=False) for each in estimators)  # devices, parameters
-        self._dimension: int | None = None
+        self._seen: int | None = None  # dimension of the embeddings
         self._read_labels = LabelReader()
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
@@ -78,8 +78,8 @@ class EstimatorLoss(nn.Module):
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         z1, z2, *negatives = embeddings
         if not torch.is_grad_enabled():
-            both = _BOTH if self._first.directions == "both" else {}
-            theirs = MultipleNegativesRankingLoss(self.model, scale=self.eval_scale, **both)
+            both = _BOTH if self._all[0].directions == "both" else {}
+            theirs: Any = MultipleNegativesRankingLoss(cast(Any, self.model), scale=self.eval_scale, **both)
             return theirs.compute_loss_from_embeddings(embeddings, labels)
         est = self._estimator(z1.shape[1])
         needed = None if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
@@ -92,33 +92,34 @@ class EstimatorLoss(nn.Module):
         return est(z1, z2, **given)
 
     @property
-    def _first(self) -> ContrastiveEstimator:
-        return self.estimators[0].est
+    def _all(self) -> list[ContrastiveEstimator]:
+        return [cast(ContrastiveEstimator, module.est) for module in self.estimators]
 
     def _estimator(self, dimension: int) -> ContrastiveEstimator:
         """That of an embedding dimension; ``MatryoshkaLoss`` calls this loss with several."""
-        if self._by_dimension is not None:
-            if dimension not in self._by_dimension:
-                raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._by_dimension)}")
-            return self._by_dimension[dimension]
-        self._dimension = self._dimension or dimension
-        if dimension != self._dimension and self._first.n is not None:
+        if self._dimensions is not None:
+            if dimension not in self._dimensions:
+                raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._dimensions)}")
+            return self._all[self._dimensions.index(dimension)]
+        (est,) = self._all
+        self._seen = self._seen or dimension
+        if dimension != self._seen and est.n is not None:
             raise ValueError(
-                f"embeddings have {dimension} dimensions and had {self._dimension}; under MatryoshkaLoss give every "
-                f"dimension an estimator of its own, EstimatorLoss(model, {{{self._dimension}: est, {dimension}: ...}})"
+                f"embeddings have {dimension} dimensions and had {self._seen}; under MatryoshkaLoss give every "
+                f"dimension an estimator of its own, EstimatorLoss(model, {{{self._seen}: est, {dimension}: ...}})"
             )
-        return self._first
+        return est
 
     def get_config_dict(self) -> dict[str, Any]:
         """For the model card: estimators with their hyper-parameters."""
         described = [
             {
-                "estimator": type(module.est).__name__,
-                "directions": module.est.directions,
-                "sample_groups": [dict(group) for group in module.est.sample_groups],
+                "estimator": type(est).__name__,
+                "directions": est.directions,
+                "sample_groups": [dict(group) for group in est.sample_groups],
             }
-            for module in self.estimators
+            for est in self._all
         ]
-        if self._by_dimension is None:
+        if self._dimensions is None:
             return described[0]
-        return {"estimators": dict(zip(self._by_dimension, described, strict=True))}
+        return {"estimators": dict(zip(self._dimensions, described, strict=True))}

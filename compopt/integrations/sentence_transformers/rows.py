@@ -30,18 +30,18 @@ def add_index(data: Any, anchors: str | None = None, positives: str | None = Non
         ValueError: there is a column already that the trainer would take for the label.
     """
     sets = data if isinstance(data, Mapping) else {"": data}
-    first, seen, made = 0, ({}, {}), {}
+    first, made = 0, {}
+    seen: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
     for name, each in sets.items():
         taken = [column for column in LABELS if column in each.column_names]
         if taken:
             raise ValueError(f"column {taken[0]!r} would be taken for the label; remove or rename it")
-        rows = [
-            _rows_of(each, column, first, known) for column, known in zip((anchors, positives), seen, strict=True)
-        ]
+        rows = [_rows_of(each, column, first, known) for column, known in zip((anchors, positives), seen, strict=True)]
         labels = rows[0] if positives is None else [list(pair) for pair in zip(*rows, strict=True)]
         made[name] = each.add_column("label", labels)
         first += len(each)
-    return type(data)(made) if isinstance(data, Mapping) else made[""]
+    make: Any = type(data)  # a DatasetDict stays one
+    return make(made) if isinstance(data, Mapping) else made[""]
 
 
 def _rows_of(data: Any, column: str | None, first: int, known: dict[Any, int]) -> list[int]:

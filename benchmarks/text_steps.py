@@ -1,0 +1,110 @@
+"""A training step of sentence-transformers with its own loss and with ours, in turns, in one process.
+
+    python -m benchmarks.text_steps
+
+A step is forward and backward of the loss, AdamW, and for an estimator its commit.  The models: the study's small one,
+and one of the size of all-MiniLM-L6 (6 layers of width 384), with new weights.  Texts are the standard library's
+docstrings.  Losses take turns within every round, in an order drawn anew; a ratio is that of two neighbours in time.
+Prints and writes ``results/text_steps.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.machine import timed
+from benchmarks.saved import save
+from benchmarks.studies.text import estimator
+from benchmarks.studies.text_arms import LOSSES
+from recipes.report import environment, heading, quartiles, spread, table
+from recipes.text import load, small_model, tokenizer_of
+
+MODELS = {"1 x 64": {"width": 64, "layers": 1}, "6 x 384": {"width": 384, "layers": 6}}
+OURS = [name for name in LOSSES if "MNRL" not in name]
+
+
+def stepper(loss: torch.nn.Module, features: list[dict[str, Any]], labels: torch.Tensor) -> Callable[[], None]:
+    """One training step on a batch."""
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-4)
+    for module in getattr(loss, "estimators", ()):
+        module.est.attach(optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss([dict(each) for each in features], labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(kind: str, batch: int, rounds: int, cached: bool) -> dict[str, list[float]]:
+    """Milliseconds of every step by loss, in the same rounds."""
+    from sentence_transformers.sentence_transformer import losses
+
+    from compopt.integrations.sentence_transformers import CachedEstimatorLoss, EstimatorLoss
+
+    pairs = load()
+    tokenizer = tokenizer_of([*pairs.queries, *pairs.documents], length=24)
+    torch.manual_seed(0)
+    n, at = len(pairs.train), pairs.train[:batch]
+    theirs = losses.CachedMultipleNegativesRankingLoss if cached else losses.MultipleNegativesRankingLoss
+    ours = CachedEstimatorLoss if cached else EstimatorLoss
+    steppers = {}
+    for name in ("MNRL", *OURS):
+        model = small_model(tokenizer, **MODELS[kind])
+        features = [model.preprocess([column[i] for i in at]) for column in (pairs.queries, pairs.documents)]
+        options = {"scale": 20.0, **LOSSES[name]}
+        loss = theirs(model) if name == "MNRL" else ours(model, estimator(name, n, options))
+        steppers[name] = stepper(loss, features, torch.arange(batch))
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    order = list(steppers)
+    for turn in range(rounds + 2):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            seconds = timed(steppers[name])
+            if turn >= 2:  # the first ones allocate
+                times[name].append(1000 * seconds)
+    return times
+
+
+def ratios(times: dict[str, list[float]], name: str) -> list[float]:
+    return [ours / theirs for ours, theirs in zip(times[name], times["MNRL"], strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each row of the table (default 20)")
+    args = parser.parse_args(argv)
+    env = environment()
+    body, results = [], {}
+    for kind in args.models:
+        for batch in args.batch_sizes:
+            for cached in (False, True):
+                trial = measure(kind, batch, 2, cached)
+                rounds = max(5, int(1000 * args.seconds / sum(min(each) for each in trial.values())))
+                times = measure(kind, batch, rounds, cached)
+                results[f"{kind}, {batch}, {'cached' if cached else 'plain'}"] = times
+                cells = [spread(quartiles(ratios(times, name)), 3) for name in OURS]
+                what = ["MNRL", "Cached MNRL"][cached]
+                body.append([kind, str(batch), what, f"{statistics.median(times['MNRL']):.1f}", *cells, str(rounds)])
+                print(*body[-1], flush=True)
+    head = ["layers x width", "batch", "theirs", "ms", *OURS, "rounds"]
+    lines = [
+        *heading("A step of sentence-transformers: ours over theirs", env),
+        "Milliseconds of a step with their loss; for ours, the ratio to it within a round: median and quartiles.",
+        "",
+        table(head, body),
+    ]
+    save("text_steps", "\n".join(lines), env, results, indent=None)
+
+
+if __name__ == "__main__":
+    main()
