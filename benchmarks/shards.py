@@ -3,13 +3,15 @@
     .venv-clip/bin/python -m benchmarks.shards              # `make test-clip` makes this environment; writes results/
     .venv/bin/python -m benchmarks.shards --quick           # a short look, printed; without open_clip no training steps
 
-Variants are measured in turns, in another order each round, so that a busy moment meets all of them.
+Variants are measured in turns, in another order each round, so that a busy moment meets all of them; readers in turns
+of 100 samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import random
 import tempfile
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import webdataset as wds
 
@@ -31,6 +34,7 @@ from recipes.report import environment, heading, quartiles, table
 
 MODEL = Path("recipes/clip/tiny.json")
 BATCH = 64
+TURN = 100
 ESTIMATORS: dict[str, Callable[[int], compopt.ContrastiveEstimator]] = {
     "InfoNCE": lambda n: compopt.InfoNCEEstimator(),
     "DCL": lambda n: compopt.DCLEstimator(),
@@ -79,15 +83,36 @@ def pipelines(folder: Path, decode: bool) -> dict[str, Callable[[], Iterator[Any
 
 
 def rates(folder: Path, samples: int, rounds: int, decode: bool) -> dict[str, list[float]]:
-    """Samples per second of CPU time, in each round."""
+    """Microseconds of CPU time per sample, in each round; the readers take turns of ``TURN`` samples."""
+    made, shuffle = pipelines(folder, decode), random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in made}
+    turns = (samples - BATCH) // TURN  # a last batch that is not full is left out
+    for number in range(rounds + 1):
+        open_now = {name: make() for name, make in made.items()}
+        spent = dict.fromkeys(made, 0.0)
+        for _ in range(turns):
+            for name in shuffle.sample(list(made), len(made)):
+                started = time.process_time()
+                taken = sum(1 for _ in islice(open_now[name], TURN))
+                spent[name] += time.process_time() - started
+                assert taken == TURN, "the shards have fewer samples than were to be read"
+        for name, seconds in spent.items():
+            if number:  # the first round opens files for the first time
+                found[name].append(1e6 * seconds / (turns * TURN))
+    return found
 
-    def run(make: Callable[[], Iterator[Any]]) -> float:
-        started = time.process_time()
-        count = sum(1 for _ in islice(make(), samples))
-        return count / (time.process_time() - started)
 
-    made = pipelines(folder, decode)
-    return in_turns({name: lambda make=make: run(make) for name, make in made.items()}, rounds)
+def photographs(folder: Path, samples: int, pixels: int = 256) -> None:
+    """A shard of JPEG files as large as img2dataset writes them by default: smooth noise, some 20 kB each."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    with wds.TarWriter(str(folder / "00000.tar")) as writer:
+        for number in range(samples):
+            coarse = Image.fromarray(generator.integers(0, 256, (pixels // 8, pixels // 8, 3), dtype=np.uint8))
+            kept = io.BytesIO()
+            coarse.resize((pixels, pixels), Image.Resampling.BICUBIC).save(kept, "jpeg", quality=95)
+            writer.write({"__key__": f"{number:09d}", "jpg": kept.getvalue(), "txt": f"picture {number}"})
 
 
 # -- a step --------------------------------------------------------------------------------------------------------
@@ -177,12 +202,18 @@ def main() -> None:
         train = Path(folder) / "train"
         results["read"] = rates(train, options.samples, options.rounds, decode=False)
         results["read and decoded"] = rates(train, options.samples, options.rounds, decode=True)
+        jpeg = Path(folder) / "jpeg"
+        jpeg.mkdir()
+        photographs(jpeg, options.samples // 4)
+        results["of 256 x 256 pixels (JPEG), read and decoded"] = rates(
+            jpeg, options.samples // 4, options.rounds, decode=True
+        )
     if importlib.util.find_spec("open_clip") is not None:
         results["step"] = steps(100_000, options.steps)
     text = [*heading("Shards", env), f"Glyphs of 32 x 32 pixels, {options.samples:,} samples in shards of 1,000.", ""]
-    for name in ("read", "read and decoded"):
-        text += [f"## Samples {name} per second of CPU time, one process", ""]
-        text += [compared(results[name], "samples/s", 0), ""]
+    for name in (name for name in results if "read" in name):
+        text += [f"## A sample {name}, one process", ""]
+        text += [compared(results[name], "µs of CPU time", 2), ""]
     if "step" in results:
         text += [f"## A training step of {MODEL.name}, batch {BATCH}, AdamW, one thread", ""]
         text += [compared(results["step"], "ms", 1), ""]
