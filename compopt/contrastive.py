@@ -34,7 +34,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.batch import Batch
-from compopt.checks.context import refuse_tangent, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
 from compopt.checks.inputs import (
     check_extra,
     check_features,
@@ -184,6 +184,7 @@ class ContrastiveEstimator(Estimator):
 
     # -- the call ----------------------------------------------------------------------------------------------
 
+    @outside_of_graphs
     def __call__(
         self,
         z1: Tensor,
@@ -254,6 +255,7 @@ class ContrastiveEstimator(Estimator):
         self._async_checks.watch_features(value, *(z.unit for z in own), *encoded)
         return with_gradients(batch.nan_if_bad(value), gradients)
 
+    @outside_of_graphs
     def feature_gradients(
         self,
         z1: Tensor,

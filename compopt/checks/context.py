@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +16,27 @@ from torch.autograd import forward_ad
 CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 # Those from which the engine is started, and by it the hooks.
 ENGINE = ("torch.autograd", "torch.autograd.graph")
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def outside_of_graphs(function: F) -> F:
+    """A method that ``torch.compile`` does not look into: it reads and writes rows, and talks to other ranks.
+
+    ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch; here it is asked for once
+    somebody else has imported it.
+    """
+    disabled: list[Callable[..., object]] = []
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return cast(F, called)
 
 
 def refuse_transforms() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs
 from compopt.estimator.attach import Attachments
 from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
@@ -59,11 +60,13 @@ class Commits(Hooks):
         self._pending += 1
         self._forgotten.pending(self._pending, self._attachments)
 
+    @outside_of_graphs
     def step(self) -> None:
         """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
         self.stand_alone()
         self._commit(None)
 
+    @outside_of_graphs
     def _commit(self, found_inf: Tensor | None) -> None:
         self._drop_skipped()
         self._forgotten.updated(list(self.parameters()))
@@ -83,6 +86,7 @@ class Commits(Hooks):
             self.t += 1
         self._run("step_post", (), {})
 
+    @outside_of_graphs
     def discard(self) -> None:
         """Forget everything pending: call it when an update was skipped."""
         with self._state.writing():

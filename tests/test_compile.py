@@ -1,0 +1,105 @@
+"""``torch.compile`` around an estimator and beside it: the same results, and nothing compiled anew at each step."""
+
+import pytest
+import torch
+
+import compopt
+from tests.training import N, Encoders, micro_batches, rows, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:Dynamo does not know")]
+
+STEPS, WARM = 5, 2
+BACKENDS = ("eager", "aot_eager")
+
+
+class Owner(torch.nn.Module):
+    """Encoders whose loss is a part of them."""
+
+    def __init__(self, encoders, est):
+        super().__init__()
+        self.encoders, self.loss = encoders, compopt.as_module(est)
+
+    def forward(self, x1, x2, index):
+        return self.loss(*self.encoders(x1, x2), index)
+
+
+ESTIMATORS = {
+    "SogCLR": lambda **options: compopt.SogCLREstimator(N, gamma=0.8, tau=0.2, **options),
+    "iSogCLR": lambda **options: compopt.ISogCLREstimator(N, rho=0.5, **options),
+    "InfoNCE, learned tau": lambda **options: compopt.InfoNCEEstimator(tau=0.2, learn_tau=True),
+    "EMC2": lambda **options: compopt.EMC2Estimator(N, tau=0.2, **options),
+    "NeuCLIP": lambda **options: compopt.NeuCLIPEstimator(6, prototypes=6, updates=2, **options),
+}
+# What is compiled -> a function of the batch that gives the loss
+PLACES = {
+    "beside": lambda model, est, make: lambda x1, x2, index, model=make(model): est(*model(x1, x2), index),
+    "around": lambda model, est, make: make(lambda x1, x2, index: est(*model(x1, x2), index)),
+    "inside": lambda model, est, make: make(Owner(model, est)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def train(kind, place, make, whole=False):
+    """A few steps; after the first ones a recompilation is an error. -> losses, weights, rows"""
+    torch.manual_seed(0)
+    model, est = Encoders(), ESTIMATORS[kind](**({} if "learned" in kind else {"dtype": torch.float64}))
+    kind_of = torch.optim.SGD if whole else torch.optim.AdamW  # compiled, AdamW has its scalars in float32
+    optimizer = kind_of([*model.parameters(), *est.parameters()], lr=1e-2)
+    est.attach(optimizer)
+    loss_of = PLACES[place](model, est, (lambda each: each) if whole else make)
+
+    def step(*batch):
+        loss = loss_of(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = make(step) if whole else step
+    losses = []
+    for number, batch in enumerate(micro_batches(STEPS)):
+        with torch._dynamo.config.patch(error_on_recompile=number >= WARM):
+            losses.append(step(*batch))
+    assert est.t == (STEPS if est.n else 0)
+    return torch.stack(losses), weights(model), rows(est) if est.n else torch.zeros(1)
+
+
+def compiled(backend):
+    return lambda function: torch.compile(function, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_same_results_without_recompilation(kind, place, backend):
+    expected = train(kind, place, lambda function: function)
+    torch.testing.assert_close(train(kind, place, compiled(backend)), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_step(backend):
+    expected = train("iSogCLR", "around", lambda function: function, whole=True)
+    found = train("iSogCLR", "around", compiled(backend), whole=True)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_cache(backend):
+    """``feature_gradients`` in a compiled function."""
+    results = []
+    for make in (lambda function: function, compiled(backend)):
+        torch.manual_seed(0)
+        model, est = Encoders(), ESTIMATORS["SogCLR"](dtype=torch.float64)
+        gradients = make(lambda z1, z2, index, est=est: est.feature_gradients(z1 * 1, z2 * 1, index))
+        for number, (x1, x2, index) in enumerate(micro_batches(STEPS)):
+            with torch._dynamo.config.patch(error_on_recompile=number >= WARM):
+                found = gradients(*(z.detach() for z in model(x1, x2)), index)
+            est.step()
+        results.append(found)
+    torch.testing.assert_close(*results)
