@@ -111,7 +111,7 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     the kernels of optimizers mix no sharded and whole parameters. *DeepSpeed* takes no scalar parameters in a model: an
     estimator with a learned temperature stays outside of it.
 
-    *torch.compile* compiles what is before and after; the call itself breaks the graph.
+    *torch.compile* compiles what is before and after; the call itself is left out of the graph.
 
     Args:
         est: the estimator; it may be in use already.
