@@ -26,6 +26,7 @@ from recipes.report import environment, heading, quartiles, spread, table
 from recipes.text import load, small_model, tokenizer_of
 
 MODELS = {"1 x 64": {"width": 64, "layers": 1}, "6 x 384": {"width": 384, "layers": 6}}
+BATCHES = {"1 x 64": (16, 64, 256), "6 x 384": (16, 64)}
 OURS = [name for name in LOSSES if "MNRL" not in name]
 
 
@@ -79,14 +80,13 @@ def ratios(times: dict[str, list[float]], name: str) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row of the table (default 20)")
     args = parser.parse_args(argv)
     env = environment()
     body, results = [], {}
     for kind in args.models:
-        for batch in args.batch_sizes:
+        for batch in BATCHES[kind]:
             for cached in (False, True):
                 trial = measure(kind, batch, 2, cached)
                 rounds = max(5, int(1000 * args.seconds / sum(min(each) for each in trial.values())))
