@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import compopt
-from tests.training import N, Encoders, micro_batches, rows, weights
+from tests.training import Encoders, N, micro_batches, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:Dynamo does not know")]
 
@@ -30,9 +30,16 @@ ESTIMATORS = {
     "EMC2": lambda **options: compopt.EMC2Estimator(N, tau=0.2, **options),
     "NeuCLIP": lambda **options: compopt.NeuCLIPEstimator(6, prototypes=6, updates=2, **options),
 }
+
+
+def beside(model, est, make):
+    model = make(model)
+    return lambda x1, x2, index: est(*model(x1, x2), index)
+
+
 # What is compiled -> a function of the batch that gives the loss
 PLACES = {
-    "beside": lambda model, est, make: lambda x1, x2, index, model=make(model): est(*model(x1, x2), index),
+    "beside": beside,
     "around": lambda model, est, make: make(lambda x1, x2, index: est(*model(x1, x2), index)),
     "inside": lambda model, est, make: make(Owner(model, est)),
 }
