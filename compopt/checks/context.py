@@ -23,8 +23,8 @@ F = TypeVar("F", bound=Callable[..., object])
 def outside_of_graphs(function: F) -> F:
     """A method that ``torch.compile`` does not look into: it reads and writes rows, and talks to other ranks.
 
-    ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch; here it is asked for once
-    somebody else has imported it.
+    ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch; it is asked for only
+    when somebody else has imported it.
     """
     disabled: list[Callable[..., object]] = []
 
