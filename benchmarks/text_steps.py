@@ -61,7 +61,7 @@ def measure(kind: str, batch: int, rounds: int, cached: bool) -> dict[str, list[
         model = small_model(tokenizer, **MODELS[kind])
         features = [model.preprocess([column[i] for i in at]) for column in (pairs.queries, pairs.documents)]
         options = {"scale": 20.0, **LOSSES[name]}
-        loss = theirs(model) if name == "MNRL" else ours(model, estimator(name, n, options))
+        loss = theirs(model) if name == "MNRL" else ours(model, estimator(name, n, MODELS[kind]["width"], options))
         steppers[name] = stepper(loss, features, torch.arange(batch))
     times: dict[str, list[float]] = {name: [] for name in steppers}
     order = list(steppers)

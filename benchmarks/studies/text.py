@@ -17,7 +17,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,19 @@ from recipes.report import environment, machine
 from recipes.text import TextPairs, load, small_model, tokenizer_of
 
 
-def estimator(loss: str, n: int, options: dict[str, Any]) -> compopt.ContrastiveEstimator:
-    """Anchors in one direction, as their loss has it."""
-    tau = {"tau_init" if loss == "iSogCLR" else "tau": 1 / options["scale"]}
-    further = {name: options[name] for name in LOSSES[loss]}
-    make = getattr(compopt, f"{loss}Estimator")
-    return make(directions="forward", **({"n": n} if "SogCLR" in loss else {}), **tau, **further)
+ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
+    "DCL": lambda n, dim, tau: compopt.DCLEstimator(tau=tau, directions="forward"),
+    "SogCLR": lambda n, dim, tau, **options: compopt.SogCLREstimator(n, tau=tau, directions="forward", **options),
+    "iSogCLR": lambda n, dim, tau, **options: compopt.ISogCLREstimator(
+        n, tau_init=tau, directions="forward", **options
+    ),
+    "Residual": lambda n, dim, tau: compopt.ResidualEstimator(dim, tau=tau, directions="forward"),
+}
+
+
+def estimator(loss: str, n: int, dim: int, options: dict[str, Any]) -> compopt.ContrastiveEstimator:
+    """Anchors in one direction, as their loss has it; ``scale`` is the reciprocal of the temperature."""
+    return ESTIMATORS[loss](n, dim, 1 / options["scale"], **{name: options[name] for name in LOSSES[loss]})
 
 
 def loss_of(arm: TextArm, model: Any, n: int, options: dict[str, Any]) -> torch.nn.Module:
@@ -52,7 +59,7 @@ def loss_of(arm: TextArm, model: Any, n: int, options: dict[str, Any]) -> torch.
         return losses.MultipleNegativesRankingLoss(model, scale=options["scale"])
     if arm.loss == "Cached MNRL":
         return losses.CachedMultipleNegativesRankingLoss(model, scale=options["scale"], mini_batch_size=64)
-    return EstimatorLoss(model, estimator(arm.loss, n, options))
+    return EstimatorLoss(model, estimator(arm.loss, n, model.get_embedding_dimension(), options))
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
