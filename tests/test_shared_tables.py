@@ -89,6 +89,44 @@ def test_a_shared_file_is_at_rest_when_it_is_saved_loaded_and_grown(tmp_path):
         assert losses[0::2] == losses[1::2]
 
 
+def growing_badly(group, folder, offload, shard, done):
+    """Rank 1 has no room for more rows; afterwards nobody has them, and the run goes on, saves and loads."""
+    kind = {"offload": offload, "shard": shard, "process_group": group}
+    est = compopt.SogCLREstimator(N, **kind, **({"offload_dir": f"{folder}/table"} if offload == "disk" else {}))
+    twin = compopt.SogCLREstimator(N, process_group=group)
+    train(est, group, 2), train(twin, group, 2)
+    store = est._table.store
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank(group) == 1:
+            grow = store.grow
+
+            def fail(n):
+                if done:
+                    grow(n)
+                raise MemoryError("no room")
+
+            monkeypatch.setattr(store, "grow", fail)
+        with pytest.raises((MemoryError, RuntimeError), match="no room"):
+            est.add_sample_group({"n": 5})
+    assert est.n == N and store.n == est._table._local_count(N)
+    losses = train(est, group, 2, seed=1), train(twin, group, 2, seed=1)
+    compopt.save(est, f"{folder}/c")
+    loaded = compopt.SogCLREstimator(N, process_group=group)
+    compopt.load(loaded, f"{folder}/c")
+    assert_same_bits(snapshot(loaded, N), snapshot(twin, N))
+    for each in (est, twin):
+        each.add_sample_group({"n": 5})
+    assert_same_bits(snapshot(est, N + 5), snapshot(twin, N + 5))
+    return losses
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(("offload", "shard"), [(None, True), ("cpu", True), ("disk", True), ("disk", False)])
+def test_rows_that_one_rank_cannot_append_are_appended_by_none(offload, shard, done, tmp_path):
+    for one, other in on_two(growing_badly, str(tmp_path), offload, shard, done):
+        assert one == other
+
+
 def failing_writer(group, folder, shard):
     """The disk of rank 0 fails; every rank learns it at its next call."""
     est = shared(group, folder, shard)

@@ -33,7 +33,6 @@ from recipes import cache
 from recipes.report import environment, machine
 from recipes.text import TextPairs, load, small_model, tokenizer_of
 
-
 ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
     "DCL": lambda n, dim, tau: compopt.DCLEstimator(tau=tau, directions="forward"),
     "SogCLR": lambda n, dim, tau, **options: compopt.SogCLREstimator(n, tau=tau, directions="forward", **options),

@@ -42,6 +42,10 @@ class RowStore(ABC):
     def grow(self, n: int) -> None:
         """Append zero rows until there are ``n``."""
 
+    @abstractmethod
+    def shrink(self, n: int) -> None:
+        """Take back what :meth:`grow` appended, whether it succeeded here or not."""
+
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""
         del device

@@ -49,6 +49,10 @@ class Changes:
         more = chunk_count(n, self.chunk_rows) - len(self._last)
         self._last = torch.cat([self._last, self._last.new_zeros(more)])
 
+    def shrink(self, n: int) -> None:
+        """The inverse."""
+        self._last = self._last[: chunk_count(n, self.chunk_rows)]
+
     def to(self, device: torch.device) -> None:
         """Follow the rows."""
         self._last = self._last.to(device)

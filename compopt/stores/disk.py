@@ -266,6 +266,15 @@ class DiskStore(TensorStore):
         self._close_fd()
         self._map()
 
+    def shrink(self, n: int) -> None:
+        self.n = n
+        if self.writer:
+            os.truncate(self.path(), self._bytes(n))
+            self._describe(tablefile.read_json(self.path("json"))["state"])
+        self.changes.shrink(n)
+        self._close_fd()
+        self._map()
+
     def close(self) -> None:
         """Unmap the file, which stays."""
         self._table = torch.empty(self._shape(0), dtype=torch.complex128, device="cpu")

@@ -102,6 +102,12 @@ class MemoryStore(TensorStore):
         self._table, self.n = table, n
         self.changes.grow(n)
 
+    def shrink(self, n: int) -> None:
+        if len(self._table) > n:
+            self._table = self._table[:n]  # no copy, for which there may be no memory
+        self.n = n
+        self.changes.shrink(n)
+
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         if self.changes.since(0).any():

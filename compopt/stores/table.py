@@ -128,8 +128,13 @@ class RowTable:
         """Append rows up to ``n``; all ranks or none. Collective."""
         local = self._local_count(n)
         with self.at_rest() as store:
-            self._ranks.agree(lambda: store.grow(local) if self.rows.writes else None)
-            self._ranks.agree(lambda: None if self.rows.writes else store.grow(local))  # readers follow their writer
+            before = store.n
+            try:
+                self._ranks.agree(lambda: store.grow(local) if self.rows.writes else None)
+                self._ranks.agree(lambda: None if self.rows.writes else store.grow(local))  # readers after their writer
+            except BaseException:
+                store.shrink(before)
+                raise
         self.n = n
 
     # -- reading -----------------------------------------------------------------------------------------------
