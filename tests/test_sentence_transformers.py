@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import same, spoil
 from tests.training import weights
@@ -45,11 +44,11 @@ def quiet():
     transformers.logging.disable_progress_bar()
 
 
-def encoder():
+def encoder(layers=1):
     from recipes.text import small_model, tokenizer_of
 
     torch.manual_seed(0)
-    return small_model(tokenizer_of(WORDS * 2, words=64, length=16), width=32, layers=1)
+    return small_model(tokenizer_of(WORDS * 2, words=64, length=16), width=32, layers=layers)
 
 
 def estimator(n=N, **options):
@@ -214,14 +213,37 @@ def test_two_ranks(tmp_path, shard):
         assert commits == UPDATES and same(found, expected) and same(again, found)
 
 
-def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(forgotten, "PATIENCE", 6)
-    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+@pytest.mark.parametrize("callback", [False, True])
+@pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
+def test_a_loss_that_nobody_commits_is_told(tmp_path, callback, kind):
+    """After three updates; accumulation is none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(tmp_path, callback=False, save_strategy="no")
-    said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-    assert len(said) == 1 and "EstimatorCallback" in said[0]
+        train(tmp_path, kind=kind, callback=callback, save_strategy="no", num_train_epochs=3)
+    said = [str(each.message) for each in caught if "nobody commits" in str(each.message)]
+    assert len(said) == (0 if callback else 1) and all("add_callback(EstimatorCallback" in each for each in said)
+
+
+def test_two_estimators_in_one_folder_are_refused(tmp_path):
+    tau = {32: estimator(), 16: estimator()}
+    with trainer(tmp_path, lambda model: losses().EstimatorLoss(model, tau), data(), callback=False) as made:
+        for est in tau.values():
+            made.add_callback(losses().EstimatorCallback(est, made))
+        with pytest.raises(ValueError, match="name='compopt-2'"):
+            made.train()
+
+
+def test_a_last_batch_of_one_sample_is_refused_before_training(tmp_path):
+    est = estimator(33)
+    for options in ({"dataloader_drop_last": False}, {"dataloader_drop_last": True}):
+        with trainer(
+            tmp_path, lambda model: losses().EstimatorLoss(model, est), losses().add_index(data(n=33)), **options
+        ) as made:
+            if options["dataloader_drop_last"]:
+                made.train()
+            else:
+                with pytest.raises(ValueError, match="33 samples leave one.*dataloader_drop_last=True"):
+                    made.train()
 
 
 @pytest.mark.slow
@@ -289,15 +311,17 @@ def test_the_cache_scales_the_gradient_of_a_learned_temperature(accumulated):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("labels", [1, 2, 3])
+@pytest.mark.parametrize("labels", [1, 2, 4])
 def test_labels_become_rows(labels):
-    index = torch.randperm(N)[:BATCH]
-    column = torch.stack([index, index // 2 * 2, index.flip(0) // 2 * 2][:labels], 1)
+    index, columns = torch.randperm(N)[:BATCH], [texts(column) for column in range(4)]
+    column = torch.stack([index, index // 2 * 2, index.flip(0) // 2 * 2, index.roll(1) // 2 * 2][:labels], 1)
     est, model = estimator(), encoder()
-    value = losses().EstimatorLoss(model, est)(embed(model, [texts(c) for c in range(3)], range(BATCH)), column)
-    z1, z2, extra = (model(each)["sentence_embedding"] for each in embed(model, [texts(c) for c in range(3)], range(8)))
-    given = dict(zip(("index", "index2", "extra_index"), column.unbind(1), strict=False))
-    assert torch.equal(value, estimator()(z1, z2, extra=extra, **given))
+    value = losses().EstimatorLoss(model, est)(embed(model, columns, range(BATCH)), column)
+    z1, z2, *extra = (model(each)["sentence_embedding"] for each in embed(model, columns, range(BATCH)))
+    given = dict(zip(("index", "index2"), column.unbind(1), strict=False))
+    if labels == 4:
+        given["extra_index"] = torch.cat(column.unbind(1)[2:])
+    torch.testing.assert_close(value, estimator()(z1, z2, extra=torch.cat(extra), **given))
 
 
 @pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
@@ -318,6 +342,34 @@ def test_matryoshka(kind, weight):
     assert all(est.pending == 1 for est in tau.values())
 
 
+@pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
+def test_matryoshka_weights_reach_a_learned_temperature(kind):
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+
+    def learned():
+        return compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, directions="forward")
+
+    model, est = encoder(), {32: learned(), 16: learned()}
+    call(MatryoshkaLoss(model, getattr(losses(), kind)(model, est), [32, 16], [1.0, 0.25]), 2, None)
+    for dimension, weight in ((32, 1.0), (16, 0.25)):
+        twin, alone = encoder(), learned()
+        z1, z2 = (twin(each)["sentence_embedding"] for each in embed(twin, (texts(0), texts(1)), range(BATCH)))
+        (weight * alone(z1[:, :dimension], z2[:, :dimension])).backward()
+        (found,), (expected,) = est[dimension].parameters(), alone.parameters()
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_layers_do_not_share_rows():
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+
+    model = encoder(layers=2)
+    labels = torch.arange(BATCH)
+    with pytest.raises(ValueError, match="layers would share rows"):
+        call(AdaptiveLayerLoss(model, losses().EstimatorLoss(model, estimator())), 2, labels)
+    stateless = losses().EstimatorLoss(model, compopt.DCLEstimator(tau=0.1, directions="forward"))
+    call(AdaptiveLayerLoss(model, stateless), 2, labels)
+
+
 def test_matryoshka_wants_an_estimator_for_each_dimension():
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
@@ -329,15 +381,17 @@ def test_matryoshka_wants_an_estimator_for_each_dimension():
     call(MatryoshkaLoss(model, stateless, [32, 16]), 2, None)
 
 
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
-def test_evaluation_has_a_loss_of_its_own(kind):
+def test_evaluation_has_a_loss_of_its_own(kind, both):
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    model, est = encoder(), estimator()
+    model, est = encoder(), compopt.SogCLREstimator(N, directions="both" if both else "forward")
     tokens = embed(model, [texts(column) for column in range(3)], range(BATCH))
+    options = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"} if both else {}
     with torch.no_grad():
         found = getattr(losses(), kind)(model, est, eval_scale=10.0)(tokens, torch.full((BATCH,), 10**6))
-        expected = MultipleNegativesRankingLoss(model, scale=10.0)(tokens, None)
+        expected = MultipleNegativesRankingLoss(model, scale=10.0, **options)(tokens, None)
     assert est.pending == 0 and torch.allclose(found, expected)
 
 
@@ -352,6 +406,31 @@ def test_it_moves_and_is_copied():
     assert learned.dtype == torch.float32  # half() and double() are for encoders
     other = copy.deepcopy(loss)
     assert other.estimators[0].est is not loss.estimators[0].est
+
+
+def test_rows_are_no_part_of_its_state():
+    """The trainer saves the model alone; the callback saves rows."""
+    state = losses().EstimatorLoss(encoder(), estimator()).state_dict()
+    assert all(name.startswith("model.") for name in state)
+
+
+def test_mini_batches_by_tokens():
+    results = []
+    for options in ({"mini_batch_size": BATCH}, {"mini_batch_num_tokens": 40}):
+        loss, sizes = losses().CachedEstimatorLoss(encoder(), estimator(), **options), []
+        loss.model.register_forward_pre_hook(lambda model, args, sizes=sizes: sizes.append(len(args[0]["input_ids"])))
+        results.append((call(loss, 2, torch.arange(BATCH)), sizes))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
+    assert set(results[0][1]) == {BATCH} and max(results[1][1]) < BATCH
+
+
+def test_static_embeddings_cannot_be_cached():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    static = StaticEmbedding(encoder().tokenizer.backend_tokenizer, embedding_dim=8)
+    with pytest.raises(ValueError, match="StaticEmbedding"):
+        losses().CachedEstimatorLoss(SentenceTransformer(modules=[static], device="cpu"), estimator())
 
 
 def test_the_model_card_names_the_estimator():
@@ -375,12 +454,57 @@ def test_add_index():
     sets = add_index(DatasetDict({"one": data(), "two": data()}), positives="positive")
     assert isinstance(sets, DatasetDict) and sets["two"]["label"] == [[N + at, at // 2 * 2] for at in range(N)]
     assert add_index({"one": data(), "two": data()}, anchors="anchor")["two"]["label"] == list(range(N))
-    with pytest.raises(ValueError, match="'score'"):
-        add_index(data().add_column("score", [0.0] * N))
+    same = data().map(lambda row: {"positive": row["anchor"]})
+    rows = [text.index(one) for text in [texts(0)] for one in text]
+    assert add_index(same, anchors="anchor", positives="positive")["label"] == [[row, row] for row in rows]
+    crossed = data().map(lambda row, at: {"positive": texts(0)[at - 1]}, with_indices=True)
+    labels = add_index(crossed, anchors="anchor", positives="positive")["label"]
+    assert labels == [[at, at] for at in range(N)], "an anchor that is a positive elsewhere has two rows"
+
+
+def test_add_index_knows_the_negatives_that_are_positives():
+    """Negatives that somebody's positive, in whichever data set, have its row."""
+    from datasets import Dataset, DatasetDict
+
+    one = Dataset.from_dict({"q": ["a", "b"], "p": ["x", "y"], "n1": ["y", "z"], "n2": ["x", "w"]})
+    two = Dataset.from_dict({"q": ["c"], "p": ["w"], "n1": ["x"], "n2": ["v"]})
+    made = losses().add_index(DatasetDict({"one": one, "two": two}), positives="p", negatives=["n1", "n2"])
+    assert made["one"]["label"] == [[0, 0, 1, 0], [1, 1, -1, 2]] and made["two"]["label"] == [[2, 2, 0, -1]]
+    est, model = estimator(3), encoder()
+    value = losses().EstimatorLoss(model, est)(
+        embed(model, [one[name] for name in one.column_names], range(2)), torch.tensor(made["one"]["label"])
+    )
+    z1, z2, *_ = (model(each)["sentence_embedding"] for each in embed(model, (one["q"], one["p"]), range(2)))
+    z, w = (model(each)["sentence_embedding"] for each in embed(model, (["z"], ["w"]), range(1)))
+    rest = {"extra_index": torch.tensor([1, -1, 0, 2]), "index2": torch.tensor([0, 1])}
+    assert torch.isfinite(value) and est.pending == 1
+    torch.testing.assert_close(
+        value, estimator(3)(z1, z2, torch.arange(2), extra=torch.cat([z2[1:], z, z2[:1], w]), **rest)
+    )
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "score", "scores"])
+def test_add_index_refuses_what_would_be_taken_for_the_label(name):
+    with pytest.raises(ValueError, match=f"'{name}'"):
+        losses().add_index(data().add_column(name, [0.0] * N))
+
+
+def test_add_index_refuses_what_it_cannot_count():
+    from datasets import Dataset
+
+    add_index = losses().add_index
+    with pytest.raises(TypeError, match="IterableDataset has no length"):
+        add_index(data().to_iterable_dataset())
+    with pytest.raises(ValueError, match="positives=, which is None"):
+        add_index(data(3), negatives="negative")
+    for bad in ([["a"], ["b"]], [1, 2], ["a", None]):
+        with pytest.raises(TypeError, match="'positive' holds"):
+            add_index(Dataset.from_dict({"anchor": ["a", "b"], "positive": bad}), positives="positive")
 
 
 BAD_LABELS = {
     "none": (None, ValueError, "no label column that says whose.*add_index"),
+    "bools": (torch.arange(BATCH) > 3, TypeError, "integers, got torch.bool"),
     "floats": (torch.rand(BATCH), TypeError, "integers, got torch.float32"),
     "too many": (torch.zeros(BATCH, 4, dtype=torch.long), ValueError, "4 labels per sample and 3 columns"),
     "beyond n": (torch.arange(BATCH) + N, IndexError, f"outside n={N}"),
@@ -404,6 +528,7 @@ def test_classes_are_told_from_rows_once():
         warnings.simplefilter("error")
         call(loss, 2, classes)
         call(losses().EstimatorLoss(encoder(), estimator()), 2, torch.arange(BATCH))
+        call(losses().EstimatorLoss(encoder(), estimator()), 2, torch.arange(BATCH) // 2)  # two positives each
 
 
 def test_bad_arguments():
@@ -411,6 +536,8 @@ def test_bad_arguments():
         losses().EstimatorLoss(encoder(), torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="two columns"):
         call(losses().EstimatorLoss(encoder(), estimator()), 1, torch.arange(BATCH))
+    with pytest.raises(ValueError, match="empty mapping"):
+        losses().EstimatorLoss(encoder(), {})
     with pytest.raises(ValueError, match="mini_batch_size"):
         losses().CachedEstimatorLoss(encoder(), estimator(), mini_batch_size=0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class EstimatorCallback(TrainerCallback):
 
     Raises:
         ValueError: when training begins: ``dataloader_drop_last=False`` on several ranks, an estimator that was built
-            too early, a hyper-parameter search (its trials would share one estimator).
+            too early, a hyper-parameter search (its trials would share one estimator), two estimators under one
+            ``name``, a last batch of a single sample.
         FileNotFoundError: the checkpoint to resume from has no rows, or it was not found.
 
     Example::
@@ -67,6 +69,8 @@ class EstimatorCallback(TrainerCallback):
             raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
         refuse_ranks(self.est, args.world_size, "after TrainingArguments(...)")
         refuse_last_batch(args.world_size, args.dataloader_drop_last, "TrainingArguments(dataloader_drop_last=True)")
+        self._refuse_twins()
+        self._refuse_lonely_sample(args)
         self.est.discard()  # of an attempt that ran out of memory
         accelerate.attach(self.est, self.trainer.optimizer, self.trainer.accelerator)
         if state.global_step:
@@ -80,6 +84,25 @@ class EstimatorCallback(TrainerCallback):
         """The Trainer has loaded the best model: its rows too."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint))
+
+    def _refuse_twins(self) -> None:
+        """Another estimator's callback with the same folder: the later would overwrite the earlier."""
+        others = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EstimatorCallback)]
+        if any(each.name == self.name and each.est is not self.est for each in others):
+            raise ValueError(
+                f"two estimators would keep their rows in one folder; give each callback another, "
+                f"EstimatorCallback(est, trainer, name={self.name + '-2'!r})"
+            )
+
+    def _refuse_lonely_sample(self, args: Any) -> None:
+        """A last batch of one sample has no negatives, and would end the run where it comes."""
+        data = self.trainer.train_dataset
+        for each in data.values() if isinstance(data, Mapping) else [data]:
+            if not args.dataloader_drop_last and hasattr(each, "__len__") and len(each) % args.train_batch_size == 1:
+                raise ValueError(
+                    f"{len(each)} samples leave one for the last batch of {args.train_batch_size}, which would have no "
+                    f"negatives; set TrainingArguments(dataloader_drop_last=True)"
+                )
 
     def _resumed(self, args: Any, state: TrainerState) -> Path:
         """The checkpoint that the Trainer has resumed from."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_vector
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
@@ -184,6 +184,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
         positive = torch.linalg.vecdot(*features).unsqueeze(1)
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
+    @outside_of_graphs
     def update(self, log_g: Tensor, index: Tensor) -> Tensor:
         """Fold a batch of inner values into the rows and return the updated averages.
 

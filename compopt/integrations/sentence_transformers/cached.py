@@ -63,6 +63,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         loss = self._loss([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
+        weight = _weight(vars(self).get("calculate_loss"), reps[0][0].shape[1])
         leaves = [embedding for column in reps for embedding in column]
         learned = [p for p in self.estimators.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
@@ -70,8 +71,15 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
             leaf.grad = gradient
         for parameter, gradient in zip(learned, gradients[len(leaves) :], strict=True):
             if gradient is not None:  # another dimension's
-                self._owed.append((parameter, gradient))
+                self._owed.append((parameter, weight * gradient))
         return loss.detach()
+
+
+def _weight(decorator: Any, dimension: int) -> float:
+    """What ``MatryoshkaLoss``, which has decorated ``calculate_loss``, multiplies the loss by afterwards."""
+    if decorator is None:
+        return 1.0
+    return float(dict(zip(decorator.matryoshka_dims, decorator.matryoshka_weights, strict=True))[dimension])
 
 
 def _pay(owed: list[tuple[nn.Parameter, Tensor]], scale: Tensor) -> None:

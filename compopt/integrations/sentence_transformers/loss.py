@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.integrations.sentence_transformers.rows import LabelReader
 from compopt.module import as_module
 
+UNCOMMITTED = 3  # updates without a commit, until a warning
 _BOTH: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -41,7 +43,8 @@ class EstimatorLoss(nn.Module):
     Raises:
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         ValueError: no second column; no label column where there are rows; as many labels per sample as fit neither
-            pairs nor columns; a dimension without an estimator.
+            pairs nor columns; a dimension without an estimator; a loss around this one that calls it several times
+            with one batch (``AdaptiveLayerLoss``), where there are rows.
 
     Example::
 
@@ -62,12 +65,16 @@ class EstimatorLoss(nn.Module):
         self.eval_scale = eval_scale
         self._dimensions = list(est) if isinstance(est, Mapping) else None
         estimators = list(est.values()) if isinstance(est, Mapping) else [est]
+        if not estimators:
+            raise ValueError("est is an empty mapping; give it an estimator for each dimension")
         for each in estimators:
             if not isinstance(each, ContrastiveEstimator):
                 raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
         self.estimators = nn.ModuleList(as_module(each, state=False) for each in estimators)  # devices, parameters
         self._seen: int | None = None  # dimension of the embeddings
         self._read_labels = LabelReader()
+        self._batches: dict[int, Tensor | None] = {}  # labels that came last, by dimension
+        self._uncommitted = 0
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch of tokenised columns."""
@@ -82,6 +89,7 @@ class EstimatorLoss(nn.Module):
             theirs: Any = MultipleNegativesRankingLoss(cast(Any, self.model), scale=self.eval_scale, **both)
             return theirs.compute_loss_from_embeddings(embeddings, labels)
         est = self._estimator(z1.shape[1])
+        self._look_around(est, z1.shape[1], labels)
         needed = None if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
         rows = self._read_labels(labels, len(z1), len(embeddings), needed)
         given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
@@ -90,6 +98,26 @@ class EstimatorLoss(nn.Module):
             if len(rows) > 2:
                 given["extra_index"] = torch.cat(rows[2:])
         return est(z1, z2, **given)
+
+    def _look_around(self, est: ContrastiveEstimator, dimension: int, labels: Tensor | None) -> None:
+        """Refuse a second call with one batch; warn where updates pass and nobody commits."""
+        seen, self._batches[dimension] = self._batches.get(dimension), labels
+        if not est.pending or any(p.grad is not None for p in self.model.parameters()):
+            return
+        if labels is not None and labels is seen and est.n is not None:
+            raise ValueError(
+                "this loss is called twice with one batch, by AdaptiveLayerLoss or the like: layers would share rows; "
+                "take an estimator without rows"
+            )
+        if est._attachments.listening() is not None:
+            return
+        self._uncommitted += 1  # gradients went, deposits did not
+        if self._uncommitted == UNCOMMITTED:
+            warnings.warn(
+                f"{self._uncommitted} updates have passed, and nobody commits what {type(est).__name__} proposes: its "
+                f"rows stay as they were; trainer.add_callback(EstimatorCallback(est, trainer)) before train()",
+                stacklevel=5,
+            )
 
     @property
     def _all(self) -> list[ContrastiveEstimator]:
