@@ -24,8 +24,16 @@ def data_and_model(limit=None, wordnet=None):
     columns = {"anchor": pairs.queries, "positive": pairs.documents}
     train = Dataset.from_dict({name: [texts[at] for at in pairs.train] for name, texts in columns.items()})
     queries, documents = ({str(at): texts[at] for at in pairs.test} for texts in (pairs.queries, pairs.documents))
-    evaluator = InformationRetrievalEvaluator(queries, documents, {each: {each} for each in queries}, name="test")
+    evaluator = Retrieval(queries, documents, {each: {each} for each in queries}, name="test")
     return train, evaluator, text.small_model(text.tokenizer_of([*train["anchor"], *train["positive"]]))
+
+
+class Retrieval(InformationRetrievalEvaluator):
+    def __call__(self, model, output_path=None, epoch=-1, steps=-1):
+        found = super().__call__(model, output_path, epoch, steps)
+        if output_path is not None:  # process 0
+            print(f"epoch {epoch:.0f}: accuracy {100 * found['test_cosine_accuracy@1']:.1f} %")
+        return found
 
 
 def main(argv=None):
@@ -39,8 +47,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     settings = SentenceTransformerTrainingArguments(
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
-        learning_rate=2e-3, warmup_steps=0.1, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
-        dataloader_drop_last=True, report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        learning_rate=2e-3, lr_scheduler_type="constant", eval_strategy="epoch", save_strategy="epoch",
+        save_total_limit=2, dataloader_drop_last=True, report_to="none", disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     torch.manual_seed(0)
     train, evaluator, model = data_and_model(args.limit, args.wordnet)
@@ -51,10 +60,6 @@ def main(argv=None):
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(EstimatorCallback(est, trainer))  # commits, and rows in each checkpoint
     trainer.train(resume_from_checkpoint=args.resume)
-    if trainer.is_world_process_zero():
-        found = [log for log in trainer.state.log_history if "eval_test_cosine_accuracy@1" in log]
-        for log in found:
-            print(f"epoch {log['epoch']:.0f}: accuracy {100 * log['eval_test_cosine_accuracy@1']:.1f} %")
     trainer.accelerator.end_training()  # ends the process group, while the interpreter can still wait for its threads
 
 
