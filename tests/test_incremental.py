@@ -269,6 +269,7 @@ def test_owners_and_plans_against_a_dictionary():
         assert all(any(of == number and not write[c] for c, (of, _) in owner.items()) for number in names)
 
 
+@pytest.mark.slow
 def test_old_files_are_not_all_rewritten_in_the_same_saves():
     """Epochs over shards in random order: files grow old together, and yet a save writes what was visited."""
     draw, chunks, visited, full, chunk_rows = random.Random(2), 12800, 640, 128, 4

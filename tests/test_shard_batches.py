@@ -315,6 +315,7 @@ def test_shards_that_moved_keep_their_position(data, tmp_path):
     assert read(resumed) == read(stopped)
 
 
+@pytest.mark.slow
 def test_a_long_epoch_is_resumed_without_reading_what_was_done():
     """2e8 samples: the shards before the position are not opened."""
     opened = []

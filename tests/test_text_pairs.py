@@ -67,6 +67,7 @@ def test_docstrings():
     assert pairs.queries[pairs.train[0]].islower() and len(pairs.documents[pairs.train[0]].split()) >= 3
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_the_same_in_every_process():
     pytest.importorskip("transformers")
     code = "from recipes import text; t = text.tokenizer_of(['naming is hard, naming names'] * 3 + ['hard to name'])\n"

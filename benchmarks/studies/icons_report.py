@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY, score
+from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.search import SEEDS, Results
 from recipes.report import mean_spread, table
 
@@ -44,7 +44,7 @@ def write(results: Results) -> None:
         "Chosen one after another, on seed 100, by recall at 10 in other held-out families (mean of both directions, "
         "in per cent):",
         "",
-        _tuning_table(results),
+        STUDY.tuning_table(results, "validation", 2),
     ]
     (FOLDER / "icons.md").write_text("\n".join(lines) + "\n")
     if all(arm in finals for arm in TWINS):
@@ -92,16 +92,6 @@ def _gap(one: list[float], two: list[float]) -> float:
 
 def _told(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
-
-
-def _tuning_table(results: Results) -> str:
-    body = []
-    for arm in ARMS:
-        for run in (run for run in results.values() if run["job"]["arm"] == arm and run["job"]["seed"] not in SEEDS):
-            options = ", ".join(f"{name} {value:g}" for name, value in run["job"]["options"].items())
-            chosen = run["job"]["options"] == STUDY.best(arm, results)
-            body.append([arm, f"**{options}**" if chosen else options, f"{100 * score(run):.2f}"])
-    return table(["", "settings", "validation"], body, "llr")
 
 
 def _provenance(results: Results) -> list[str]:

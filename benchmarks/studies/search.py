@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from benchmarks.saved import ROOT, append_run, read_runs
+from recipes.report import table
 
 TUNE_SEED, SEEDS = 100, (0, 1, 2)
 
@@ -89,6 +90,18 @@ class Search(Generic[A]):
             if runs := [results[job.key] for job in jobs if job.key in results]:
                 found[arm] = runs
         return found
+
+    def tuning_table(self, results: Results, title: str, digits: int) -> str:
+        """Every tuning run's settings and its score in per cent; the chosen ones are bold."""
+        body = []
+        for arm in self.arms:
+            runs = [run for run in results.values() if run["job"]["arm"] == arm and run["job"]["seed"] not in SEEDS]
+            for run in runs:
+                options = ", ".join(f"{name} {value:g}" for name, value in run["job"]["options"].items())
+                chosen = run["job"]["options"] == self.best(arm, results)
+                told = f"{100 * self.score(run):.{digits}f}"
+                body.append([arm, f"**{options}**" if chosen else options, told])
+        return table(["", "settings", title], body, "llr")
 
     def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
         """The best settings so far, and the runs that the present grid still lacks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.search import SEEDS, Results
-from benchmarks.studies.text_arms import ARMS, BATCHES, EPOCHS, LOSSES, PAIRS, POOL, STUDY, VARIED
+from benchmarks.studies.text_arms import BATCHES, EPOCHS, LOSSES, PAIRS, POOL, STUDY, VARIED
 from recipes.report import mean_spread, table
 
 VARIANTS = {
@@ -48,7 +48,7 @@ def write(results: Results) -> None:
         "",
         "R@10 of the validation pairs, in per cent; the chosen ones are bold.",
         "",
-        _tuning(results),
+        STUDY.tuning_table(results, "R@10", 1),
     ]
     (FOLDER / "text.md").write_text("\n".join(lines) + "\n")
     if finals:
@@ -68,16 +68,6 @@ def _by_batch(finals: dict[str, list[dict[str, Any]]], title: str, metric: str) 
 def _variants(finals: dict[str, list[dict[str, Any]]]) -> str:
     body = [[loss, *(_cell(finals.get(name.format(loss=loss), [])) for name in VARIANTS.values())] for loss in VARIED]
     return table(["", *VARIANTS], body)
-
-
-def _tuning(results: Results) -> str:
-    body = []
-    for arm in ARMS:
-        for run in (run for run in results.values() if run["job"]["arm"] == arm and run["job"]["seed"] not in SEEDS):
-            options = ", ".join(f"{name} {value:g}" for name, value in run["job"]["options"].items())
-            chosen = run["job"]["options"] == STUDY.best(arm, results)
-            body.append([arm, f"**{options}**" if chosen else options, f"{100 * STUDY.score(run):.1f}"])
-    return table(["", "settings", "R@10"], body, "llr")
 
 
 def _provenance(results: Results) -> list[str]:
