@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,3 +24,17 @@ def status(field: str) -> int:
 def resident() -> dict[str, int]:
     """Bytes of this process in memory: anonymous ones, and pages of files."""
     return {field: status(field) for field in ("RssAnon", "RssFile")}
+
+
+def in_turns(variants: dict[str, Callable[[], float]], rounds: int, warm: int = 1) -> dict[str, list[float]]:
+    """What each variant gives, in every round and in another order each time; ``warm`` rounds before are not kept."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    shuffle = random.Random(0)
+    for number in range(warm + rounds):
+        order = list(variants)
+        shuffle.shuffle(order)
+        for name in order:
+            value = variants[name]()
+            if number >= warm:
+                found[name].append(value)
+    return found

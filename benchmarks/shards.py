@@ -27,6 +27,7 @@ import torch
 import webdataset as wds
 
 import compopt
+from benchmarks.machine import in_turns
 from benchmarks.saved import save
 from compopt.data import ShardBatches, ShardIndex, indexed_reader
 from recipes import make_shards
@@ -42,20 +43,6 @@ ESTIMATORS: dict[str, Callable[[int], compopt.ContrastiveEstimator]] = {
     "iSogCLR": lambda n: compopt.ISogCLREstimator(n, rho=2.0),
     "Residual": lambda n: compopt.ResidualEstimator(128),
 }
-
-
-def in_turns(variants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each variant gives, in every round; the first round is not kept."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    shuffle = random.Random(0)
-    for number in range(rounds + 1):
-        order = list(variants)
-        shuffle.shuffle(order)
-        for name in order:
-            value = variants[name]()
-            if number:
-                found[name].append(value)
-    return found
 
 
 # -- the pipeline --------------------------------------------------------------------------------------------------

@@ -11,27 +11,26 @@ Prints and writes ``results/text_steps.md``.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.machine import timed
+from benchmarks.machine import in_turns, timed
 from benchmarks.saved import save
 from benchmarks.studies.text import estimator
 from benchmarks.studies.text_arms import LOSSES
 from recipes.report import environment, heading, quartiles, spread, table
-from recipes.text import load, small_model, tokenizer_of
+from recipes.text import TextPairs, load, small_model, tokenizer_of
 
 MODELS = {"1 x 64": {"width": 64, "layers": 1}, "6 x 384": {"width": 384, "layers": 6}}
 BATCHES = {"1 x 64": (16, 64, 256), "6 x 384": (16, 64)}
 OURS = [name for name in LOSSES if "MNRL" not in name]
 
 
-def stepper(loss: torch.nn.Module, features: list[dict[str, Any]], labels: torch.Tensor) -> Callable[[], None]:
-    """One training step on a batch."""
+def stepper(loss: torch.nn.Module, features: list[dict[str, Any]], labels: torch.Tensor) -> Callable[[], float]:
+    """One training step on a batch, which gives its milliseconds."""
     optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-4)
     for module in getattr(loss, "estimators", ()):
         module.est.attach(optimizer)
@@ -41,37 +40,27 @@ def stepper(loss: torch.nn.Module, features: list[dict[str, Any]], labels: torch
         loss([dict(each) for each in features], labels).backward()
         optimizer.step()
 
-    return step
+    return lambda: 1000 * timed(step)
 
 
-def measure(kind: str, batch: int, rounds: int, cached: bool) -> dict[str, list[float]]:
-    """Milliseconds of every step by loss, in the same rounds."""
+def steppers(pairs: TextPairs, tokenizer: Any, kind: str, batch: int, cached: bool) -> dict[str, Callable[[], float]]:
+    """A step with each loss, each with a model of its own."""
     from sentence_transformers.sentence_transformer import losses
 
     from compopt.integrations.sentence_transformers import CachedEstimatorLoss, EstimatorLoss
 
-    pairs = load()
-    tokenizer = tokenizer_of([*pairs.queries, *pairs.documents], length=24)
     torch.manual_seed(0)
     n, at = len(pairs.train), pairs.train[:batch]
     theirs = losses.CachedMultipleNegativesRankingLoss if cached else losses.MultipleNegativesRankingLoss
     ours = CachedEstimatorLoss if cached else EstimatorLoss
-    steppers = {}
+    made = {}
     for name in ("MNRL", *OURS):
         model = small_model(tokenizer, **MODELS[kind])
         features = [model.preprocess([column[i] for i in at]) for column in (pairs.queries, pairs.documents)]
         options = {"scale": 20.0, **LOSSES[name]}
         loss = theirs(model) if name == "MNRL" else ours(model, estimator(name, n, MODELS[kind]["width"], options))
-        steppers[name] = stepper(loss, features, torch.arange(batch))
-    times: dict[str, list[float]] = {name: [] for name in steppers}
-    order = list(steppers)
-    for turn in range(rounds + 2):
-        random.Random(turn).shuffle(order)
-        for name in order:
-            seconds = timed(steppers[name])
-            if turn >= 2:  # the first ones allocate
-                times[name].append(1000 * seconds)
-    return times
+        made[name] = stepper(loss, features, torch.arange(batch))
+    return made
 
 
 def ratios(times: dict[str, list[float]], name: str) -> list[float]:
@@ -84,13 +73,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row of the table (default 20)")
     args = parser.parse_args(argv)
     env = environment()
+    pairs = load()
+    tokenizer = tokenizer_of([*pairs.queries, *pairs.documents], length=24)
     body, results = [], {}
     for kind in args.models:
         for batch in BATCHES[kind]:
             for cached in (False, True):
-                trial = measure(kind, batch, 2, cached)
+                made = steppers(pairs, tokenizer, kind, batch, cached)
+                trial = in_turns(made, 2, warm=2)  # the first ones allocate
                 rounds = max(5, int(1000 * args.seconds / sum(min(each) for each in trial.values())))
-                times = measure(kind, batch, rounds, cached)
+                times = in_turns(made, rounds, warm=0)
                 results[f"{kind}, {batch}, {'cached' if cached else 'plain'}"] = times
                 cells = [spread(quartiles(ratios(times, name)), 3) for name in OURS]
                 what = ["MNRL", "Cached MNRL"][cached]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import compopt
 from tests.pool import the_pool
-from tests.trainers import same, spoil
+from tests.trainers import same, spoil, update
 from tests.training import weights
 
 pytest.importorskip("sentence_transformers")
@@ -152,13 +152,8 @@ def plain(seen, skipped=(), shard=False):
             tokens = embed(model, columns, labels[:, 0].tolist(), ("xi: ", ""))
             z1, z2 = (wrapped(each)["sentence_embedding"] for each in tokens)
             (est(z1, z2, *labels.unbind(1)) / WINDOW).backward()
-        if last and step // WINDOW in skipped:
-            est.discard()
-        elif last:
-            optimizer.step()
-            est.step()
         if last:
-            optimizer.zero_grad()
+            update(optimizer, est, skipped=step // WINDOW in skipped)
     return weights(model), rows(est)
 
 

@@ -35,6 +35,16 @@ def estimator(dtype=torch.float64, **options):
     return compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype, **options)
 
 
+def update(optimizer, est, skipped):
+    """The end of a window, without a trainer."""
+    if skipped:
+        est.discard()
+    else:
+        optimizer.step()
+        est.step()
+    optimizer.zero_grad()
+
+
 def plain_loop(updates=UPDATES, dtype=torch.float64, precision=None, shard=False, skipped=()):
     """The run in plain torch, DDP where there are ranks; -> weights and rows after it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -48,13 +58,8 @@ def plain_loop(updates=UPDATES, dtype=torch.float64, precision=None, shard=False
             with torch.autocast("cpu", precision, enabled=precision is not None):
                 features = model(x1, x2)
             (est(*(z.to(dtype) for z in features), index) / WINDOW).backward()
-        if last and step // WINDOW in skipped:
-            est.discard()
-        elif last:
-            optimizer.step()
-            est.step()
         if last:
-            optimizer.zero_grad()
+            update(optimizer, est, skipped=step // WINDOW in skipped)
     return weights(bare), rows(est)
 
 

@@ -71,7 +71,6 @@ class EstimatorLoss(nn.Module):
             if not isinstance(each, ContrastiveEstimator):
                 raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
         self.estimators = nn.ModuleList(as_module(each, state=False) for each in estimators)  # devices, parameters
-        self._seen: int | None = None  # dimension of the embeddings
         self._read_labels = LabelReader()
         self._batches: dict[int, Tensor | None] = {}  # labels that came last, by dimension
         self._uncommitted = 0
@@ -130,11 +129,11 @@ class EstimatorLoss(nn.Module):
                 raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._dimensions)}")
             return self._all[self._dimensions.index(dimension)]
         (est,) = self._all
-        self._seen = self._seen or dimension
-        if dimension != self._seen and est.n is not None:
+        seen = next(iter(self._batches), dimension)
+        if dimension != seen and est.n is not None:
             raise ValueError(
-                f"embeddings have {dimension} dimensions and had {self._seen}; under MatryoshkaLoss give every "
-                f"dimension an estimator of its own, EstimatorLoss(model, {{{self._seen}: est, {dimension}: ...}})"
+                f"embeddings have {dimension} dimensions and had {seen}; under MatryoshkaLoss give every "
+                f"dimension an estimator of its own, EstimatorLoss(model, {{{seen}: est, {dimension}: ...}})"
             )
         return est
 
