@@ -40,7 +40,14 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """``min(max(x, low), high)`` with bounds that are numbers or tensors."""
-    return x.clamp(min=low).clamp(max=high)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return x.clamp(min=low).clamp(max=high)
+    return x.clamp(low, high)
+
+
+def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
+    """Whether all values along an axis, or all there are, are finite: their largest magnitude is."""
+    return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf
 
 
 def mean_of_views(log_g: Tensor) -> Tensor:
@@ -77,13 +84,14 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
         tau: temperatures, broadcastable to ``(B, D)``.
     """
     if multiply_tau:
-        return alpha + rho - sum_wh / tau
+        value = alpha if isinstance(rho, float) and rho == 0 else alpha + rho
+        return value - sum_wh / tau
     return -sum_wh / (tau * tau)
 
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
     """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8)."""
-    return (1.0 - beta) * m + beta * grad
+    return torch.lerp(m, grad, beta)
 
 
 def adam_direction(
@@ -95,8 +103,7 @@ def adam_direction(
         direction, new first moment, new second moment.
     """
     beta1, beta2 = betas
-    m = beta1 * m + (1.0 - beta1) * grad
-    v = beta2 * v + (1.0 - beta2) * grad.square()
+    m, v = torch.lerp(m, grad, 1.0 - beta1), torch.lerp(v, grad.square(), 1.0 - beta2)
     m_hat = m / (1.0 - beta1**visits)
     v_hat = v / (1.0 - beta2**visits)
     return m_hat / (v_hat.sqrt() + eps), m, v

@@ -13,7 +13,7 @@ from compopt.batch import Batch
 from compopt.estimator.call import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
-from compopt.kernel.log_sum_exp import OnlineLogSumExp
+from compopt.kernel.log_sum_exp import Sums
 from compopt.kernel.statistics import PairStatistics
 
 
@@ -49,7 +49,9 @@ class Objective:
 
     def value(self) -> Tensor:
         """The objective, 0-d."""
-        terms = self.tau * (self.alpha + self.rho) if self.multiply_tau else self.alpha
+        terms = self.alpha
+        if self.multiply_tau:
+            terms = self.tau * (terms if isinstance(self.rho, float) and self.rho == 0 else terms + self.rho)
         return self.pairs.real(terms).mean()
 
     def tau_gradients(self) -> Tensor:
@@ -82,27 +84,33 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
-    def feature_gradients(self, own: Sequence[Features], wanted: bool, elsewhere: bool) -> list[tuple[Tensor, Tensor]]:
+    def feature_gradients(
+        self, own: Features, extra: Features | None, graph: bool, elsewhere: bool
+    ) -> list[tuple[Tensor, Tensor]]:
         """This rank's features with their gradients, weights held as estimated; uses up the pairs.
 
         Args:
-            own: this rank's features, and its further candidates if there are any.
-            wanted: whether they get any; without, what other ranks or other features wait for is computed nevertheless.
+            own: this rank's features.
+            extra: its further candidates, if there are any.
+            graph: gradients may be wanted at all; if no features want any, what other ranks or other features wait for
+                is computed nevertheless.
             elsewhere: whether weights of the normalizer's have gradients for others.
         """
-        gradients: tuple[Tensor, ...] = ()
+        wanted = graph and (own.want_gradients or (extra is not None and extra.want_gradients))
+        gradient: Tensor | None = None
+        of_extra: Tensor | None = None
         if wanted or (self.estimate.weights is not None and elsewhere):
-            gradients = self._weighted()
-        by_alpha: tuple[Tensor, ...] = ()
+            gradient, of_extra = self._weighted()
         if self.estimate.through_alpha is not None and (wanted or self.ranks > 1):
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
-        if not wanted:
+            if gradient is not None:
+                gradient += torch.stack([rest[self.batch.own] for rest in by_alpha])
+        if not wanted or gradient is None:
             return []
-        for gradient, rest in zip(gradients, by_alpha, strict=False):
-            gradient.add_(rest[self.batch.own])
-        if self.ranks > 1:
-            gradients = tuple(gradient * self.ranks for gradient in gradients)
-        return [z.pull_back(gradient) for z, gradient in zip(own, gradients, strict=True)]
+        found = own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)
+        if extra is not None and of_extra is not None:
+            found += extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks)
+        return found
 
     def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
@@ -111,18 +119,19 @@ class Objective:
         slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
         return self.pairs.real(slope.expand(like.shape)) / like.numel()
 
-    def _weighted(self) -> tuple[Tensor, ...]:
-        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features."""
+    def _weighted(self) -> tuple[Tensor, Tensor | None]:
+        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""
         alpha = self.alpha.to(self.pairs.positive.dtype)
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / self.tau
-        if not isinstance(coefficient, Tensor):
-            coefficient = alpha.new_full((), coefficient)
-        coefficient = coefficient.to(alpha.dtype)
+        if isinstance(coefficient, Tensor):
+            coefficient = coefficient.to(alpha.dtype)
         if self.estimate.weights is not None:
-            return self.estimate.weights.gradients(coefficient)
+            return self.estimate.weights.gradients(coefficient), None
         weight = self.estimate.positive_weight
-        return self.pairs.gradients(alpha, coefficient, None if weight is None else weight.to(alpha.dtype))
+        return self.pairs.gradients(
+            alpha, coefficient, weight.to(alpha.dtype) if isinstance(weight, Tensor) else weight
+        )
 
 
 @dataclass
@@ -133,22 +142,23 @@ class Summary:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
-        count: visits so far, ``(B, .)``.
+        count: visits so far, ``(B, D)``; ``None`` where none are counted.
     """
 
     alpha: Tensor
     tau: float | Tensor
-    sides: list[OnlineLogSumExp]
-    count: Tensor
+    sides: list[Sums]
+    count: Tensor | None
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
         spread = torch.as_tensor(self.tau, dtype=self.alpha.dtype, device=self.alpha.device).flatten()
+        visits = spread.new_ones(1, 1) if self.count is None else self.count
         return {
             "log_normalizer": self.alpha.mean(),
             "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
-            "new_rows": (self.count == 0).any(dim=1).sum(),
+            "new_rows": (visits == 0).any(dim=1).sum(),
         }

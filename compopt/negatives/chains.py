@@ -11,6 +11,7 @@ from torch import Tensor
 from compopt import rng
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
+from compopt.functional import Scalar
 from compopt.kernel.sampled import SampledPairs
 from compopt.kernel.statistics import scale_of
 from compopt.negatives.candidates import Candidates, Samples
@@ -90,7 +91,9 @@ class Chains(SampledPairs):
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
         self._samples = [Samples(positions) for positions in names]
-        self._scale = scale_of(call.tau, z1, self._batch, self._directions)[own]
+        scale = scale_of(call.tau, z1, self._batch, self._directions)
+        scale = scale if isinstance(scale, Tensor) else z1.new_full((1, 1), scale)
+        self._scale = scale.expand(self._batch, self._directions)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
         self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
@@ -195,8 +198,11 @@ class Chains(SampledPairs):
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        coefficient = self._pairs.real(coefficient.expand(self._batch, self._directions))[self._call.batch.own]
+    def gradients(self, coefficient: Scalar) -> Tensor:
+        coefficient = self._pairs.factor(coefficient)
+        if not isinstance(coefficient, Tensor):
+            coefficient = self._scale.new_full((), coefficient)
+        coefficient = coefficient.expand(self._batch, self._directions)[self._call.batch.own]
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
@@ -216,8 +222,7 @@ class Chains(SampledPairs):
         for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
             gradient.add_(of_anchor)
         pull = coefficient.sum(1, keepdim=True)
-        z1, z2 = self._features
-        return of_both[0].addcmul_(pull, z2, value=-1), of_both[1].addcmul_(pull, z1, value=-1)
+        return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
 
     def _again(self) -> Iterator[tuple[slice, list[Walk]]]:
         """All walks; repeated where they were not kept."""

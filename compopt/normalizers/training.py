@@ -119,7 +119,7 @@ class Anchors:
             per_anchor(like, like) / tau,
             F.add_eps(per_anchor(pairs.log_ghat, like), eps),
             tau,
-            per_anchor((pairs.count > 0).to(like.dtype) / anchors.shape[1], like),
+            per_anchor(pairs.factor(1.0 / anchors.shape[1]), like),
             eps,
         )
 
