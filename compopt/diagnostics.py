@@ -229,7 +229,14 @@ def _pairs(
     key, count = torch.arange(len(a), device=a.device), len(DIRECTIONS[directions])
     unimodal = mode == "unimodal"
     return Pairs(
-        torch.stack([a, b]), tau, [key], distinct=True, directions=count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size
+        torch.stack([a, b]),
+        tau,
+        [key],
+        distinct=True,
+        directions=count,
+        unimodal=unimodal,
+        bounded=bounded,
+        chunk_size=chunk_size,
     )
 
 

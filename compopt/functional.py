@@ -45,6 +45,11 @@ def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     return x.clamp(low, high)
 
 
+def minus_product_(x: Tensor, y: Tensor, factor: Scalar) -> Tensor:
+    """``x - factor y``, in place, with a factor that is a number or a tensor."""
+    return x.addcmul_(factor, y, value=-1) if isinstance(factor, Tensor) else x.sub_(y, alpha=factor)
+
+
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
     """Whether all values along an axis, or all there are, are finite: their largest magnitude is."""
     return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf

@@ -98,9 +98,11 @@ class RowBlock:
         return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
 
     def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
-        """``A Y``; ``own`` and ``columns`` hold scale, positive, log_weight and coefficient of the anchors there.
+        """``A Y``.
 
-        ``own`` is ignored where the rows are no anchors; ``columns`` is ``None`` where those are none.
+        Args:
+            own, columns: scale, positive, alpha, log_count and coefficient of the anchors there; ``own`` is ignored
+                where the rows are no anchors, and ``columns`` is ``None`` where those are none.
         """
         result = torch.empty_like(self.x)
         for number, (start, stop) in enumerate(self._bounds()):
@@ -122,23 +124,25 @@ class RowBlock:
         self, s: Tensor, rows: Exponentials | None, own: dict[str, Tensor], columns: dict[str, Tensor] | None
     ) -> Tensor:
         """Coefficients ``A_ij`` of one block, in place."""
-
-        def factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
-            return side["coefficient"] * ((shift - side["positive"]) * side["scale"] + side["log_weight"]).exp()
-
         if self.tau is not None:
-            by_column = 0.0 if columns is None else factor(columns, 0.0)
+            by_column = 0.0 if columns is None else _factor(columns, 0.0)
             if rows is None:
                 return s.exp_().mul_(by_column)
-            return rows.exp.mul_(factor(own, 0.0)[:, None] + by_column)
+            return rows.exp.mul_(_factor(own, 0.0)[:, None] + by_column)
         if columns is not None:
-            s.sub_(columns["positive"]).mul_(columns["scale"]).add_(columns["log_weight"]).exp_()
+            s.sub_(columns["positive"]).mul_(columns["scale"]).sub_(columns["alpha"]).sub_(columns["log_count"]).exp_()
             s.mul_(columns["coefficient"])
         if rows is None:
             return s
         assert rows.shift is not None
-        rows.exp.mul_(factor(own, rows.shift)[:, None])
+        rows.exp.mul_(_factor(own, rows.shift)[:, None])
         return rows.exp if columns is None else rows.exp.add_(s)
+
+
+def _factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
+    """What takes ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
+    offset = (shift - side["positive"]) * side["scale"]
+    return (offset - side["alpha"]).sub_(side["log_count"]).exp_().mul_(side["coefficient"])
 
 
 class GatheredPairs(PairStatistics):
@@ -249,15 +253,17 @@ class GatheredPairs(PairStatistics):
         values = {
             "scale": self._scale,
             "positive": self.positive,
-            "log_weight": -alpha - self.log_count,
+            "alpha": alpha.expand_as(self.positive),
+            "log_count": self._spread_out(self.log_count),
             "coefficient": self._spread_out(self.factor(coefficient)),
         }
+        own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
         weight = self.sum_weights(alpha) if positive_weight is None else positive_weight
         pull = (values["coefficient"] * weight).sum(1, keepdim=True)[self._own]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
-            own = {name: value[self._own, direction] for name, value in values.items() if direction < self.directions}
-            gradient = block.gradient(own, self._column_values(values, direction))
+            anchors = own[direction] if direction < self.directions else {}
+            gradient = block.gradient(anchors, self._column_values(values, direction))
             gradients.append(gradient.addcmul_(pull, self._z[1 - direction], value=-1))
         outside: Tensor | None = None
         if self.extra is not None:
@@ -278,7 +284,7 @@ class GatheredPairs(PairStatistics):
         else:
             return None
         more = 0 if self.extra is None or direction == 1 else len(self.extra.everyone)
-        outside = {"scale": 1.0, "positive": 0.0, "log_weight": -torch.inf, "coefficient": 0.0}
+        outside = {"scale": 1.0, "positive": 0.0, "alpha": torch.inf, "log_count": 0.0, "coefficient": 0.0}
         return (
             {name: pad(value, (0, more), value=outside[name]) for name, value in columns.items()} if more else columns
         )

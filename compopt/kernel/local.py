@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.functional import Scalar
+from compopt.functional import Scalar, minus_product_
 from compopt.kernel.log_sum_exp import Block, Exponentials, Sums, joined
 from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
@@ -173,15 +173,15 @@ class Pairs(PairStatistics):
         met = None if excluded is None else self._per_anchor(excluded[0, : len(self.x)], excluded[1])
         candidates = (len(self.y), len(self.y) if self.unimodal else self.batch)[: self.directions]
         self._count_negatives(candidates, met, self.positive)
-        self._total = self._of_sides([side.total for side in self.sides])
+        total = self._of_sides([side.total for side in self.sides])
         shift = None if self.uniform else self._of_sides([side.shift for side in self.sides if side.shift is not None])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
         self._offset = self.positive * (-1 / self.tau) if shift is None else (shift - self.positive) * self._scale
-        self.log_sum = self.real(self._total.log() + self._offset)
+        self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
             dot = self._of_sides([side.dot for side in self.sides if side.dot is not None])
-            self.mean_h = self.real(dot / self._total - self.positive)
+            self.mean_h = self.real(dot / total - self.positive)
 
     def _of_sides(self, values: Sequence[Tensor]) -> Tensor:
         """Values of the row anchors, and of the column anchors if there are any, as ``(B, A)``."""
@@ -222,17 +222,20 @@ class Pairs(PairStatistics):
         coefficient = self.factor(coefficient)
         # what takes the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).sub_(self.log_count).exp_().mul_(coefficient)
-        weight = factor * self._total if positive_weight is None else positive_weight * coefficient
-        if isinstance(weight, Tensor):
-            return self._products(factor, weight.expand_as(factor).sum(1))
-        return self._products(factor, weight * self.directions)
+        weight = coefficient * (self.sum_weights(alpha) if positive_weight is None else positive_weight)
+        gradient, outside = self._products(factor)
+        # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
+        # may be low, since little is left of it where positives are aligned
+        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
+        for own, other in zip(gradient, self.z.unbind()[::-1], strict=True):
+            minus_product_(own, other, pull)
+        return gradient, outside
 
-    def _products(self, factor: Tensor, pull: Scalar) -> tuple[Tensor, Tensor | None]:
-        """``A Y`` and ``A^T X``, block by block; with stored blocks, which are rows of one matrix, one large product.
+    def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``A Y`` and ``A^T X``, block by block; of stored blocks, which are rows of one matrix, one large product.
 
         Args:
             factor: of each anchor, ``(B, A)``.
-            pull: what pulls the two sides of each positive together, over all directions, a number or ``(B,)``.
         """
         beta, count = float(self.recompute), len(self._inside)
         gradient = torch.zeros_like(self.z) if self.recompute else torch.empty_like(self.z)
@@ -241,7 +244,6 @@ class Pairs(PairStatistics):
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
             a = self._combine(block, factor)
-            self._place_positives(a, block.start, pull)
             of_rows[block.start : block.stop].addmm_(a, self.y, beta=beta)
             if self.recompute and not self.symmetric:
                 of_columns.addmm_(a[:, :count].T, self.x[block.start : block.stop])
@@ -279,19 +281,6 @@ class Pairs(PairStatistics):
         if last is not None and last is not block.columns.shift:  # the maximum has grown since
             by_column = by_column * (block.columns.shift - last).mul_(self._column_scale).exp_()
         return block.rows.exp.mul_(by_row).addcmul_(block.columns.exp, by_column)
-
-    def _place_positives(self, a: Tensor, start: int, pull: Scalar) -> None:
-        """The coefficients of the positives, ``-pull_i``, where a block has a pair of no weight: in place."""
-        inside = a[:, : len(self._inside)]
-        for offset in (0,) if not self.unimodal else (self.batch, -self.batch) if self.symmetric else (self.batch,):
-            if not -len(a) < offset + start < inside.shape[1]:
-                continue
-            diagonal = inside.diagonal(offset + start)
-            if isinstance(pull, Tensor):
-                first = start if offset >= 0 else max(0, start + offset)
-                torch.neg(pull[first : first + len(diagonal)], out=diagonal)
-            else:
-                diagonal.fill_(-pull)
 
 
 def _rows_of(per_row: Scalar, start: int, stop: int) -> Scalar:

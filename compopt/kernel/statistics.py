@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class PairStatistics(ABC):
     def release(self) -> None:
         """Give back what only :meth:`gradients` needs, where somebody else gives the gradients."""
 
-    @property
+    @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
