@@ -60,20 +60,21 @@ def mean_of_views(log_g: Tensor) -> Tensor:
     return torch.logsumexp(log_g, dim=-1, keepdim=True) - math.log(log_g.shape[-1])
 
 
-def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor) -> Tensor:
+def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | None) -> Tensor:
     r"""``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
 
     Args:
         log_u: stored values, any shape.
         log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
         gamma: in (0, 1]; a number, or one per row.
-        first: True where the row was never visited; such a row takes ``log g`` itself.
+        first: True where the row was never visited; such a row takes ``log g`` itself. ``None``: nowhere.
     """
     if isinstance(gamma, Tensor):
         log_keep, log_take = torch.log1p(-gamma), gamma.log()
     else:
         log_keep, log_take = log(1.0 - gamma), log(gamma)
-    return torch.where(first, log_g, torch.logaddexp(log_u + log_keep, log_g + log_take))
+    average = torch.logaddexp(log_u + log_keep, log_g + log_take)
+    return average if first is None else torch.where(first, log_g, average)
 
 
 def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:

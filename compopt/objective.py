@@ -103,7 +103,8 @@ class Objective:
         if self.estimate.through_alpha is not None and (wanted or self.ranks > 1):
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
             if gradient is not None:
-                gradient += torch.stack([rest[self.batch.own] for rest in by_alpha])
+                by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
+                gradient += by_alpha[:, self.batch.own]
         if not wanted or gradient is None:
             return []
         found = own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)
@@ -114,9 +115,9 @@ class Objective:
     def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
         like = self.pairs.positive
-        factor = self.tau if self.multiply_tau else 1.0
-        slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
-        return self.pairs.real(slope.expand(like.shape)) / like.numel()
+        slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
+        slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
+        return self.pairs.real(slope.expand_as(like))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
         """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""

@@ -91,7 +91,7 @@ class Estimate:
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
-            batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
+            batch's features, ``(B, d)`` each or ``(2, B, d)``; ``None``: ``alpha`` is held constant.
         metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
     """
 
@@ -100,5 +100,5 @@ class Estimate:
     slack: Tensor | None = None
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
-    through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]] | None = None
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)
