@@ -90,7 +90,7 @@ def global_gradient(
         with torch.no_grad():
             pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size, directions)
             alpha = _exact(pairs, mode, views).expand_as(pairs.positive)
-            gradients, _ = pairs.gradients(alpha, 1 / alpha.numel())
+            gradients, _ = pairs.gradients(alpha, 1 / alpha.numel(), pairs.sum_weights(alpha))
         loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients.unbind(), strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
     return g1, g2

@@ -45,9 +45,11 @@ def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     return x.clamp(low, high)
 
 
-def minus_product_(x: Tensor, y: Tensor, factor: Scalar) -> Tensor:
-    """``x - factor y``, in place, with a factor that is a number or a tensor."""
-    return x.addcmul_(factor, y, value=-1) if isinstance(factor, Tensor) else x.sub_(y, alpha=factor)
+def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
+    """``x - factor y`` with a factor that is a number or a tensor."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(x, factor, y, value=-1, out=out)
+    return torch.sub(x, y, alpha=factor, out=out)
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
@@ -91,6 +93,8 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
     """
     if multiply_tau:
         value = alpha if isinstance(rho, float) and rho == 0 else alpha + rho
+        if isinstance(tau, Tensor):
+            return torch.addcdiv(value, sum_wh, tau, value=-1)
         return value - sum_wh / tau
     return -sum_wh / (tau * tau)
 

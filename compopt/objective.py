@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,11 +47,19 @@ class Objective:
         """Log-normalizers, ``(B, A)``."""
         return self.estimate.alpha.expand_as(self.pairs.positive)
 
+    @cached_property
+    def _level(self) -> Tensor:
+        """``alpha_i + rho_i``."""
+        return self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
+
+    @cached_property
+    def _sum_weights(self) -> Tensor:
+        """``sum_j w_ij``."""
+        return self.pairs.sum_weights(self.alpha)
+
     def value(self) -> Tensor:
         """The objective, 0-d."""
-        terms = self.alpha
-        if self.multiply_tau:
-            terms = self.tau * (terms if isinstance(self.rho, float) and self.rho == 0 else terms + self.rho)
+        terms = self.tau * self._level if self.multiply_tau else self.alpha
         return self.pairs.real(terms).mean()
 
     def tau_gradients(self) -> Tensor:
@@ -61,14 +70,14 @@ class Objective:
         With ``estimate.positive_weight`` ``p_i``, what stands in the place of ``sum_j w_ij h_ij`` is
         ``sum_j w_ij s_ij - p_i s_ii``.
         """
-        pairs, estimate, alpha = self.pairs, self.estimate, self.alpha
+        pairs, estimate, level = self.pairs, self.estimate, self._level
         assert pairs.mean_h is not None
-        sum_wh = pairs.sum_weights(alpha) * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+        sum_wh = self._sum_weights * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
         if estimate.positive_weight is not None:
-            sum_wh = sum_wh - (estimate.positive_weight - pairs.sum_weights(alpha)) * pairs.positive
+            sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.slack is not None and self.multiply_tau:
-            alpha = alpha + estimate.slack
-        return pairs.real(F.temperature_gradient(alpha, self.rho, sum_wh, self.tau, self.multiply_tau))
+            level = level + estimate.slack
+        return pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
         """A temperature with a graph, and its gradient: the mean of ``G``, summed to its shape.
@@ -128,10 +137,9 @@ class Objective:
             coefficient = coefficient.to(alpha.dtype)
         if self.estimate.weights is not None:
             return self.estimate.weights.gradients(coefficient), None
-        weight = self.estimate.positive_weight
-        return self.pairs.gradients(
-            alpha, coefficient, weight.to(alpha.dtype) if isinstance(weight, Tensor) else weight
-        )
+        weight = self._sum_weights if self.estimate.positive_weight is None else self.estimate.positive_weight
+        weight = weight.to(alpha.dtype) if isinstance(weight, Tensor) else weight
+        return self.pairs.gradients(alpha, coefficient, weight)
 
 
 @dataclass

@@ -114,8 +114,12 @@ class Component(ABC):
         """Deposit new values; if any of them is not finite, all keep their previous values."""
         before = self.working_state(True)
         finite = all_finite(torch.cat([new.flatten() for new in tensors.values() if new.is_floating_point()]))
-        accepted = {name: torch.where(finite, new, before[name]) for name, new in tensors.items()}
-        self._pending_state = {**before, **accepted}
+        new, old = list(tensors.values()), [before[name] for name in tensors]
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
+            accepted = list(torch.where(finite, torch.stack(new), torch.stack(old)).unbind())
+        else:
+            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
+        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         """Commit the pending copy, unless ``found_inf`` (on the device) is positive."""

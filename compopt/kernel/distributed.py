@@ -247,9 +247,7 @@ class GatheredPairs(PairStatistics):
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         values = {
             "scale": self._scale,
             "positive": self.positive,
@@ -258,8 +256,7 @@ class GatheredPairs(PairStatistics):
             "coefficient": self._spread_out(self.factor(coefficient)),
         }
         own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
-        weight = self.sum_weights(alpha) if positive_weight is None else positive_weight
-        pull = (values["coefficient"] * weight).sum(1, keepdim=True)[self._own]
+        pull = (values["coefficient"] * positive_weight).sum(1, keepdim=True)[self._own]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
             anchors = own[direction] if direction < self.directions else {}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.functional import Scalar, minus_product_
+from compopt.functional import Scalar, minus_product
 from compopt.kernel.log_sum_exp import Block, Exponentials, Sums, joined
 from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
@@ -87,13 +87,12 @@ class Pairs(PairStatistics):
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _per_anchor(self, rows: Tensor, columns: Tensor | None) -> Tensor:
-        """Arrange values of matrix rows and columns as ``(B, A)``."""
-        if self.unimodal:
-            return rows.view(2, self.batch).T
-        if self.directions == 1 or columns is None:
-            return rows[:, None]
-        return torch.stack([rows, columns[: self.batch]], dim=1)
+    def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
+        if len(sides) == 1:
+            return [values.view(-1, self.batch).T for values in sides[0]]
+        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
+        return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _row_values(self, per_anchor: Tensor) -> Tensor:
         """``(B, A)`` -> one value per matrix row."""
@@ -131,15 +130,22 @@ class Pairs(PairStatistics):
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
-    def _buffer(self, which: int, start: int, stop: int) -> Tensor:
-        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed."""
+    def _buffer(self, which: int, start: int, stop: int) -> Tensor | None:
+        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed.
+
+        ``None`` if there is one block: the operation that fills it makes it.
+        """
+        if stop - start == len(self.x):
+            return None
         while len(self._buffers) <= which:
             rows = min(self.block_rows, len(self.x)) if self.recompute else len(self.x)
             self._buffers.append(self.x.new_empty(rows, len(self.y)))
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
-    def _scratch(self, rows: int) -> Tensor:
+    def _scratch(self, rows: int) -> Tensor | None:
         """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
+        if rows == len(self.x):
+            return None
         if self._spare is None:
             self._spare = self.x.new_empty(min(self.block_rows, len(self.x)), len(self.y))
         return self._spare[:rows]
@@ -170,29 +176,25 @@ class Pairs(PairStatistics):
 
     def _collect(self, excluded: Tensor | None) -> None:
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
-        met = None if excluded is None else self._per_anchor(excluded[0, : len(self.x)], excluded[1])
+        met = None
+        if excluded is not None:
+            by_side = [[excluded[0, : len(self.x)]], [excluded[1]]]
+            (met,) = self._per_anchor(by_side if not self.unimodal and self.directions == 2 else by_side[:1])
         candidates = (len(self.y), len(self.y) if self.unimodal else self.batch)[: self.directions]
         self._count_negatives(candidates, met, self.positive)
-        total = self._of_sides([side.total for side in self.sides])
-        shift = None if self.uniform else self._of_sides([side.shift for side in self.sides if side.shift is not None])
+        total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
-        self._offset = self.positive * (-1 / self.tau) if shift is None else (shift - self.positive) * self._scale
+        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
-            dot = self._of_sides([side.dot for side in self.sides if side.dot is not None])
-            self.mean_h = self.real(dot / total - self.positive)
-
-    def _of_sides(self, values: Sequence[Tensor]) -> Tensor:
-        """Values of the row anchors, and of the column anchors if there are any, as ``(B, A)``."""
-        return self._per_anchor(values[0], values[1] if len(values) == 2 else None)
+            self.mean_h = self.real(rest[1] / total - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        s = self._buffer(0, start, stop)
         x = self.x[start:stop]
         if self.uniform:  # fold 1/tau into the narrow matrix
             x = x * (1 / self.tau)
-        torch.mm(x, self.y.T, out=s)
+        s = torch.mm(x, self.y.T, out=self._buffer(0, start, stop))
         return s, self._mask(s, start, MASKED)
 
     def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Block:
@@ -210,25 +212,24 @@ class Pairs(PairStatistics):
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
             return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None))
-        e = torch.sub(s, top, out=self._scratch(len(s))).mul_(self._column_scale).exp_()
+        scratch = self._scratch(len(s))
+        e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
         dot = torch.linalg.vecdot(e, s, dim=0)
-        return Block(start, stop, rows, Exponentials(s.copy_(e), top, dot))
+        return Block(start, stop, rows, Exponentials(e if scratch is None else s.copy_(e), top, dot))
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         coefficient = self.factor(coefficient)
         # what takes the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).sub_(self.log_count).exp_().mul_(coefficient)
-        weight = coefficient * (self.sum_weights(alpha) if positive_weight is None else positive_weight)
+        weight = coefficient * positive_weight
         gradient, outside = self._products(factor)
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
         pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
         for own, other in zip(gradient, self.z.unbind()[::-1], strict=True):
-            minus_product_(own, other, pull)
+            minus_product(own, other, pull, out=own)
         return gradient, outside
 
     def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -250,7 +251,7 @@ class Pairs(PairStatistics):
                 if outside is not None:
                     outside.addmm_(a[:, count:].T, self.x[block.start : block.stop])
         if not self.recompute and not self.symmetric:
-            a = self._buffers[self._row_buffer]
+            a = self._buffers[self._row_buffer] if self._buffers else a
             of_columns.addmm_(a[:, :count].T, self.x, beta=float(self.unimodal))
             if outside is not None:
                 outside.addmm_(a[:, count:].T, self.x)

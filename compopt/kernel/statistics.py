@@ -51,9 +51,7 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     @abstractmethod
-    def gradients(
-        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         r"""``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``, weights held.
 
         Consumes what the sweep kept: call it once.
@@ -61,7 +59,7 @@ class PairStatistics(ABC):
         Args:
             alpha: log-normalizers, ``(B, A)``.
             coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, the same; ``None``: ``sum_j w_ij``.
+            positive_weight: ``p_i``, the weight of each anchor's positive, the same.
 
         Returns:
             Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``, and to its further candidates,

@@ -87,17 +87,21 @@ class PrototypeSweep(Sweep):
         torch.bmm(self._queries, self._weights.mT, out=self._logits)
         # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
         logits = torch.addcdiv(self._bias, self._logits, self._norm, out=self._logits)
-        if not self.bounded:
-            shift = logits.amax(2, keepdim=True)
-            total = torch.sub(logits, shift, out=self._e).exp_().sum(2)
-            log_total, self._share = total.log().add_(shift.squeeze(2)), total.reciprocal()
+        top: Tensor | None = None
+        if self.bounded:
+            torch.exp(logits, out=self._e)
         else:
-            total = torch.exp(logits, out=self._e).sum(2)
-            log_total, self._share = total.log(), total.reciprocal()
-        if self.ranks.size > 1:
-            own, log_total = log_total, self.ranks.log_sum_exp(log_total, self._centre())
-            self._share.mul_((own - log_total).exp_())
-        return log_total  # e_ij share_i are the softmax weights over all ranks
+            top = logits.amax(2)
+            torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
+        total = self._e.sum(2)
+        log_total = total.log() if top is None else total.log().add_(top)
+        # e_ij share_i are the softmax weights over all ranks
+        if self.ranks.size == 1:
+            self._share = total.reciprocal()
+        else:  # of which some may have no active prototype, and a total of 0
+            log_total = self.ranks.log_sum_exp(log_total, self._centre())
+            self._share = (-log_total if top is None else top - log_total).exp_()
+        return log_total
 
     def _centre(self) -> Tensor:
         """Half of ``1 / tau``, ``(D, P)``."""

@@ -191,7 +191,7 @@ class Prediction:
             gradients = torch.cat([gradients, torch.zeros_like(gradients)])
         pull = self._per_sample(weight / batch.tau).sum(1, keepdim=True)
         for gradient, other in zip(gradients, features[::-1], strict=True):
-            F.minus_product_(gradient, other, pull)
+            F.minus_product(gradient, other, pull, out=gradient)
         return gradients
 
 

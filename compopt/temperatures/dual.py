@@ -164,7 +164,7 @@ class TemperatureDual(Temperature):
 
     def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         if self.mode == "global":
-            self._update_global(call.hyper, gradient.mean())
+            self._update_global(call.hyper, gradient.mean(dtype=torch.float64))
             return {}
         if call.unimodal:
             gradient = gradient.mean(dim=1, keepdim=True)
@@ -196,4 +196,5 @@ class TemperatureDual(Temperature):
         else:
             betas = (hyper("betas", 0), hyper("betas", 1))
             direction, m, v = F.adam_direction(m, v, gradient, visits(), betas)
-        return F.clip(tau - hyper("lr") * direction, hyper("tau_min"), hyper("tau_max")), m, v
+        moved = F.minus_product(tau, direction, hyper("lr"))
+        return F.clip(moved, hyper("tau_min"), hyper("tau_max")), m, v
