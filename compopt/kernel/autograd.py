@@ -28,8 +28,11 @@ class _ClosedForm(torch.autograd.Function):
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
         gradients = ctx.saved_tensors
-        scaled = torch._foreach_mul(gradients, grad_output)
-        return None, *(gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes, strict=True))
+        scaled = (
+            (gradient * grad_output.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return None, *scaled
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
