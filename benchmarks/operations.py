@@ -1,12 +1,12 @@
 """Torch operations of one training step at a small batch: on an accelerator each of them is a launch.
 
     python -m benchmarks.operations                    # writes benchmarks/results/operations.md
-    python -m benchmarks.operations --record FILE      # the counts of this commit, for the next line
-    python -m benchmarks.operations --before FILE      # writes them beside those of this commit
+    python -m benchmarks.operations --record FILE      # counts of this commit, for the next line
+    python -m benchmarks.operations --before FILE      # them too, in a column of their own
     python -m benchmarks.operations --quick            # printed only
 
-A step is a call, its backward pass and ``est.step()``, B = 64, d = 128, both directions, in the middle of training. What
-``torch`` dispatches is counted but for views, which compute nothing; allocations count.
+A step is a call, its backward pass and ``est.step()``, B = 64, d = 128, both directions, in the middle of training.
+What ``torch`` dispatches is counted but for views, which compute nothing; allocations count.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ GOALS = {
 }
 ABOUT = f"""Operations that torch dispatches in one training step of the estimator alone: a call, its backward pass and
 `est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, the {STEPS}th step; networks have {PROTOTYPES}
-prototypes. Views are not counted, since they compute nothing; allocations are. {REFERENCE}: the features are normalised
-there too."""
+prototypes. Views are not counted, since they compute nothing; allocations are. {REFERENCE}: on features that are
+normalised there too."""
 
 
 class Operations(TorchDispatchMode):

@@ -89,7 +89,7 @@ class BatchReader:
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
             rows, bad = self._in_range(keys, device)
-            host_rows = self._on_host(keys)
+            host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
@@ -152,9 +152,8 @@ class BatchReader:
         return rows, bad
 
     def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Row numbers ``(b, R)`` on a device."""
-        given = [keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys]
-        return given[0][:, None] if len(given) == 1 else torch.stack(given, dim=1)
+        """Row numbers ``(b, R)`` on a device, in memory of their own: they wait for the commit, the caller does not."""
+        return torch.stack([keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
         """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""

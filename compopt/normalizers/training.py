@@ -66,12 +66,12 @@ MAX_EXPONENT = 40.0
 
 
 def unified_slope(gap: Tensor) -> Tensor:
-    """Of ``exp(-alpha)(eps + ghat) + alpha``, from how far its optimum is above ``alpha``; overwrites that."""
+    """Slope of ``exp(-alpha)(eps + ghat) + alpha``, from how far its optimum is above ``alpha``; overwrites that."""
     return gap.clamp_(max=MAX_EXPONENT).expm1_()
 
 
 def separate_slope(gap: Tensor) -> Tensor:
-    """Of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
+    """Slope of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
     return gap
 
 
