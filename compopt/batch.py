@@ -26,7 +26,7 @@ class Batch:
         own: where this rank's samples are.
         rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
         host_rows: the same on the CPU, ``None`` where asking would wait for a device.
-        columns: committed values, ``(B, D)``, with ``count``, the visits so far.
+        columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
         block: the rows as they are stored, ``(B * R, words)``; ``None`` without rows.
         distinct: the host knows that no sample occurs twice, and that nothing but the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
@@ -50,8 +50,8 @@ class Batch:
 
     @property
     def count(self) -> Tensor:
-        """Visits so far, ``(B, D)``."""
-        return self.columns[COUNT]
+        """Visits so far, ``(B, D)``; none without rows."""
+        return self.columns[COUNT] if COUNT in self.columns else torch.zeros_like(self.rows, dtype=torch.int32)
 
     @property
     def features(self) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compopt.checks.context import refuse_tangent, refuse_transforms
 from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import working_dtype
 from compopt.normalizers import MovingAverageEstimator
 
 
@@ -60,7 +61,7 @@ def compositional_loss(
         raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
     refuse_transforms()
     refuse_tangent("g", g)
-    inner = g.detach().to(torch.promote_types(g.dtype, torch.float32))
+    inner = g.detach().to(working_dtype(g.dtype))
     if inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
     log_u, batch = estimator._update(inner.log(), index)

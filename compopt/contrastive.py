@@ -25,7 +25,7 @@ Features go from 1 to ``Features.of``, through 3 and 4 (``Ranks.gather``) into `
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.batch import Batch
+from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
 from compopt.checks.inputs import (
     check_extra,
@@ -164,7 +164,7 @@ class ContrastiveEstimator(Estimator):
         for part in parts.values():
             part.joined(self._groups, Setting(self, mode, dtype, normalize, self._ranks, count))
         self._warned_rho = False
-        self._shown: dict[str, Tensor] = {}
+        self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
 
     def _options(self) -> dict[str, Any]:
@@ -240,19 +240,20 @@ class ContrastiveEstimator(Estimator):
             more = self._check_extra(extra, extra_index, keys, z1)
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
-            own = [Features.of(z, self.normalize) for z in (z1, z2, *(more[:1] if more else ()))]
-            values = {"z1": own[0].unit, "z2": own[1].unit}
+            own = Features.of(z1, z2, normalize=self.normalize)
+            extras = Features.of(more[0], normalize=self.normalize) if more else None
+            values = dict(zip(("z1", "z2"), own.unit.unbind(), strict=True))
             if isinstance(tau, Tensor) and tau.dim():
                 values["tau"] = tau.detach().to(z1.device)
             facts = {**tau_facts(tau), "encode": int(encode is not None), "extra": extra_fact(more)}
             batch = self._read(keys, values, facts, least=2, more=len(more[0]) if more else 0)
-            candidates = self._gather_extra(batch, own[2].unit, more[1]) if more else None
+            candidates = self._gather_extra(batch, extras.unit[0], more[1]) if more and extras else None
             temperature = self._temperature(batch, tau)
             graph = torch.is_grad_enabled()
             with torch.no_grad():
-                value, gradients = self._evaluate(batch, own, candidates, temperature, encoder, graph)
-        encoded = [] if encoder is None else [z.unit for z in encoder.encoded]
-        self._async_checks.watch_features(value, *(z.unit for z in own), *encoded)
+                value, gradients = self._evaluate(batch, own, extras, candidates, temperature, encoder, graph)
+        prepared = (own, extras, None if encoder is None else encoder.encoded)
+        self._async_checks.watch_features(value, *(features.unit for features in prepared if features is not None))
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     @outside_of_graphs
@@ -382,7 +383,8 @@ class ContrastiveEstimator(Estimator):
     def _evaluate(
         self,
         batch: Batch,
-        own: Sequence[Features],
+        own: Features,
+        extras: Features | None,
         candidates: Extra | None,
         temperature: float | Tensor,
         encoder: Encoder | None,
@@ -392,7 +394,8 @@ class ContrastiveEstimator(Estimator):
 
         Args:
             batch: the samples of all ranks.
-            own: this rank's features, and its further candidates if there are any.
+            own: this rank's features.
+            extras: its further candidates, if there are any.
             candidates: those of all ranks.
             temperature: perhaps with a graph; of all samples, or, if it came with the call, of this rank's.
             encoder: for samples outside the batch.
@@ -412,20 +415,19 @@ class ContrastiveEstimator(Estimator):
         if batch.depositing:
             moved = self.temperature.update(call, objective.tau_gradients()) if self.temperature.learns else {}
             self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
-        value = objective.value().to(own[0].unit.dtype)
-        wanted = graph and any(z.given.requires_grad for z in own)
+        value = objective.value().to(own.unit.dtype)
         elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
-        gradients = objective.feature_gradients(own, wanted, elsewhere)
+        gradients = objective.feature_gradients(own, extras, graph, elsewhere)
         if learned and isinstance(temperature, Tensor):
             gradients.append(objective.temperature_gradient(temperature))
         if encoder is not None and graph:
             gradients += [(z, gradient * self._ranks.size) for z, gradient in encoder.gradients]
-        count = batch.count if batch.block is not None else objective.alpha.new_ones((1, 1))
-        self._last, self._shown = Summary(objective.alpha, tau, pairs.sides, count), estimate.metrics
+        self._last = Summary(objective.alpha, tau, pairs.sides, batch.columns.get(COUNT))
+        self._shown = estimate.metrics
         return value, gradients
 
     def _pairs(
-        self, batch: Batch, own: Sequence[Features], extra: Extra | None, tau: float | Tensor, moments: bool
+        self, batch: Batch, own: Features, extra: Extra | None, tau: float | Tensor, moments: bool
     ) -> PairStatistics:
         """The kernel: all pairs of the batch, or those of this rank's anchors.
 
@@ -436,7 +438,6 @@ class ContrastiveEstimator(Estimator):
             tau: temperatures of the whole batch.
             moments: a temperature's derivative will be asked for.
         """
-        z1, z2 = own[0].unit, own[1].unit
         keys = list(batch.keys.values())
         options: dict[str, Any] = {
             "distinct": batch.distinct,
@@ -448,8 +449,8 @@ class ContrastiveEstimator(Estimator):
             "moments": moments,
         }
         if self._ranks.size == 1:
-            return Pairs(z1, z2, tau, keys, **options)
-        return GatheredPairs((z1, z2), batch.features, tau, keys, self._ranks, batch.sizes, **options)
+            return Pairs(own.unit, tau, keys, **options)
+        return GatheredPairs(own.unit, batch.features, tau, keys, self._ranks, batch.sizes, **options)
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
         """What the normalizer is shown."""
@@ -467,7 +468,7 @@ class ContrastiveEstimator(Estimator):
 
     def _valid(self, pairs: PairStatistics) -> Tensor | None:
         """Anchors without any negative (possible with index2 and labels) propose nothing."""
-        if len(pairs.keys) == 1:
+        if len(pairs.keys) == 1 or isinstance(pairs.count, float):
             return None
         valid = pairs.count > 0
         return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
@@ -488,4 +489,5 @@ class ContrastiveEstimator(Estimator):
         """
         if self._last is None:
             return {}
-        return {**self._last.metrics(), **self._shown}
+        shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
+        return {**self._last.metrics(), **shown}

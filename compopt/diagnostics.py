@@ -20,6 +20,7 @@ from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import working_dtype
 from compopt.kernel.local import Pairs
 
 MODES = ("bimodal", "unimodal")
@@ -89,8 +90,8 @@ def global_gradient(
         with torch.no_grad():
             pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size, directions)
             alpha = _exact(pairs, mode, views).expand_as(pairs.positive)
-            gradients = pairs.gradients(alpha, a.new_full((), 1 / alpha.numel()))
-        loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients, strict=True)))
+            gradients, _ = pairs.gradients(alpha, 1 / alpha.numel(), pairs.sum_weights(alpha))
+        loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients.unbind(), strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
     return g1, g2
 
@@ -218,7 +219,7 @@ def _check(
 
 
 def _prepare(z: Tensor, normalize: bool) -> Tensor:
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = z.to(working_dtype(z.dtype))
     return F.normalize(z, dim=1) if normalize else z
 
 
@@ -228,7 +229,14 @@ def _pairs(
     key, count = torch.arange(len(a), device=a.device), len(DIRECTIONS[directions])
     unimodal = mode == "unimodal"
     return Pairs(
-        a, b, tau, [key], distinct=True, directions=count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size
+        torch.stack([a, b]),
+        tau,
+        [key],
+        distinct=True,
+        directions=count,
+        unimodal=unimodal,
+        bounded=bounded,
+        chunk_size=chunk_size,
     )
 
 
@@ -266,5 +274,6 @@ def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     batch = est._look(rows, a, {"z1": a, "z2": b})
     unimodal = est.mode == "unimodal"
-    pairs = Pairs(a, b, own, [rows], distinct=True, directions=est._anchors, unimodal=unimodal, bounded=est.normalize)
+    z = torch.stack([a, b])
+    pairs = Pairs(z, own, [rows], distinct=True, directions=est._anchors, unimodal=unimodal, bounded=est.normalize)
     return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand_as(pairs.positive)

@@ -40,7 +40,21 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """``min(max(x, low), high)`` with bounds that are numbers or tensors."""
-    return x.clamp(min=low).clamp(max=high)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return x.clamp(min=low).clamp(max=high)
+    return x.clamp(low, high)
+
+
+def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
+    """``x - factor y`` with a factor that is a number or a tensor."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(x, factor, y, value=-1, out=out)
+    return torch.sub(x, y, alpha=factor, out=out)
+
+
+def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
+    """Whether all values along an axis, or all there are, are finite: their largest magnitude is."""
+    return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf
 
 
 def mean_of_views(log_g: Tensor) -> Tensor:
@@ -48,20 +62,21 @@ def mean_of_views(log_g: Tensor) -> Tensor:
     return torch.logsumexp(log_g, dim=-1, keepdim=True) - math.log(log_g.shape[-1])
 
 
-def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor) -> Tensor:
+def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | None) -> Tensor:
     r"""``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
 
     Args:
         log_u: stored values, any shape.
         log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
         gamma: in (0, 1]; a number, or one per row.
-        first: True where the row was never visited; such a row takes ``log g`` itself.
+        first: True where the row was never visited; such a row takes ``log g`` itself. ``None``: nowhere.
     """
     if isinstance(gamma, Tensor):
         log_keep, log_take = torch.log1p(-gamma), gamma.log()
     else:
         log_keep, log_take = log(1.0 - gamma), log(gamma)
-    return torch.where(first, log_g, torch.logaddexp(log_u + log_keep, log_g + log_take))
+    average = torch.logaddexp(log_u + log_keep, log_g + log_take)
+    return average if first is None else torch.where(first, log_g, average)
 
 
 def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:
@@ -77,13 +92,16 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
         tau: temperatures, broadcastable to ``(B, D)``.
     """
     if multiply_tau:
-        return alpha + rho - sum_wh / tau
+        value = alpha if isinstance(rho, float) and rho == 0 else alpha + rho
+        if isinstance(tau, Tensor):
+            return torch.addcdiv(value, sum_wh, tau, value=-1)
+        return value - sum_wh / tau
     return -sum_wh / (tau * tau)
 
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
     """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8)."""
-    return (1.0 - beta) * m + beta * grad
+    return torch.lerp(m, grad, beta)
 
 
 def adam_direction(
@@ -95,8 +113,7 @@ def adam_direction(
         direction, new first moment, new second moment.
     """
     beta1, beta2 = betas
-    m = beta1 * m + (1.0 - beta1) * grad
-    v = beta2 * v + (1.0 - beta2) * grad.square()
+    m, v = torch.lerp(m, grad, 1.0 - beta1), torch.lerp(v, grad.square(), 1.0 - beta2)
     m_hat = m / (1.0 - beta1**visits)
     v_hat = v / (1.0 - beta2**visits)
     return m_hat / (v_hat.sqrt() + eps), m, v

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from compopt.batch import Batch
 from compopt.estimator.call import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
-from compopt.kernel.log_sum_exp import OnlineLogSumExp
+from compopt.kernel.log_sum_exp import Sums
 from compopt.kernel.statistics import PairStatistics
 
 
@@ -47,9 +47,19 @@ class Objective:
         """Log-normalizers, ``(B, A)``."""
         return self.estimate.alpha.expand_as(self.pairs.positive)
 
+    @cached_property
+    def _level(self) -> Tensor:
+        """``alpha_i + rho_i``."""
+        return self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
+
+    @cached_property
+    def _sum_weights(self) -> Tensor:
+        """``sum_j w_ij``."""
+        return self.pairs.sum_weights(self.alpha)
+
     def value(self) -> Tensor:
         """The objective, 0-d."""
-        terms = self.tau * (self.alpha + self.rho) if self.multiply_tau else self.alpha
+        terms = self.tau * self._level if self.multiply_tau else self.alpha
         return self.pairs.real(terms).mean()
 
     def tau_gradients(self) -> Tensor:
@@ -60,14 +70,14 @@ class Objective:
         With ``estimate.positive_weight`` ``p_i``, what stands in the place of ``sum_j w_ij h_ij`` is
         ``sum_j w_ij s_ij - p_i s_ii``.
         """
-        pairs, estimate, alpha = self.pairs, self.estimate, self.alpha
+        pairs, estimate, level = self.pairs, self.estimate, self._level
         assert pairs.mean_h is not None
-        sum_wh = pairs.sum_weights(alpha) * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+        sum_wh = self._sum_weights * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
         if estimate.positive_weight is not None:
-            sum_wh = sum_wh - (estimate.positive_weight - pairs.sum_weights(alpha)) * pairs.positive
+            sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.slack is not None and self.multiply_tau:
-            alpha = alpha + estimate.slack
-        return pairs.real(F.temperature_gradient(alpha, self.rho, sum_wh, self.tau, self.multiply_tau))
+            level = level + estimate.slack
+        return pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
         """A temperature with a graph, and its gradient: the mean of ``G``, summed to its shape.
@@ -82,47 +92,54 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
-    def feature_gradients(self, own: Sequence[Features], wanted: bool, elsewhere: bool) -> list[tuple[Tensor, Tensor]]:
+    def feature_gradients(
+        self, own: Features, extra: Features | None, graph: bool, elsewhere: bool
+    ) -> list[tuple[Tensor, Tensor]]:
         """This rank's features with their gradients, weights held as estimated; uses up the pairs.
 
         Args:
-            own: this rank's features, and its further candidates if there are any.
-            wanted: whether they get any; without, what other ranks or other features wait for is computed nevertheless.
+            own: this rank's features.
+            extra: its further candidates, if there are any.
+            graph: gradients may be wanted at all; if no features want any, what other ranks or other features wait for
+                is computed nevertheless.
             elsewhere: whether weights of the normalizer's have gradients for others.
         """
-        gradients: tuple[Tensor, ...] = ()
+        wanted = graph and (own.want_gradients or (extra is not None and extra.want_gradients))
+        gradient: Tensor | None = None
+        of_extra: Tensor | None = None
         if wanted or (self.estimate.weights is not None and elsewhere):
-            gradients = self._weighted()
-        by_alpha: tuple[Tensor, ...] = ()
+            gradient, of_extra = self._weighted()
         if self.estimate.through_alpha is not None and (wanted or self.ranks > 1):
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
-        if not wanted:
+            if gradient is not None:
+                by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
+                gradient += by_alpha[:, self.batch.own]
+        if not wanted or gradient is None:
             return []
-        for gradient, rest in zip(gradients, by_alpha, strict=False):
-            gradient.add_(rest[self.batch.own])
-        if self.ranks > 1:
-            gradients = tuple(gradient * self.ranks for gradient in gradients)
-        return [z.pull_back(gradient) for z, gradient in zip(own, gradients, strict=True)]
+        found = own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)
+        if extra is not None and of_extra is not None:
+            found += extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks)
+        return found
 
     def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
         like = self.pairs.positive
-        factor = self.tau if self.multiply_tau else 1.0
-        slope = factor.to(like.dtype) if isinstance(factor, Tensor) else like.new_full((), factor)
-        return self.pairs.real(slope.expand(like.shape)) / like.numel()
+        slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
+        slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
+        return self.pairs.real(slope.expand_as(like))
 
-    def _weighted(self) -> tuple[Tensor, ...]:
-        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features."""
+    def _weighted(self) -> tuple[Tensor, Tensor | None]:
+        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""
         alpha = self.alpha.to(self.pairs.positive.dtype)
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / self.tau
-        if not isinstance(coefficient, Tensor):
-            coefficient = alpha.new_full((), coefficient)
-        coefficient = coefficient.to(alpha.dtype)
+        if isinstance(coefficient, Tensor):
+            coefficient = coefficient.to(alpha.dtype)
         if self.estimate.weights is not None:
-            return self.estimate.weights.gradients(coefficient)
-        weight = self.estimate.positive_weight
-        return self.pairs.gradients(alpha, coefficient, None if weight is None else weight.to(alpha.dtype))
+            return self.estimate.weights.gradients(coefficient), None
+        weight = self._sum_weights if self.estimate.positive_weight is None else self.estimate.positive_weight
+        weight = weight.to(alpha.dtype) if isinstance(weight, Tensor) else weight
+        return self.pairs.gradients(alpha, coefficient, weight)
 
 
 @dataclass
@@ -133,22 +150,23 @@ class Summary:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
-        count: visits so far, ``(B, .)``.
+        count: visits so far, ``(B, D)``; ``None`` where none are counted.
     """
 
     alpha: Tensor
     tau: float | Tensor
-    sides: list[OnlineLogSumExp]
-    count: Tensor
+    sides: list[Sums]
+    count: Tensor | None
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
         spread = torch.as_tensor(self.tau, dtype=self.alpha.dtype, device=self.alpha.device).flatten()
+        visits = spread.new_ones(1, 1) if self.count is None else self.count
         return {
             "log_normalizer": self.alpha.mean(),
             "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
-            "new_rows": (self.count == 0).any(dim=1).sum(),
+            "new_rows": (visits == 0).any(dim=1).sum(),
         }

@@ -6,6 +6,8 @@ before it. The bits are the same on every device, for every split of a batch ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,14 +49,18 @@ def scramble_(words: Tensor) -> Tensor:
     return words
 
 
-def streams(counters: tuple[int, ...], positions: Tensor) -> Tensor:
+def streams(counters: tuple[int, ...], positions: Tensor, last: Sequence[int] | None = None) -> Tensor:
     """A stream per position: ``(b,)`` int64 keys for :func:`bits`.
 
     Args:
         counters: what all of them share, such as seed and step.
         positions: what tells them apart, ``(b,)`` int64.
+        last: so many streams per position, each with its own last counter: ``(len(last) * b,)``.
     """
-    return scramble_(positions * _signed(_GOLDEN) + _signed(fold(*counters)))
+    words = positions * _signed(_GOLDEN)
+    if last is None:
+        return scramble_(words.add_(_signed(fold(*counters))))
+    return scramble_(torch.cat([words + _signed(fold(*counters, each)) for each in last]))
 
 
 def bits(keys: Tensor, first: int, count: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.groups import Hyper
+from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
 from compopt.kernel.sampled import SampledPairs
 from compopt.kernel.statistics import PairStatistics
@@ -88,16 +89,16 @@ class Estimate:
         proposals: new values of its columns.
         slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
-        positive_weight: of each anchor's positive, ``(B, A)``, where it is not ``sum_j w_ij``.
+        positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
-            batch's features, ``(B, d)`` each; ``None``: ``alpha`` is held constant.
-        metrics: 0-d tensors to show.
+            batch's features, ``(B, d)`` each or ``(2, B, d)``; ``None``: ``alpha`` is held constant.
+        metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
     """
 
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
     slack: Tensor | None = None
     weights: SampledPairs | None = None
-    positive_weight: Tensor | None = None
-    through_alpha: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    positive_weight: Scalar | None = None
+    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]] | None = None
+    metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
+from compopt.functional import all_finite
 from compopt.stores.layout import Column
 
 # What parts of the user's own may still define.
@@ -112,9 +113,13 @@ class Component(ABC):
     def deposit_state(self, **tensors: Tensor) -> None:
         """Deposit new values; if any of them is not finite, all keep their previous values."""
         before = self.working_state(True)
-        finite = torch.stack([new.isfinite().all() for new in tensors.values()]).all()
-        accepted = {name: torch.where(finite, new, before[name]) for name, new in tensors.items()}
-        self._pending_state = {**before, **accepted}
+        finite = all_finite(torch.cat([new.flatten() for new in tensors.values() if new.is_floating_point()]))
+        new, old = list(tensors.values()), [before[name] for name in tensors]
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
+            accepted = list(torch.where(finite, torch.stack(new), torch.stack(old)).unbind())
+        else:
+            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
+        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         """Commit the pending copy, unless ``found_inf`` (on the device) is positive."""

@@ -15,6 +15,7 @@ from compopt.checks.inputs import check_range, distinct_values
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
+from compopt.kernel.features import working_dtype
 from compopt.stores import Ticket
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
@@ -88,7 +89,7 @@ class BatchReader:
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
             rows, bad = self._in_range(keys, device)
-            host_rows = self._on_host(keys)
+            host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
@@ -151,7 +152,7 @@ class BatchReader:
         return rows, bad
 
     def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Row numbers ``(b, R)`` on a device."""
+        """Row numbers ``(b, R)`` on a device, in memory of their own: they wait for the commit, the caller does not."""
         return torch.stack([keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
@@ -230,14 +231,18 @@ class BatchReader:
         like: Tensor,
         depositing: bool,
     ) -> Batch:
-        dtype = torch.promote_types(torch.promote_types(like.dtype, torch.float32), self.dtype)
-        columns = {COUNT: torch.zeros_like(rows, dtype=torch.int32)}
+        dtype = working_dtype(like.dtype, self.dtype)
+        columns: dict[str, Tensor] = {}
         if self.table is not None and block is not None:
             block = block.view(-1, self.table.layout.words)
             columns = self.table.unpack(rows, block, dtype)
             for name, (role, key) in self._initial.items():
-                unseen = self.groups.hyper(role, rows, dtype)(key)
-                columns[name] = torch.where(columns[COUNT] == 0, unseen, columns[name])
+                value = self.groups.hyper(role, rows, dtype)(key)
+                unseen = columns[COUNT] == 0
+                if isinstance(value, Tensor):
+                    columns[name] = torch.where(unseen, value, columns[name])
+                else:
+                    columns[name] = columns[name].masked_fill(unseen, value)
         keys = {name: key.to(rows.device, non_blocking=True) for name, key in agreed.keys.items()}
         return Batch(
             keys=keys,

@@ -13,11 +13,11 @@ class _ClosedForm(torch.autograd.Function):
     """A value whose gradients are already known; autograd stores those and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        # tensors: the gradients, then the inputs they belong to
-        ctx.save_for_backward(*tensors[:count])
-        ctx.dtypes = [tensor.dtype for tensor in tensors[count:]]
-        return value.clone()
+    def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor]], *inputs: Tensor) -> Tensor:
+        value, gradients = known  # in a tuple, which autograd does not look into: the value itself becomes the output
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -32,7 +32,7 @@ class _ClosedForm(torch.autograd.Function):
             (gradient * grad_output.to(gradient.dtype)).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (None, None, *(None for _ in gradients), *scaled)
+        return None, *scaled
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -45,7 +45,8 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     """
     if not pairs:
         return value
-    return _ClosedForm.apply(value, len(pairs), *(gradient for _, gradient in pairs), *(tensor for tensor, _ in pairs))
+    tensors, gradients = zip(*pairs, strict=True)
+    return _ClosedForm.apply((value, gradients), *tensors)
 
 
 class _LowerBound(torch.autograd.Function):

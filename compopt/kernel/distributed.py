@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
+from compopt.functional import Scalar
 from compopt.kernel.local import CPU_BLOCK_ROWS
-from compopt.kernel.log_sum_exp import Block, Exponentials, OnlineLogSumExp
+from compopt.kernel.log_sum_exp import Exponentials, Sums, joined
 from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 
@@ -58,21 +59,20 @@ class RowBlock:
         self.moments, self.recompute = moments, chunk_size is not None or scale is None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
         self._kept: list[tuple[Tensor, Exponentials]] = []
-        self.sums: OnlineLogSumExp | None = None
-        if scale is not None:
-            self.sums = OnlineLogSumExp(scale, moments)
-            self._sweep(self.sums)
+        self.sums = None if scale is None else self._sweep(scale)
 
-    def _sweep(self, sums: OnlineLogSumExp) -> None:
+    def _sweep(self, scale: Tensor) -> Sums:
+        parts = []
         for start, stop in self._bounds():
             s = self._similarities(start, stop, count=True)
-            rows = self._exponentials(s, sums.scale[start:stop])
-            sums.add_rows(Block(start, stop, rows, None))
+            rows = self._exponentials(s, scale[start:stop])
+            parts.append(Sums.over(rows, 1, start))
             if not self.recompute:
                 self._kept.append((s, rows))
+        return joined(parts)
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, len(self.x), self.block_rows):
+        for start in range(0, max(1, len(self.x)), self.block_rows):  # a rank without samples has an empty block
             yield start, min(start + self.block_rows, len(self.x))
 
     def _similarities(self, start: int, stop: int, count: bool = False) -> Tensor:
@@ -98,9 +98,11 @@ class RowBlock:
         return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
 
     def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
-        """``A Y``; ``own`` and ``columns`` hold scale, positive, log_weight and coefficient of the anchors there.
+        """``A Y``.
 
-        ``own`` is ignored where the rows are no anchors; ``columns`` is ``None`` where those are none.
+        Args:
+            own, columns: scale, positive, alpha, log_count and coefficient of the anchors there; ``own`` is ignored
+                where the rows are no anchors, and ``columns`` is ``None`` where those are none.
         """
         result = torch.empty_like(self.x)
         for number, (start, stop) in enumerate(self._bounds()):
@@ -122,30 +124,32 @@ class RowBlock:
         self, s: Tensor, rows: Exponentials | None, own: dict[str, Tensor], columns: dict[str, Tensor] | None
     ) -> Tensor:
         """Coefficients ``A_ij`` of one block, in place."""
-
-        def factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
-            return side["coefficient"] * ((shift - side["positive"]) * side["scale"] + side["log_weight"]).exp()
-
         if self.tau is not None:
-            by_column = 0.0 if columns is None else factor(columns, 0.0)
+            by_column = 0.0 if columns is None else _factor(columns, 0.0)
             if rows is None:
                 return s.exp_().mul_(by_column)
-            return rows.exp.mul_(factor(own, 0.0)[:, None] + by_column)
+            return rows.exp.mul_(_factor(own, 0.0)[:, None] + by_column)
         if columns is not None:
-            s.sub_(columns["positive"]).mul_(columns["scale"]).add_(columns["log_weight"]).exp_()
+            s.sub_(columns["positive"]).mul_(columns["scale"]).sub_(columns["alpha"]).sub_(columns["log_count"]).exp_()
             s.mul_(columns["coefficient"])
         if rows is None:
             return s
         assert rows.shift is not None
-        rows.exp.mul_(factor(own, rows.shift)[:, None])
+        rows.exp.mul_(_factor(own, rows.shift)[:, None])
         return rows.exp if columns is None else rows.exp.add_(s)
+
+
+def _factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
+    """What takes ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
+    offset = (shift - side["positive"]) * side["scale"]
+    return (offset - side["alpha"]).sub_(side["log_count"]).exp_().mul_(side["coefficient"])
 
 
 class GatheredPairs(PairStatistics):
     """Statistics of all anchors of the global batch, gradients of this rank's own features.
 
     Args:
-        own: this rank's ``z1, z2``, ``(b, d)``, no graph.
+        own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
         keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
@@ -158,7 +162,7 @@ class GatheredPairs(PairStatistics):
 
     def __init__(
         self,
-        own: tuple[Tensor, Tensor],
+        own: Tensor,
         everyone: tuple[Tensor, Tensor],
         tau: float | Tensor,
         keys: Sequence[Tensor],
@@ -178,13 +182,13 @@ class GatheredPairs(PairStatistics):
         self._z, self._everyone, self._batch = own, everyone, len(everyone[0])
         self._first = sum(sizes[: ranks.rank])
         self._own = slice(self._first, self._first + len(own[0]))
-        self._scale = scale_of(tau, own[0], self._batch, directions)
+        scale = scale_of(tau, own, self._batch, directions)
+        self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, directions), scale)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, bounded, moments) else None
         self._options = (uniform, chunk_size, moments)
         self._row_blocks = [self._block_of(direction) for direction in range(2)]
         self._anchors = self._row_blocks[:directions]
-        self._sums = [block.sums for block in self._anchors if block.sums is not None]
-        self.sides = self._sums
+        self.sides = [block.sums for block in self._anchors if block.sums is not None]
         self._exchange(ranks, sizes)
 
     # -- geometry ----------------------------------------------------------------------------------------------
@@ -222,16 +226,18 @@ class GatheredPairs(PairStatistics):
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Statistics of the own anchors -> those of all."""
         positive = torch.linalg.vecdot(*self._z).unsqueeze(1)
-        own = [positive, torch.stack([sums.log_total() for sums in self._sums], dim=1)]
+        scales = self._scale[self._own].unbind(1)
+        log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
+        own = [positive, torch.stack(log_total, dim=1)]
         moments = self._anchors[0].moments
         if moments:
-            own.append(torch.stack([sums.dot / sums.total for sums in self._sums if sums.dot is not None], dim=1))
+            own.append(torch.stack([sums.dot / sums.total for sums in self.sides if sums.dot is not None], dim=1))
         if not self.distinct:
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
         self.positive = everyone[0].expand(-1, self.directions)
         excluded = None if self.distinct else everyone[-1]
-        self._count_negatives([len(block.y) for block in self._anchors], excluded, positive, self._batch)
+        self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
         self.log_sum = self.real(everyone[1] - self.positive * self._scale)
         self.mean_h = self.real(everyone[2] - self.positive) if moments else None
 
@@ -241,25 +247,30 @@ class GatheredPairs(PairStatistics):
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        coefficient = self.real(coefficient.expand(self._batch, self.directions))
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         values = {
             "scale": self._scale,
             "positive": self.positive,
-            "log_weight": -alpha - self.log_count,
-            "coefficient": coefficient,
+            "alpha": alpha.expand_as(self.positive),
+            "log_count": self._spread_out(self.log_count),
+            "coefficient": self._spread_out(self.factor(coefficient)),
         }
-        pull = self.pull(alpha, coefficient, positive_weight)[self._own]
+        own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
+        pull = (values["coefficient"] * positive_weight).sum(1, keepdim=True)[self._own]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
-            own = {name: value[self._own, direction] for name, value in values.items() if direction < self.directions}
-            gradient = block.gradient(own, self._column_values(values, direction))
+            anchors = own[direction] if direction < self.directions else {}
+            gradient = block.gradient(anchors, self._column_values(values, direction))
             gradients.append(gradient.addcmul_(pull, self._z[1 - direction], value=-1))
+        outside: Tensor | None = None
         if self.extra is not None:
-            gradients.append(self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()}))
-        return tuple(gradients)
+            outside = self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()})
+        return torch.stack(gradients), outside
+
+    def _spread_out(self, value: Scalar) -> Tensor:
+        """A number or a tensor as ``(B, A)``."""
+        value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
+        return value.expand_as(self.positive)
 
     def _column_values(self, values: dict[str, Tensor], direction: int) -> dict[str, Tensor] | None:
         """Values of the anchors along the columns of a block; further candidates have no weight."""
@@ -270,7 +281,7 @@ class GatheredPairs(PairStatistics):
         else:
             return None
         more = 0 if self.extra is None or direction == 1 else len(self.extra.everyone)
-        outside = {"scale": 1.0, "positive": 0.0, "log_weight": -torch.inf, "coefficient": 0.0}
+        outside = {"scale": 1.0, "positive": 0.0, "alpha": torch.inf, "log_count": 0.0, "coefficient": 0.0}
         return (
             {name: pad(value, (0, more), value=outside[name]) for name, value in columns.items()} if more else columns
         )

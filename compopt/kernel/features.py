@@ -20,48 +20,64 @@ NORM_MAX = math.sqrt(-MASKED)
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
+def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """In which features and rows of these dtypes are computed: float64 if one of them is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
     """Features in working precision without their graph, normalised if asked for, and the norms they had.
 
     A bad row is NaN throughout: one with a NaN or an infinity, one whose norm overflows (it would be normalised to
     zero), or, not normalised, one whose norm reaches 1e15. A row too short to be normalised is a zero row.
+
+    Args:
+        z: ``(..., d)``, which may be overwritten.
+        normalize: divide by the norm.
     """
-    z = z.detach().to(torch.promote_types(z.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    z = z.detach().to(working_dtype(z.dtype))
+    norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     if not normalize:
         return torch.where(norm < NORM_MAX, z, torch.nan), None
-    norm = norm.masked_fill_(norm.isinf(), torch.nan).clamp_(min=NORM_MIN)
-    return z / norm, norm
+    norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=NORM_MIN)
+    return z.div_(norm), norm
 
 
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
     """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
-    radial = torch.linalg.vecdot(gradient, unit).unsqueeze(1)
+    radial = torch.linalg.vecdot(gradient, unit).unsqueeze(-1)
     return gradient.addcmul_(radial, unit, value=-1).div_(norm)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of one modality or view, as the caller has them and as the kernel takes them.
+    """Features of some modalities or views, as the caller has them and as the kernel takes them: in one tensor.
 
     Attributes:
-        given: ``(b, d)``, perhaps with a graph.
-        unit: in working precision, without a graph, normalised if that was asked for.
-        norm: what they were divided by, ``(b, 1)``; ``None``: nothing.
+        given: ``(b, d)`` each, perhaps with a graph.
+        unit: all of them in working precision, without a graph, normalised if that was asked for, ``(k, b, d)``.
+        norm: what they were divided by, ``(k, b, 1)``; ``None``: nothing.
     """
 
-    given: Tensor
+    given: tuple[Tensor, ...]
     unit: Tensor
     norm: Tensor | None
 
     @classmethod
-    def of(cls, z: Tensor, normalize: bool) -> Features:
-        """What :func:`prepare` makes of ``z``."""
-        return cls(z, *prepare(z, normalize))
+    def of(cls, *given: Tensor, normalize: bool) -> Features:
+        """What :func:`prepare` makes of features of one shape."""
+        return cls(given, *prepare(torch.stack(given), normalize))
 
-    def pull_back(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The given features, and their gradient from that of ``unit``, which is overwritten."""
-        return self.given, gradient if self.norm is None else through_normalization(gradient, self.unit, self.norm)
+    @property
+    def want_gradients(self) -> bool:
+        """Whether any of them does."""
+        return any(z.requires_grad for z in self.given)
+
+    def pull_back(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The given features with their gradients, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
+        if self.norm is not None:
+            through_normalization(gradient, self.unit, self.norm)
+        return list(zip(self.given, gradient.unbind(), strict=True))
 
 
 class Encoder:
@@ -75,7 +91,7 @@ class Encoder:
         unimodal: one tensor serves both directions.
 
     Attributes:
-        encoded: what ``encode`` returned, one per modality; empty before it was called.
+        encoded: what ``encode`` returned; ``None`` before it was called.
         gradients: pairs of what it returned and its gradient, where that wants one, once :meth:`receive` was called.
     """
 
@@ -84,7 +100,7 @@ class Encoder:
         device = like.device.type
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._grad = torch.is_grad_enabled()
-        self.encoded: list[Features] = []
+        self.encoded: Features | None = None
         self.gradients: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,10 +112,9 @@ class Encoder:
             torch.autocast(device.type, dtype=autocast_dtype, enabled=enabled),
         ):
             given = self._checked(self._encode(indices), len(indices))
-        self.encoded = [Features.of(z, self._normalize) for z in given]
-        dtype = torch.promote_types(self._like.dtype, torch.float32)
-        first, second = self.encoded[0].unit, self.encoded[-1].unit
-        return second.to(dtype), first.to(dtype)
+        self.encoded = Features.of(*given, normalize=self._normalize)
+        unit = self.encoded.unit.to(working_dtype(self._like.dtype))
+        return unit[-1], unit[0]
 
     def _checked(self, made: object, count: int) -> list[Tensor]:
         """One tensor, or one per modality."""
@@ -124,14 +139,12 @@ class Encoder:
     @property
     def wants_gradients(self) -> bool:
         """Whether anything that was encoded does."""
-        return any(z.given.requires_grad for z in self.encoded)
+        return self.encoded is not None and self.encoded.want_gradients
 
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
         """Gradients with respect to what :meth:`__call__` returned, for the backward pass."""
+        assert self.encoded is not None
         second, first = by_direction
-        gradients = [first + second] if self._unimodal else [first, second]
-        self.gradients = [
-            z.pull_back(gradient.to(z.unit.dtype))
-            for z, gradient in zip(self.encoded, gradients, strict=True)
-            if z.given.requires_grad
-        ]
+        gradients = torch.stack([first + second] if self._unimodal else [first, second])
+        pairs = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
+        self.gradients = [(z, gradient) for z, gradient in pairs if z.requires_grad]

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.kernel.log_sum_exp import Block, Exponentials, OnlineLogSumExp
+from compopt.functional import Scalar, minus_product
+from compopt.kernel.log_sum_exp import Block, Exponentials, Sums, joined
 from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
@@ -35,7 +36,7 @@ class Pairs(PairStatistics):
     """All pairs of one batch: sums per anchor now, gradients once the log-normalizers are known.
 
     Args:
-        z1, z2: features of the two modalities or views, ``(B, d)``, float32 or float64, no graph.
+        z: features of the two modalities or views, ``(2, B, d)``, float32 or float64, no graph.
         tau: one number for all anchors, or a tensor ``(B, 2)``: a column per direction.
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
@@ -50,8 +51,7 @@ class Pairs(PairStatistics):
 
     def __init__(
         self,
-        z1: Tensor,
-        z2: Tensor,
+        z: Tensor,
         tau: float | Tensor,
         keys: Sequence[Tensor],
         *,
@@ -63,12 +63,12 @@ class Pairs(PairStatistics):
         chunk_size: int | None = None,
         moments: bool = False,
     ) -> None:
-        self.z1, self.z2, self.tau, self.keys = z1, z2, tau, keys
-        self.batch, self.unimodal, self.directions, self.extra = z1.shape[0], unimodal, directions, extra
+        self.z, self.tau, self.keys = z, tau, keys
+        self.batch, self.unimodal, self.directions, self.extra = z.shape[1], unimodal, directions, extra
         # view 2 has none of the further candidates
         self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
-        self.x = torch.cat([z1, z2]) if unimodal else z1
-        self._inside = self.x if unimodal else z2
+        self.x = z.view(-1, z.shape[2]) if unimodal else z[0]
+        self._inside = self.x if unimodal else z[1]
         self.y = self._inside if extra is None else torch.cat([self._inside, extra.features])
         self.moments = moments
         self.uniform = is_uniform(tau, bounded, moments)
@@ -76,24 +76,23 @@ class Pairs(PairStatistics):
         self.symmetric = unimodal and self.uniform and extra is None
         self._columns_are_anchors = not unimodal and directions == 2
         self.recompute = chunk_size is not None
-        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if z1.device.type == "cpu" else len(self.x))
+        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if z.device.type == "cpu" else len(self.x))
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
         self._row_buffer = 0 if self.uniform or not (self._columns_are_anchors or moments) else 1
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
-        self.positive = (z1 * z2).sum(1, keepdim=True).expand(-1, directions)
+        self.positive = torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
         self._sweep()
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _per_anchor(self, rows: Tensor, columns: Tensor | None) -> Tensor:
-        """Arrange values of matrix rows and columns as ``(B, A)``."""
-        if self.unimodal:
-            return rows.view(2, self.batch).T
-        if self.directions == 1 or columns is None:
-            return rows[:, None]
-        return torch.stack([rows, columns[: self.batch]], dim=1)
+    def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
+        if len(sides) == 1:
+            return [values.view(-1, self.batch).T for values in sides[0]]
+        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
+        return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _row_values(self, per_anchor: Tensor) -> Tensor:
         """``(B, A)`` -> one value per matrix row."""
@@ -131,98 +130,132 @@ class Pairs(PairStatistics):
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
-    def _buffer(self, which: int, start: int, stop: int) -> Tensor:
-        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed."""
+    def _buffer(self, which: int, start: int, stop: int) -> Tensor | None:
+        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed.
+
+        ``None`` if there is one block: the operation that fills it makes it.
+        """
+        if stop - start == len(self.x):
+            return None
         while len(self._buffers) <= which:
             rows = min(self.block_rows, len(self.x)) if self.recompute else len(self.x)
             self._buffers.append(self.x.new_empty(rows, len(self.y)))
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
-    def _scratch(self, rows: int) -> Tensor:
+    def _scratch(self, rows: int) -> Tensor | None:
         """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
+        if rows == len(self.x):
+            return None
         if self._spare is None:
             self._spare = self.x.new_empty(min(self.block_rows, len(self.x)), len(self.y))
         return self._spare[:rows]
 
     def _sweep(self) -> None:
-        self._scale = scale_of(self.tau, self.x, self.batch, self.directions)
-        self._rows = OnlineLogSumExp(self._row_values(self._scale), self.moments)
-        self._columns: OnlineLogSumExp | None = None
-        if self._columns_are_anchors:
-            self._columns = OnlineLogSumExp(self._column_values(self._scale, 1.0), self.moments)
-        excluded = self.x.new_zeros(0 if self.distinct else 2, len(self.y))
+        self._scale = scale = scale_of(self.tau, self.x, self.batch, self.directions)
+        self._row_scale = self._column_scale = scale
+        if isinstance(scale, Tensor):
+            self._row_scale = self._row_values(scale)
+            self._column_scale = self._column_values(scale, 1.0) if self._columns_are_anchors else 1.0
+        rows: list[Sums] = []
+        columns: Sums | None = None
+        excluded = None if self.distinct else self.x.new_zeros(2, len(self.y))
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
-            if same is not None:
+            if excluded is not None and same is not None:
                 excluded[0, start:stop] = same.sum(1)
                 excluded[1] += same.sum(0)
-            block = self._exponentiate(s, start, stop, None if self._columns is None else self._columns.shift)
-            self._rows.add_rows(block)
-            if self._columns is not None and block.columns is not None:
-                self._columns.add_columns(block.columns)
+            block = self._exponentiate(s, start, stop, None if columns is None else columns.shift)
+            rows.append(Sums.over(block.rows, 1, start))
+            if block.columns is not None:
+                more = Sums.over(block.columns, 0)
+                columns = more if columns is None else columns.merged(more, self._column_scale)
             if not self.recompute:
                 self._blocks.append(block)
-        self.sides = [self._rows] if self._columns is None else [self._rows, self._columns]
+        self.sides = [joined(rows)] if columns is None else [joined(rows), columns]
         self._collect(excluded)
 
-    def _collect(self, excluded: Tensor) -> None:
-        """Sums per matrix row and column -> the ``(B, 2)`` attributes."""
-        columns = self._columns
-        met = None if self.distinct else self._per_anchor(excluded[0, : len(self.x)], excluded[1])
+    def _collect(self, excluded: Tensor | None) -> None:
+        """Sums per matrix row and column -> the ``(B, A)`` attributes."""
+        met = None
+        if excluded is not None:
+            by_side = [[excluded[0, : len(self.x)]], [excluded[1]]]
+            (met,) = self._per_anchor(by_side if not self.unimodal and self.directions == 2 else by_side[:1])
         candidates = (len(self.y), len(self.y) if self.unimodal else self.batch)[: self.directions]
-        self._count_negatives(candidates, met, self.x, self.batch)
-        log_total = self._per_anchor(self._rows.log_total(), None if columns is None else columns.log_total())
-        self.log_sum = self.real(log_total - self.positive * self._scale)
+        self._count_negatives(candidates, met, self.positive)
+        total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
+        # exp(h_ij / tau_i) is what was summed times exp(offset_i)
+        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
+        self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
-        if self._rows.dot is not None:
-            by_column = None if columns is None or columns.dot is None else columns.dot / columns.total
-            mean_s = self._per_anchor(self._rows.dot / self._rows.total, by_column)
-            self.mean_h = self.real(mean_s - self.positive)
+        if self.moments:
+            self.mean_h = self.real(rest[1] / total - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        s = self._buffer(0, start, stop)
         x = self.x[start:stop]
         if self.uniform:  # fold 1/tau into the narrow matrix
             x = x * (1 / self.tau)
-        torch.mm(x, self.y.T, out=s)
+        s = torch.mm(x, self.y.T, out=self._buffer(0, start, stop))
         return s, self._mask(s, start, MASKED)
 
     def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Block:
         """Turn a block of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
             shared = Exponentials(s.exp_(), None, None)
-            return Block(start, stop, shared, None if self._columns is None else shared)
+            return Block(start, stop, shared, shared if self._columns_are_anchors else None)
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
-        e.mul_(self._rows.scale[start:stop, None]).exp_()
+        e.mul_(_rows_of(self._row_scale, start, stop)).exp_()
         rows = Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
-        if self._columns is None:
+        if not self._columns_are_anchors:
             return Block(start, stop, rows, None)
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
-            return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._columns.scale).exp_(), top, None))
-        e = torch.sub(s, top, out=self._scratch(len(s))).mul_(self._columns.scale).exp_()
+            return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None))
+        scratch = self._scratch(len(s))
+        e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
         dot = torch.linalg.vecdot(e, s, dim=0)
-        return Block(start, stop, rows, Exponentials(s.copy_(e), top, dot))
+        return Block(start, stop, rows, Exponentials(e if scratch is None else s.copy_(e), top, dot))
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        coefficient = self.real(coefficient.expand(self.batch, self.directions))
-        # log of the factor that takes exp(s_ij / tau_i) to coefficient_i * w_ij
-        log_factor = -(self.positive * self._scale) - alpha - self.log_count
-        grad_x, grad_y = torch.empty_like(self.x), torch.zeros_like(self.y)
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        coefficient = self.factor(coefficient)
+        # what takes the terms of a sum to coefficient_i * w_ij
+        factor = (self._offset - alpha).sub_(self.log_count).exp_().mul_(coefficient)
+        weight = coefficient * positive_weight
+        gradient, outside = self._products(factor)
+        # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
+        # may be low, since little is left of it where positives are aligned
+        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
+        for own, other in zip(gradient, self.z.unbind()[::-1], strict=True):
+            minus_product(own, other, pull, out=own)
+        return gradient, outside
+
+    def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``A Y`` and ``A^T X``, block by block; of stored blocks, which are rows of one matrix, one large product.
+
+        Args:
+            factor: of each anchor, ``(B, A)``.
+        """
+        beta, count = float(self.recompute), len(self._inside)
+        gradient = torch.zeros_like(self.z) if self.recompute else torch.empty_like(self.z)
+        flat = gradient.view(-1, self.z.shape[2])
+        of_rows, of_columns = flat[: len(self.x)], flat[-count:]
+        outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
-            a = self._combine(block, log_factor, coefficient)
-            torch.mm(a, self.y, out=grad_x[block.start : block.stop])
+            a = self._combine(block, factor)
+            of_rows[block.start : block.stop].addmm_(a, self.y, beta=beta)
             if self.recompute and not self.symmetric:
-                grad_y.addmm_(a.T, self.x[block.start : block.stop])
-        if not self.recompute and not self.symmetric:  # the blocks are the rows of one matrix: one large product
-            torch.mm(self._buffers[self._row_buffer].T, self.x, out=grad_y)
-        return self._with_positives(grad_x, grad_y, self.pull(alpha, coefficient, positive_weight))
+                of_columns.addmm_(a[:, :count].T, self.x[block.start : block.stop])
+                if outside is not None:
+                    outside.addmm_(a[:, count:].T, self.x[block.start : block.stop])
+        if not self.recompute and not self.symmetric:
+            a = self._buffers[self._row_buffer] if self._buffers else a
+            of_columns.addmm_(a[:, :count].T, self.x, beta=float(self.unimodal))
+            if outside is not None:
+                outside.addmm_(a[:, count:].T, self.x)
+        return gradient, outside
 
     def release(self) -> None:
         self._blocks.clear()
@@ -237,38 +270,20 @@ class Pairs(PairStatistics):
             column_shift = None if block.columns is None else block.columns.shift
             yield block
 
-    def _combine(self, block: Block, log_factor: Tensor, coefficient: Tensor) -> Tensor:
+    def _combine(self, block: Block, factor: Tensor) -> Tensor:
         """Scale one block into coefficients ``A_ij``, in place."""
-
-        def factor(values: Tensor, logs: Tensor, shift: Tensor | None, scale: Tensor) -> Tensor:
-            return values * (logs if shift is None else logs + shift * scale).exp()
-
-        own = slice(block.start, block.stop)
-        by_row = factor(
-            self._row_values(coefficient)[own],
-            self._row_values(log_factor)[own],
-            block.rows.shift,
-            self._rows.scale[own],
-        )[:, None]
-        if self._columns is None and not self.symmetric:
+        by_row = self._row_values(factor)[block.start : block.stop, None]
+        if not self._columns_are_anchors and not self.symmetric:
             return block.rows.exp.mul_(by_row)
-        shift = None if block.columns is None else block.columns.shift
-        scale = self._rows.scale if self._columns is None else self._columns.scale
-        weights, logs = self._column_values(coefficient, 0.0), self._column_values(log_factor, -torch.inf)
-        by_column = factor(weights, logs, shift, scale)
-        if block.columns is None or block.columns.exp is block.rows.exp:
+        by_column = self._column_values(factor, 0.0)
+        if block.columns is None or block.columns.shift is None:
             return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
-        return block.rows.exp.mul_(by_row).add_(block.columns.exp.mul_(by_column))
+        last = self.sides[1].shift
+        if last is not None and last is not block.columns.shift:  # the maximum has grown since
+            by_column = by_column * (block.columns.shift - last).mul_(self._column_scale).exp_()
+        return block.rows.exp.mul_(by_row).addcmul_(block.columns.exp, by_column)
 
-    def _with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
-        """Add the ``-grad s_ii`` terms; in unimodal mode add the two roles of each row first."""
-        if self.extra is not None:
-            grad_y, outside = grad_y[: len(self._inside)], grad_y[len(self._inside) :]
-            return *self._inside_with_positives(grad_x, grad_y, pull), outside
-        return self._inside_with_positives(grad_x, grad_y, pull)
 
-    def _inside_with_positives(self, grad_x: Tensor, grad_y: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        if self.unimodal:
-            grad_x.add_(grad_y)
-            grad_x, grad_y = grad_x[: self.batch], grad_x[self.batch :]
-        return grad_x.addcmul_(pull, self.z2, value=-1), grad_y.addcmul_(pull, self.z1, value=-1)
+def _rows_of(per_row: Scalar, start: int, stop: int) -> Scalar:
+    """Values of some matrix rows, ``(P, 1)``; a number is one for all."""
+    return per_row if isinstance(per_row, float) else per_row[start:stop, None]

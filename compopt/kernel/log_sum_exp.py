@@ -1,7 +1,8 @@
-"""Streaming log-sum-exp over blocks of a similarity matrix, for row anchors and column anchors."""
+"""Sums of exponentials over blocks of a similarity matrix, for row anchors and column anchors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,52 +33,55 @@ class Block(NamedTuple):
 SPREAD_ANCHORS = 128
 
 
-class OnlineLogSumExp:
-    """Sums over candidates for the anchors of one side, against a maximum that may still grow.
+class Sums(NamedTuple):
+    """Sums of ``exp((s_ij - shift_i) / tau_i)`` over the candidates of some anchors.
 
-    ``norms`` holds ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+    Attributes:
+        total: the sum, ``(P,)``.
+        norms: ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+        shift, dot: as of :class:`Exponentials`.
     """
 
-    def __init__(self, scale: Tensor, moments: bool) -> None:
-        self.scale = scale  # 1 / tau per anchor
-        self.total = scale.new_zeros(len(scale))
-        self.norms = scale.new_zeros(len(scale[:SPREAD_ANCHORS]))
-        self.dot = scale.new_zeros(len(scale)) if moments else None
-        self.shift: Tensor | None = None
+    total: Tensor
+    norms: Tensor
+    shift: Tensor | None
+    dot: Tensor | None
 
-    def add_rows(self, block: Block) -> None:
-        """Anchors ``start`` to ``stop`` have met all their candidates in this block."""
-        own, side = slice(block.start, block.stop), block.rows
-        torch.sum(side.exp, 1, out=self.total[own])
-        if block.start < SPREAD_ANCHORS:
-            first = self.norms[own]
-            torch.linalg.vector_norm(side.exp[: len(first)], dim=1, out=first)
-        if side.shift is not None:
-            self.shift = torch.empty_like(self.total) if self.shift is None else self.shift
-            self.shift[own] = side.shift
-        if self.dot is not None and side.dot is not None:
-            self.dot[own] = side.dot
+    @classmethod
+    def over(cls, side: Exponentials, dim: int, start: int = 0) -> Sums:
+        """Over one axis of a block, whose first anchor has the number ``start``."""
+        spread = min(max(0, SPREAD_ANCHORS - start), side.exp.shape[1 - dim])
+        norms = torch.linalg.vector_norm(side.exp.narrow(1 - dim, 0, spread), dim=dim)
+        return cls(side.exp.sum(dim), norms, side.shift, side.dot)
 
-    def add_columns(self, side: Exponentials) -> None:
-        """All anchors have met some more candidates."""
-        if self.shift is not None and side.shift is not None:
-            shrink = ((self.shift - side.shift) * self.scale).exp_()
-            self.total *= shrink
-            self.norms *= shrink[:SPREAD_ANCHORS]
-            if self.dot is not None:
-                self.dot *= shrink
-        self.shift = side.shift
-        self.total += side.exp.sum(0)
-        norms = torch.linalg.vector_norm(side.exp[:, :SPREAD_ANCHORS], dim=0)
-        torch.hypot(self.norms, norms, out=self.norms)
-        if self.dot is not None and side.dot is not None:
-            self.dot += side.dot
+    def merged(self, more: Sums, scale: Tensor | float) -> Sums:
+        """The same anchors have met some more candidates, against a maximum that may have grown."""
+        total, norms, dot = self.total, self.norms, self.dot
+        if self.shift is not None and more.shift is not None:
+            shrink = (self.shift - more.shift).mul_(scale).exp_()
+            total, norms = total * shrink, norms * shrink[:SPREAD_ANCHORS]
+            dot = None if dot is None else dot * shrink
+        dot = None if dot is None or more.dot is None else dot + more.dot
+        return Sums(total + more.total, torch.hypot(norms, more.norms), more.shift, dot)
+
+    def log_total(self, scale: Tensor | float) -> Tensor:
+        """``log sum_j exp(s_ij / tau_i)``."""
+        log_total = self.total.log()
+        return log_total if self.shift is None else log_total + self.shift * scale
 
     def effective(self) -> Tensor:
         """``(sum w)^2 / sum w^2`` of the first anchors."""
         return (self.total[:SPREAD_ANCHORS] / self.norms).square()
 
-    def log_total(self) -> Tensor:
-        """``log sum_j exp(s_ij / tau_i)``."""
-        log_total = self.total.log()
-        return log_total if self.shift is None else log_total + self.shift * self.scale
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """Sums of different anchors, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    total, norms, shift, dot = zip(*parts, strict=True)
+    return Sums(
+        torch.cat(total),
+        torch.cat(norms),
+        None if shift[0] is None else torch.cat(shift),
+        None if dot[0] is None else torch.cat(dot),
+    )

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from compopt.functional import Scalar
+
 
 class SampledPairs(ABC):
     """Weights ``w_ij`` that a sampler decided, in place of ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
@@ -18,14 +20,14 @@ class SampledPairs(ABC):
     sum_wh: Tensor
 
     @abstractmethod
-    def gradients(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, coefficient: Scalar) -> Tensor:
         r"""``sum over directions and anchors i of coefficient_i (sum_j w_ij grad s_ij - grad s_ii)``.
 
         With several ranks collective. Gradients of features that are not in the batch go where those came from.
 
         Args:
-            coefficient: factor of each anchor, broadcastable to ``(B, A)``.
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
 
         Returns:
-            Gradients with respect to this process's ``z1`` and ``z2``.
+            Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``.
         """

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from compopt.kernel.log_sum_exp import OnlineLogSumExp
+from compopt.functional import Scalar
+from compopt.kernel.log_sum_exp import Sums
 
 # Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
 MASKED = -1e30
@@ -27,11 +30,12 @@ class PairStatistics(ABC):
         distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
         negatives: the least ``|N_i|``, where the host knows it; else ``None``.
         positive: ``s_ii``.
-        count: ``|N_i|`` as float; 0 where an anchor has no negatives.
+        count: ``|N_i|`` as float; 0 where an anchor has no negatives. A number where it is one for all, known on the
+            host.
         log_count: ``log |N_i|`` (of 1 where there are none).
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
-        sides: running sums of the anchors that this process swept.
+        sides: sums of the anchors that this process swept.
     """
 
     directions: int
@@ -40,34 +44,33 @@ class PairStatistics(ABC):
     unimodal: bool
     negatives: int | None
     positive: Tensor
-    count: Tensor
-    log_count: Tensor
+    count: Scalar
+    log_count: Scalar
     log_sum: Tensor
     mean_h: Tensor | None
-    sides: list[OnlineLogSumExp]
+    sides: list[Sums]
 
     @abstractmethod
-    def gradients(
-        self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         r"""``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``, weights held.
 
         Consumes what the sweep kept: call it once.
 
         Args:
             alpha: log-normalizers, ``(B, A)``.
-            coefficient: factor of each anchor, broadcastable to ``(B, A)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, ``(B, A)``; ``None``: ``sum_j w_ij``.
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
+            positive_weight: ``p_i``, the weight of each anchor's positive, the same.
 
         Returns:
-            Gradients with respect to this process's ``z1`` and ``z2``, and to its further candidates if there are any.
+            Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``, and to its further candidates,
+            ``(M, d)``, if there are any.
         """
 
     @abstractmethod
     def release(self) -> None:
         """Give back what only :meth:`gradients` needs, where somebody else gives the gradients."""
 
-    @property
+    @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
@@ -76,30 +79,32 @@ class PairStatistics(ABC):
         """``sum_j w_ij``, ``(B, A)``."""
         return self.real((self.log_ghat - alpha).exp())
 
-    def pull(self, alpha: Tensor, coefficient: Tensor, positive_weight: Tensor | None) -> Tensor:
-        """What pulls the two sides of each positive together, over the anchors of all directions, ``(B, 1)``."""
-        weight = self.sum_weights(alpha) if positive_weight is None else positive_weight
-        return (coefficient * weight).sum(1, keepdim=True)
-
     def real(self, per_anchor: Tensor) -> Tensor:
         """Zero for anchors without negatives, which labels and index2 can leave."""
-        return per_anchor if self.distinct else torch.where(self.count > 0, per_anchor, 0)
+        if isinstance(self.count, float):
+            return per_anchor
+        return torch.where(self.count > 0, per_anchor, 0)
 
-    def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor, batch: int) -> None:
+    def factor(self, value: Scalar) -> Scalar:
+        """A factor of each anchor, zero for those without negatives; still a number where there are no such anchors."""
+        if isinstance(self.count, float):
+            return value
+        value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
+        return torch.where(self.count > 0, value, 0)
+
+    def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
-        if excluded is None:
-            own = 2 if self.unimodal else 1
-            self.negatives = min(candidates) - own
-            self.count = _by_direction([number - own for number in candidates], like).expand(batch, len(candidates))
+        own = 0 if excluded is not None else 2 if self.unimodal else 1
+        numbers = [number - own for number in candidates]
+        self.negatives = min(numbers) if excluded is None else None
+        count: Scalar = float(numbers[0])
+        if len(set(numbers)) > 1:  # made on the device, which a copy would wait for
+            count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand_as(like)
+        self.count = count if excluded is None else count - excluded
+        if isinstance(self.count, float):
+            self.log_count = math.log(max(1.0, self.count))
         else:
-            self.negatives, self.count = None, _by_direction(candidates, like) - excluded
-        self.log_count = self.count.clamp(min=1).log()
-
-
-def _by_direction(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """One value, or one per direction; made on the device, which a copy would wait for."""
-    values = [like.new_full((), float(number)) for number in numbers]
-    return values[0] if len(set(numbers)) == 1 else torch.stack(values)
+            self.log_count = self.count.clamp(min=1).log()
 
 
 def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
@@ -107,10 +112,10 @@ def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
     return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
 
 
-def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> Tensor:
-    """``1 / tau`` of every anchor, ``(B, A)``."""
+def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
+    """``1 / tau`` of every anchor: a number, or ``(B, A)``."""
     if isinstance(tau, float):
-        return like.new_full((1, 1), 1 / tau).expand(batch, directions)
+        return 1 / tau
     return tau.to(like.dtype).reciprocal().expand(batch, directions)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from compopt import rng
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
+from compopt.functional import Scalar
 from compopt.kernel.sampled import SampledPairs
 from compopt.kernel.statistics import scale_of
 from compopt.negatives.candidates import Candidates, Samples
@@ -52,17 +53,15 @@ class Totals:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.inside, self.outside, self.dot = (torch.zeros_like(like) for _ in range(3))
-        self.squares, self.accepted, self.proposed = (torch.zeros_like(like) for _ in range(3))
+        self._all = like.new_zeros(6, *like.shape)
+        self.inside, self.outside, self.dot, self.squares, self.accepted, self.proposed = self._all.unbind()
 
-    def add(self, at: tuple[slice, int], done: Walk, similarity: Tensor, proposed: Tensor) -> None:
-        """One walk of some anchors of one direction."""
-        inside = done.visits[:-1]
-        self.inside[at], self.outside[at] = inside.sum(0), done.visits[-1]
-        self.dot[at] = torch.linalg.vecdot(inside, similarity[:-2], dim=0)
-        self.squares[at] = inside.square().sum(0)
-        self.accepted[at] = done.accepted.to(inside.dtype)
-        self.proposed[at] = proposed.to(inside.dtype)
+    def add(self, at: tuple[slice, slice], done: Walk, similarity: Tensor, proposed: Tensor) -> None:
+        """One walk of some anchors of some directions."""
+        inside, into = done.visits[:-1], self._all[:, at[0], at[1]]
+        dot, squares = torch.linalg.vecdot(inside, similarity[:-2], dim=0), inside.square().sum(0)
+        found = [inside.sum(0), done.visits[-1], dot, squares, done.accepted, proposed.expand_as(dot)]
+        into.copy_(_by_direction(torch.stack([x.to(inside.dtype) for x in found]), into.shape[2]))
 
 
 class Chains(SampledPairs):
@@ -89,11 +88,17 @@ class Chains(SampledPairs):
         self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
-        self._samples = [Samples(positions) for positions in names]
-        self._scale = scale_of(call.tau, z1, self._batch, self._directions)[own]
+        # without index2 samples of both modalities have the same positions
+        self._samples = [Samples(positions) for positions in names[: 1 if names[0] is names[-1] else 2]]
+        scale = scale_of(call.tau, z1, self._batch, self._directions)
+        scale = scale if isinstance(scale, Tensor) else z1.new_full((1, 1), scale)
+        self._scale = scale.expand(self._batch, self._directions)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
         self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
+        # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2
+        together = [slice(0, self._directions)] if self._views == 1 else [slice(0, 1), slice(1, 2)]
+        self._together = together
         self._seen = (call.count[own] > 0).expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self.totals = Totals(self._scale)
@@ -112,12 +117,13 @@ class Chains(SampledPairs):
         self._stayed = torch.zeros_like(self._seen)
         for own in self._blocks():
             walks = []
-            for direction, (candidates, similarity, done) in enumerate(self._walks(own)):
-                at, last = (own, direction), done.last
+            for at, candidates, similarity, done in self._walks(own):
+                count, last = at[1].stop - at[1].start, done.last
                 self.totals.add(at, done, similarity, candidates.count)
-                score[at] = similarity.gather(0, last[None])[0]
-                self._stayed[at] = last == candidates.width
-                sample[at] = torch.where(last < candidates.width, self._samples[direction].name(last), sample[at])
+                score[at] = _by_direction(similarity.gather(0, last[None])[0], count)
+                self._stayed[at] = _by_direction(last == candidates.width, count)
+                moved = torch.where(last < candidates.width, self._names(at, last), _flat(sample[at]))
+                sample[at] = _by_direction(moved, count)
                 walks.append(done)
             if rules.recompute is None:
                 self._kept.append((own, walks))
@@ -128,41 +134,57 @@ class Chains(SampledPairs):
     def _blocks(self) -> Iterator[slice]:
         """Own anchors that walk at a time."""
         most = CPU_PROPOSALS if self._scale.device.type == "cpu" else DEVICE_PROPOSALS
-        rows = max(1, min(self._rules.recompute or self._batch, most // (self._views * self._batch)))
+        side_by_side = self._together[0].stop
+        rows = max(1, min(self._rules.recompute or self._batch, most // (self._views * side_by_side * self._batch)))
         for start in range(0, len(self._positions), rows):
             yield slice(start, min(start + rows, len(self._positions)))
 
-    def _walks(self, own: slice) -> Iterator[tuple[Candidates, Tensor, Walk]]:
-        """All directions of some anchors; in unimodal mode one chain goes through view 1, then view 2."""
-        positions, rules = self._positions[own], self._rules
-        candidates = Candidates(self._pairs.keys, positions, self._pairs.distinct, self._views)
-        burn_in = _burn_in(rules.burn_in[own], candidates.count[:, None])
+    def _walks(self, own: slice) -> Iterator[tuple[tuple[slice, slice], Candidates, Tensor, Walk]]:
+        """All directions of some anchors: which they are, ``P`` chains each time, and what they found."""
+        rules, count = self._rules, self._together[0].stop
+        positions = self._positions[own]
+        candidates = Candidates(self._pairs.keys, positions.repeat(count), self._pairs.distinct, self._views)
         slot: Tensor | None = None
-        for direction in range(self._directions):
-            at = (own, direction)
-            similarity = self._similarity(own, direction)
-            streams = rng.streams((*rules.counters, direction), positions)
-            scores = similarity * self._scale[at]
-            if slot is None or not self._call.unimodal:
+        for directions in self._together:
+            at = (own, directions)
+            similarity = self._similarity(own, directions)
+            streams = rng.streams(rules.counters, positions, range(directions.start, directions.stop))
+            scores = similarity * _flat(self._scale[at])
+            burn_in = _burn_in(_flat(rules.burn_in[at]), candidates.count)
+            if slot is None:
                 slot = self._start(at, candidates, scores, streams)
                 # the pool is that of the whole call: a chain that view 1 took into the batch may return in view 2
                 spare = self._views * (slot == candidates.width)
-            done = walk(candidates, scores, slot, burn_in[:, direction], streams, None if rules.sweep else spare)
+            done = walk(candidates, scores, slot, burn_in, streams, None if rules.sweep else spare)
             slot = done.last
-            yield candidates, similarity, done
+            yield at, candidates, similarity, done
 
-    def _similarity(self, own: slice, direction: int) -> Tensor:
-        """``s`` by slot, ``(Q + 2, b)``."""
-        x, y = self._anchors[direction][own], self._candidates[direction]
-        similarity = x.new_empty(len(y) + 2, len(x))
-        torch.mm(y, x.T, out=similarity[:-2])
-        similarity[-2] = self.outside.score[own, direction]
-        similarity[-1] = -torch.inf
-        return similarity
+    def _similarity(self, own: slice, directions: slice) -> Tensor:
+        """``s`` by slot, ``(Q + 2, P)``."""
+        products = [y @ x[own].T for x, y in zip(self._anchors[directions], self._candidates[directions], strict=True)]
+        outside = _flat(self.outside.score[own, directions])
+        width = outside.new_full((1, len(outside)), -torch.inf)
+        return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
-    def _start(self, at: tuple[slice, int], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
+    def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
+        """Data-set positions of the samples in some columns, ``(P,)``."""
+        if len(self._samples) == 1:
+            return self._samples[0].name(column)
+        parts = column.chunk(at[1].stop - at[1].start)
+        return torch.cat([s.name(part) for s, part in zip(self._samples[at[1]], parts, strict=True)])
+
+    def _find(self, at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        """Columns of the stored samples, and whether the batch has them, ``(P,)``."""
+        sample = self.outside.sample[at]
+        if len(self._samples) == 1:
+            return self._samples[0].find(_flat(sample))
+        pairs = [s.find(part) for s, part in zip(self._samples[at[1]], sample.unbind(1), strict=True)]
+        column, found = zip(*pairs, strict=True)
+        return torch.cat(column), torch.cat(found)
+
+    def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
         """Slot of every chain before its first proposal."""
-        column, found = self._samples[at[1]].find(self.outside.sample[at])
+        column, found = self._find(at)
         allowed = candidates.allows(column)
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
             both = torch.stack([column, column + self._batch])
@@ -171,12 +193,13 @@ class Chains(SampledPairs):
             column = torch.where(random < gap.sigmoid(), both[1], both[0])
         outside, nowhere = candidates.width, candidates.width + 1
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
-        return torch.where(self._seen[at], slot, nowhere)
+        return torch.where(_flat(self._seen[at]), slot, nowhere)
 
     def _absent(self) -> Tensor:
         """Chains whose stored sample is not in the batch, ``(b, A)``."""
         stored = self.outside.sample.unbind(1)
-        absent = [~batch.find(sample)[1] for sample, batch in zip(stored, self._samples, strict=True)]
+        samples = self._samples * (len(stored) // len(self._samples))
+        absent = [~batch.find(sample)[1] for sample, batch in zip(stored, samples, strict=True)]
         return torch.stack(absent, dim=1) & self._seen
 
     def _finish(self) -> None:
@@ -195,14 +218,18 @@ class Chains(SampledPairs):
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(self, coefficient: Tensor) -> tuple[Tensor, Tensor]:
-        coefficient = self._pairs.real(coefficient.expand(self._batch, self._directions))[self._call.batch.own]
+    def gradients(self, coefficient: Scalar) -> Tensor:
+        coefficient = self._pairs.factor(coefficient)
+        if not isinstance(coefficient, Tensor):
+            coefficient = self._scale.new_full((), coefficient)
+        coefficient = coefficient.expand(self._batch, self._directions)[self._call.batch.own]
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
         for own, walks in self._again():
-            for direction, done in enumerate(walks):
-                weights = done.visits[:-1] * factor[own, direction]
+            visits = [part for done in walks for part in done.visits[:-1].split(own.stop - own.start, dim=1)]
+            for direction, visited in enumerate(visits):
+                weights = visited * factor[own, direction]
                 torch.mm(weights.T, self._candidates[direction], out=of_anchors[direction][own])
                 of_candidates[direction].addmm_(weights, self._anchors[direction][own])
         self.outside.add_gradients(of_anchors, factor * self._known)
@@ -216,8 +243,7 @@ class Chains(SampledPairs):
         for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
             gradient.add_(of_anchor)
         pull = coefficient.sum(1, keepdim=True)
-        z1, z2 = self._features
-        return of_both[0].addcmul_(pull, z2, value=-1), of_both[1].addcmul_(pull, z1, value=-1)
+        return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
 
     def _again(self) -> Iterator[tuple[slice, list[Walk]]]:
         """All walks; repeated where they were not kept."""
@@ -225,7 +251,17 @@ class Chains(SampledPairs):
             yield from self._kept
             return
         for own in self._blocks():
-            yield own, [done for _, _, done in self._walks(own)]
+            yield own, [done for *_, done in self._walks(own)]
+
+
+def _flat(per_anchor: Tensor) -> Tensor:
+    """``(b, D)`` -> ``(D b,)``, direction by direction."""
+    return per_anchor.T.contiguous().view(-1)
+
+
+def _by_direction(flat: Tensor, directions: int) -> Tensor:
+    """The inverse, of the last axis: ``(..., D b)`` -> ``(..., b, D)``."""
+    return flat.unflatten(-1, (directions, -1)).mT
 
 
 def _burn_in(value: Tensor, count: Tensor) -> Tensor:

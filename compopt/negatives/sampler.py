@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from compopt.negatives.chains import Chains, Rules
 from compopt.stores.layout import Column
 
 PROPOSALS = ("pool", "sweep")
+Metrics = dict[str, Callable[[], Tensor]]
 
 
 class MCMCNegativeSampler(Normalizer):
@@ -150,12 +152,12 @@ class MCMCNegativeSampler(Normalizer):
         chains = Chains(call, rules, self._ranks)
         sample, score, metrics = self._shared(call, chains)
         # features from outside that are not finite must show in the value as those of the batch do
-        alpha = torch.where(chains.sum_wh.isfinite(), call.pairs.log_ghat, torch.nan)
-        finite = alpha.isfinite().all(dim=1, keepdim=True) if call.unimodal else alpha.isfinite()
-        proposals = {"chain": sample, "score": torch.where(finite, score, torch.nan)}
+        alpha = call.pairs.log_ghat + 0.0 * chains.sum_wh  # 0, or NaN
+        bad = 0.0 * alpha
+        proposals = {"chain": sample, "score": score + (bad.sum(1, keepdim=True) if call.unimodal else bad)}
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
-    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Metrics]:
         """Samples, scores and metrics of the whole batch, from what every rank knows of its own anchors."""
         totals, error = chains.totals, chains.outside.error
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
@@ -170,11 +172,11 @@ class MCMCNegativeSampler(Normalizer):
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + outside
         squares = squares if call.encoder is None else squares + outside.square()
-        metrics = {
-            "acceptance_rate": accepted.sum() / proposed.sum(),
-            "outside_visits": outside.sum() / (inside + outside).sum(),
-            "unused_anchors": ((usable == 0) & (proposed > 0)).to(usable.dtype).mean(),
-            "effective_negatives": (usable.square() / squares).nanmean(),
+        metrics: Metrics = {
+            "acceptance_rate": partial(_share, accepted, proposed),
+            "outside_visits": partial(_share, outside, inside, outside),
+            "unused_anchors": partial(_unused, usable, proposed),
+            "effective_negatives": partial(_effective, usable, squares),
         }
         return sample, score, metrics
 
@@ -183,3 +185,18 @@ class MCMCNegativeSampler(Normalizer):
         value, like = call.hyper("burn_in"), call.pairs.positive
         value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
         return value.expand(like.shape)[call.batch.own]
+
+
+# -- metrics, for when somebody asks ---------------------------------------------------------------------------
+
+
+def _share(part: Tensor, *whole: Tensor) -> Tensor:
+    return part.sum() / sum(number.sum() for number in whole)
+
+
+def _unused(usable: Tensor, proposed: Tensor) -> Tensor:
+    return ((usable == 0) & (proposed > 0)).to(usable.dtype).mean()
+
+
+def _effective(usable: Tensor, squares: Tensor) -> Tensor:
+    return (usable.square() / squares).nanmean()

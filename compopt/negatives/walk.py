@@ -109,6 +109,7 @@ def walk(
     if not candidates.alike:  # anchors with fewer negatives make fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
     where, accepted = move(keys, proposed, slots, scores.gather(0, start[None])[0], start)
-    counts = ((step >= burn_in) & (step < candidates.count)).to(scores.dtype).expand(-1, len(start))
+    counts = step >= burn_in if candidates.alike else (step >= burn_in) & (step < candidates.count)
+    counts = counts.to(scores.dtype).expand(-1, len(start))
     visits = torch.zeros_like(scores).scatter_add_(0, where, counts)
     return Walk(visits[:-1], where[-1], accepted)

@@ -20,6 +20,7 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
+from compopt.functional import Scalar
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
 from compopt.stores.table import RowTable
@@ -162,20 +163,21 @@ class MovingAverageEstimator(Normalizer, Estimator):
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
-        shift = hyper.choose("reference", REFERENCES) * pairs.positive / call.tau
-        log_g = pairs.log_ghat + shift
+        inside = hyper.choose("reference", REFERENCES)
+        shift = None if isinstance(inside, float) and inside == 0 else inside * pairs.positive / call.tau
+        log_g = pairs.log_ghat if shift is None else pairs.log_ghat + shift
         if call.unimodal:
             log_g = F.mean_of_views(log_g)
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
-        alpha = log_u - shift
+        alpha = log_u if shift is None else log_u - shift
         return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
 
-    def _positive_weight(self, call: Call, alpha: Tensor) -> Tensor | None:
+    def _positive_weight(self, call: Call, alpha: Tensor) -> Scalar | None:
         """1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
         outside = call.hyper.choose("reference", REFERENCES)
         if isinstance(outside, float):
-            return torch.ones_like(call.pairs.positive) if outside else None
+            return 1.0 if outside else None
         return torch.where(outside > 0, 1.0, call.pairs.sum_weights(alpha.expand_as(call.pairs.positive)))
 
     def stored(

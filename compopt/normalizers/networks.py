@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compopt.distributed.ranks import Part, Ranks
+from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN
 from compopt.kernel.statistics import MASKED, MAX_UNSHIFTED_SCALE
 
@@ -27,15 +28,20 @@ class Sweep(ABC):
 
     Args:
         features: unit features of the anchors, ``(D, P, d)``.
-        scale: ``1 / tau`` of each, ``(D, P)``.
+        scale: ``1 / tau``, a number, or of each anchor, ``(D, P)``.
+
+    Attributes:
+        log_count: what :meth:`predict` leaves out.
     """
 
-    def __init__(self, features: Tensor, scale: Tensor) -> None:
+    log_count: Scalar = 0.0
+
+    def __init__(self, features: Tensor, scale: Scalar) -> None:
         self.features, self.scale = features, scale
 
     @abstractmethod
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Log-partitions ``l_i``, ``(D, P)``."""
+        """``l_i + log_count``, with log-partitions ``l_i``, ``(D, P)``."""
 
     @abstractmethod
     def gradients(self, weight: Tensor) -> list[Tensor]:
@@ -55,7 +61,7 @@ class PrototypeSweep(Sweep):
     Args:
         features, scale: see :class:`Sweep`.
         active: which of this rank's prototypes take part, ``(m_k,)``.
-        count: how many do on all ranks, 0-d.
+        log_count: logarithm of how many do on all ranks, 0-d.
         bounded: known on the host: no exponent is beyond what needs a maximum.
         ranks: hold ``m / K`` prototypes each.
 
@@ -63,13 +69,12 @@ class PrototypeSweep(Sweep):
     """
 
     def __init__(
-        self, features: Tensor, scale: Tensor, active: Tensor, count: Tensor, bounded: bool, ranks: Ranks
+        self, features: Tensor, scale: Scalar, active: Tensor, log_count: Tensor, bounded: bool, ranks: Ranks
     ) -> None:
         super().__init__(features, scale)
-        self.bounded, self.ranks = bounded, ranks
-        self._queries = features * scale.unsqueeze(2)
-        self._bias = torch.where(active, 0.0, MASKED).to(features.dtype).expand(len(features), 1, -1)
-        self._log_count = count.to(features.dtype).log()
+        self.bounded, self.ranks, self.log_count = bounded, ranks, log_count
+        self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
+        self._bias = active.to(features.dtype).log_().clamp_(min=MASKED).expand(len(features), 1, -1)
         self._logits = features.new_empty(*features.shape[:2], len(active))
         self._e = torch.empty_like(self._logits)
         self._gradient: Tensor | None = None
@@ -78,35 +83,44 @@ class PrototypeSweep(Sweep):
         (self._weights,) = parameters
         norm = torch.linalg.vector_norm(self._weights, dim=2).unsqueeze(1)
         # a prototype of no length has no direction: its cosine is 0 and it does not learn
-        self._inverse = torch.where(norm > NORM_MIN, norm.reciprocal(), 0)
+        self._norm = torch.threshold_(norm, NORM_MIN, torch.inf)
         torch.bmm(self._queries, self._weights.mT, out=self._logits)
         # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
-        logits = torch.addcmul(self._bias, self._logits, self._inverse, out=self._logits)
-        top: Tensor | float = 0.0
+        logits = torch.addcdiv(self._bias, self._logits, self._norm, out=self._logits)
+        top: Tensor | None = None
         if self.bounded:
             torch.exp(logits, out=self._e)
         else:
-            shift = logits.amax(2, keepdim=True)
-            torch.sub(logits, shift, out=self._e).exp_()
-            top = shift.squeeze(2)
-        log_total = self._e.sum(2).log() + top
-        if self.ranks.size > 1:
-            log_total = self.ranks.log_sum_exp(log_total, self.scale / 2)
-        self._share = (top - log_total).exp_()  # e_ij share_i are the softmax weights over all ranks
-        return log_total - self._log_count
+            top = logits.amax(2)
+            torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
+        total = self._e.sum(2)
+        log_total = total.log() if top is None else total.log().add_(top)
+        # e_ij share_i are the softmax weights over all ranks
+        if self.ranks.size == 1:
+            self._share = total.reciprocal()
+        else:  # of which some may have no active prototype, and a total of 0
+            log_total = self.ranks.log_sum_exp(log_total, self._centre())
+            self._share = (-log_total if top is None else top - log_total).exp_()
+        return log_total
+
+    def _centre(self) -> Tensor:
+        """Half of ``1 / tau``, ``(D, P)``."""
+        half = self.scale / 2
+        return half if isinstance(half, Tensor) else self.features.new_full(self.features.shape[:2], half)
 
     def gradients(self, weight: Tensor) -> list[Tensor]:
         r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``."""
         if self._gradient is None:
             self._gradient = torch.empty_like(self._weights)
         factor = weight * self._share
-        along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(self._e))  # sum_i q_ij cos_ij
-        torch.bmm(self._e.mul_(self._inverse).mT, self._queries * factor.unsqueeze(2), out=self._gradient)
-        return [self._gradient.addcmul_((along * self._inverse.square()).mT, self._weights, value=-1)]
+        e = self._e.div_(self._norm)
+        along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
+        torch.bmm(e.mT, self._queries * factor.unsqueeze(2), out=self._gradient)
+        return [self._gradient.addcmul_(along.mT, self._weights, value=-1)]
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
-        factor = weight * self.scale * self._share
-        return self.ranks.sum(torch.bmm(self._e * self._inverse, self._weights).mul_(factor.unsqueeze(2)))
+        factor = (weight * self.scale).mul_(self._share)
+        return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 
 class PerceptronSweep(Sweep):
@@ -161,7 +175,7 @@ class Network(ABC):
         """Parameters before the first batch (this rank's part of them)."""
 
     @abstractmethod
-    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
+    def sweep(self, features: Tensor, scale: Scalar, active: Tensor, bounded: bool) -> Sweep:
         """Meet a batch; ``active``: the prototypes that are in use, ``(m,)``."""
 
 
@@ -179,8 +193,9 @@ class Prototypes(Network):
     def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
         return [torch.zeros(self.networks, self.part.size, self.dim, dtype=dtype, device="cpu")]
 
-    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
-        return PrototypeSweep(features, scale, self.part.of(active), active.sum(), bounded, self.ranks)
+    def sweep(self, features: Tensor, scale: Scalar, active: Tensor, bounded: bool) -> Sweep:
+        log_count = active.sum(dtype=features.dtype).log_()
+        return PrototypeSweep(features, scale, self.part.of(active), log_count, bounded, self.ranks)
 
 
 class Perceptron(Network):
@@ -199,7 +214,7 @@ class Perceptron(Network):
         ]
         return [((2 * value - 1) / bound**0.5).to(dtype) for value, bound in zip(drawn, bounds, strict=True)]
 
-    def sweep(self, features: Tensor, scale: Tensor, active: Tensor, bounded: bool) -> Sweep:
+    def sweep(self, features: Tensor, scale: Scalar, active: Tensor, bounded: bool) -> Sweep:
         return PerceptronSweep(features, scale)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from compopt.distributed.ranks import Part, Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.functional import Scalar
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
@@ -164,7 +166,7 @@ class NeuralNormalizer(Normalizer):
             prediction.alpha,
             slack=gap.expm1(),
             through_alpha=prediction.through_alpha(prediction.alpha),
-            metrics={"network_gap": gap.abs().mean()},
+            metrics={"network_gap": partial(mean_magnitude, gap)},
         )
 
     def learn_from(self, call: Call, look_first: bool = False) -> Training:
@@ -211,15 +213,15 @@ class NeuralNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = 1 / self.per_anchor(tau[at] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             sweep = network.sweep(self.anchors(own)[0], scale, active, is_bounded(tau))
-            alpha = sweep.predict(parameters) - self.per_anchor(positive, positive) * scale
+            alpha = sweep.predict(parameters) - (self.per_anchor(positive, positive) * scale + sweep.log_count)
             eps = hyper("eps")
             eps = self.per_anchor(eps[at], positive) if isinstance(eps, Tensor) else eps
             chunks.append(self.per_sample(F.add_eps(alpha, eps), positive))
         return torch.cat(chunks)
 
-    def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Tensor, bounded: bool) -> Sweep:
+    def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Scalar, bounded: bool) -> Sweep:
         """Anchors before the network, with the prototypes that ``state`` has in use."""
-        active = state.get("queue_active", torch.ones(0, dtype=torch.bool, device="cpu")).to(anchors.device)
+        active = state[QUEUE[1]].to(anchors.device) if self.network.restarts else anchors.new_empty(0)
         return self.network.sweep(anchors, scale, active, bounded)
 
     # -- state, split over the ranks ---------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class NeuralNormalizer(Normalizer):
 
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a prediction means anything (the host's count of the queue)."""
-        return not self.network.restarts or int(state["queue_place"][1]) > 0
+        return not self.network.restarts or state["queue_place"].tolist()[1] > 0
 
     def state_on(self, device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state with its tensors on the device, but for what the host reads in every call."""
@@ -288,6 +290,11 @@ class NeuralNormalizer(Normalizer):
     def _whole_shape(self, value: Tensor) -> tuple[int, ...]:
         shape = tuple(value.shape)
         return (shape[0], self.prototypes, shape[2]) if self._is_split(value) else shape
+
+
+def mean_magnitude(gap: Tensor) -> Tensor:
+    """A metric, for when somebody asks."""
+    return gap.abs().mean()
 
 
 def on_host(name: str, value: Tensor) -> bool:

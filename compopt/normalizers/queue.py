@@ -40,11 +40,11 @@ class Queue:
     @property
     def full(self) -> bool:
         """Every slot has been filled (the host's count)."""
-        return int(self.place[1]) == len(self.active)
+        return bool(self.place.tolist()[1] == len(self.active))
 
     def is_due(self, t: int, every: int | None) -> bool:
         """Whether the period of ``every`` commits that ``t`` lies in has not seen a restart."""
-        return every is not None and t // every != int(self.place[2]) // every
+        return every is not None and bool(t // every != self.place.tolist()[2] // every)
 
     def restarted(self, t: int) -> Queue:
         """The same, with the note that prototypes restarted at ``t``."""
@@ -80,8 +80,10 @@ class Queue:
         features, active = self.features.clone(), self.active.clone()
         written = []
         for first, stop in ((start, min(start + size, width)), (0, max(0, start + size - width))):
+            if first == stop:
+                continue
             offset = 0 if first == start else width - start  # the second piece wraps around
-            active[first:stop] |= usable
+            active[first:stop].logical_or_(usable)
             low, high = max(first, part.start), min(stop, part.stop)
             if low >= high:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from compopt import functional as F
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.normalizers.neural import NeuralNormalizer
+from compopt.normalizers.neural import NeuralNormalizer, mean_magnitude
 from compopt.stores.layout import Column
 
 PREDICTIONS = ("before", "after")
@@ -102,7 +103,7 @@ class ResidualNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         training = self.neural.learn_from(call, look_first=self.prediction == "before")
         network = training.before or training.after()
-        log_ratio = network.target - network.alpha
+        gap = log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(log_ratio)
         log_ratio = self._average(call, log_ratio)
@@ -111,12 +112,12 @@ class ResidualNormalizer(Normalizer):
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
             through_alpha=network.through_alpha(alpha),
-            metrics={"network_gap": (network.target - network.alpha).abs().mean()},
+            metrics={"network_gap": partial(mean_magnitude, gap)},
         )
 
     def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
         old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
-        first = call.count == 0 if self.first == "ratio" and self.remembers else torch.zeros_like(old, dtype=torch.bool)
+        first = call.count == 0 if self.first == "ratio" and self.remembers else None
         return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt import functional as F
 from compopt.distributed.ranks import Part
 from compopt.estimator.call import Call
+from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import Network, Sweep, is_bounded
@@ -44,7 +45,7 @@ class Learner(Protocol):
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
         """``(D, P)`` -> ``(B, 2)``."""
 
-    def sweep(self, state: State, anchors: Tensor, scale: Tensor, bounded: bool) -> Sweep:
+    def sweep(self, state: State, anchors: Tensor, scale: Scalar, bounded: bool) -> Sweep:
         """Anchors before the network."""
 
     def working_state(self, training: bool) -> dict[str, Tensor]:
@@ -64,72 +65,85 @@ class Learner(Protocol):
 MAX_EXPONENT = 40.0
 
 
-def unified_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
-    """Derivative of ``tau (exp(-alpha)(eps + ghat) + alpha)`` with respect to ``alpha``; ``target`` is its optimum."""
-    return tau * -torch.expm1((target - alpha).clamp(max=MAX_EXPONENT))
+def unified_slope(gap: Tensor) -> Tensor:
+    """Slope of ``exp(-alpha)(eps + ghat) + alpha``, from how far its optimum is above ``alpha``; overwrites that."""
+    return gap.clamp_(max=MAX_EXPONENT).expm1_()
 
 
-def separate_slope(alpha: Tensor, target: Tensor, tau: Tensor) -> Tensor:
-    """Derivative of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
-    del tau
-    return alpha - target
+def separate_slope(gap: Tensor) -> Tensor:
+    """Slope of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
+    return gap
 
 
-OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "unified": unified_slope,
-    "separate": separate_slope,
-}
+class Slope(NamedTuple):
+    """How an anchor's term falls with its ``alpha``.
+
+    Attributes:
+        of_gap: the negative derivative, from ``log(eps + ghat) - alpha``.
+        times_tau: the term is multiplied by ``tau``.
+    """
+
+    of_gap: Callable[[Tensor], Tensor]
+    times_tau: bool
+
+
+OBJECTIVES = {"unified": Slope(unified_slope, True), "separate": Slope(separate_slope, False)}
 
 
 @dataclass
 class Anchors:
-    """The anchors of a batch as the networks see them, ``(D, P)`` each.
+    """The anchors of a batch as the networks see them: numbers, where they are the same for all, or ``(D, P)``.
 
     Attributes:
-        anchors: unit features, ``(D, P, d)``, zero where the batch is not finite.
+        anchors: unit features, ``(D, P, d)``; of a sample that is not finite they are NaN, and so is what it gets.
         finite: 0-d, the whole batch is.
-        nan: NaN for the anchors that are not finite, else 0.
         shift: ``s_ii / tau_i``.
         target: ``log(eps + ghat_i)``.
         tau: temperatures.
         weight: of each anchor in the objective.
-        eps: a number or ``(D, P)``.
+        eps: inside the logarithms.
     """
 
     anchors: Tensor
     finite: Tensor
-    nan: Tensor
     shift: Tensor
     target: Tensor
-    tau: Tensor
-    weight: Tensor
-    eps: Any
+    tau: Scalar
+    weight: Scalar
+    eps: Scalar
 
     @classmethod
     def of(cls, normalizer: Learner, call: Call, anchors: Tensor) -> Anchors:
         """From the statistics of a call."""
-        pairs, per_anchor, like = call.pairs, normalizer.per_anchor, call.pairs.positive
-        tau, eps = per_anchor(call.tau, like), call.hyper("eps")
-        eps = per_anchor(eps, like) if isinstance(eps, Tensor) else eps
-        finite = pairs.log_ghat.isfinite().all() & anchors.isfinite().all()
+        pairs, like = call.pairs, call.pairs.positive
+
+        def per_anchor(value: Scalar) -> Scalar:
+            return normalizer.per_anchor(value, like) if isinstance(value, Tensor) else value
+
+        tau, eps = per_anchor(call.tau), per_anchor(call.hyper("eps"))
+        log_ghat = normalizer.per_anchor(pairs.log_ghat, like)
         return cls(
-            torch.where(finite, anchors, 0),
-            finite,
-            torch.where(anchors.isfinite().all(dim=2), 0.0, torch.nan).to(anchors.dtype),
-            per_anchor(like, like) / tau,
-            F.add_eps(per_anchor(pairs.log_ghat, like), eps),
+            anchors,
+            F.all_finite(torch.cat([log_ghat.flatten(), anchors.flatten()])),
+            normalizer.per_anchor(like, like) / tau,
+            F.add_eps(log_ghat, eps),
             tau,
-            per_anchor((pairs.count > 0).to(like.dtype) / anchors.shape[1], like),
+            per_anchor(pairs.factor(1.0 / anchors.shape[1])),
             eps,
         )
 
-    def alpha(self, log_partition: Tensor) -> Tensor:
-        """``log(eps + partition / exp(s_ii / tau_i))``."""
-        return F.add_eps(log_partition - self.shift, self.eps)
+    @property
+    def exact(self) -> bool:
+        """There is no eps, known on the host: ``alpha`` is the log-partition but for a shift."""
+        return not isinstance(self.eps, Tensor) and self.eps == 0
 
-    def share(self, log_partition: Tensor, alpha: Tensor) -> Tensor:
-        """Derivative of ``alpha`` with respect to the log-partition: 1 but for eps."""
-        return (log_partition - self.shift - alpha).exp()
+    def alpha(self, relative: Tensor) -> Tensor:
+        """``log(eps + partition / exp(s_ii / tau_i))`` from the logarithm of the latter."""
+        return F.add_eps(relative, self.eps)
+
+    def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
+        """Derivatives with respect to ``alpha`` -> those with respect to the log-partition: the same but for eps."""
+        return weight if self.exact else weight * (relative - self.alpha(relative)).exp_()
 
 
 class Prediction:
@@ -141,8 +155,8 @@ class Prediction:
 
     def __init__(self, normalizer: Learner, call: Call, batch: Anchors, sweep: Sweep, parameters: list[Tensor]) -> None:
         self._normalizer, self._call, self._batch, self._sweep = normalizer, call, batch, sweep
-        self._log_partition = sweep.predict(parameters)
-        self.alpha = self._per_sample(batch.alpha(self._log_partition + batch.nan))
+        self._relative = sweep.predict(parameters) - (batch.shift + sweep.log_count)
+        self.alpha = self._per_sample(batch.alpha(self._relative))
 
     def _per_sample(self, value: Tensor) -> Tensor:
         return self._normalizer.per_sample(value, self._call.pairs.positive)
@@ -152,7 +166,7 @@ class Prediction:
         """``log(eps + ghat)``, ``(B, A)``."""
         return self._per_sample(self._batch.target)
 
-    def through_alpha(self, alpha: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    def through_alpha(self, alpha: Tensor) -> Callable[[Tensor], Tensor] | None:
         """How the objective at ``alpha``, this prediction's but for a constant, reaches the features through it.
 
         ``exp(-alpha)(eps + ghat) + alpha`` has the derivative ``1 - exp(-alpha)(eps + ghat)``: what the weights of the
@@ -160,22 +174,25 @@ class Prediction:
         """
         if not self._normalizer.through_alpha:
             return None
-        rest = self._normalizer.per_anchor(-torch.expm1(self.target - alpha), alpha)
+        rest = self._normalizer.per_anchor((self.target - alpha).expm1_().neg_(), alpha)
         return lambda slope: self._feature_gradients(self._normalizer.per_anchor(slope, alpha) * rest)
 
-    def _feature_gradients(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of ``sum_i weight_i alpha_i`` with respect to the features of the whole batch."""
+    def _feature_gradients(self, weight: Tensor) -> Tensor:
+        """Gradients of ``sum_i weight_i alpha_i`` with respect to the features of the whole batch, ``(2, B, d)``."""
         normalizer, batch = self._normalizer, self._batch
-        a, b = self._call.batch.features
-        weight = weight * batch.share(self._log_partition, batch.alpha(self._log_partition))
-        by_direction = self._sweep.feature_gradients(weight).reshape(-1, *a.shape).to(a.dtype)
+        features = self._call.batch.features
+        weight = batch.through_eps(weight, self._relative)
+        gradients = self._sweep.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
         if not normalizer.unit_features:
-            for gradient, z in zip(by_direction, (a, b), strict=False):  # features that are no anchors have none
+            for gradient, z in zip(gradients, features, strict=False):  # features that are no anchors have none
                 norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
                 through_normalization(gradient, z / norm, norm)
+        if len(gradients) == 1:
+            gradients = torch.cat([gradients, torch.zeros_like(gradients)])
         pull = self._per_sample(weight / batch.tau).sum(1, keepdim=True)
-        of_b = by_direction[1] if len(by_direction) == 2 else torch.zeros_like(b)
-        return by_direction[0].addcmul(pull, b, value=-1), of_b.addcmul(pull, a, value=-1)
+        for gradient, other in zip(gradients, features[::-1], strict=True):
+            F.minus_product(gradient, other, pull, out=gradient)
+        return gradients
 
 
 class Training:
@@ -200,7 +217,9 @@ class Training:
         anchors, others = normalizer.anchors(call.batch.features)
         self._batch = Anchors.of(normalizer, call, anchors)
         skip = anchors.device.type == "cpu" and not self._batch.finite
+        self._met: Sweep | None = None
         self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None
+        self._met = None
         old = self.state
         if normalizer.network.restarts and not skip:
             self._enqueue(others, hyper("restart_every"))
@@ -217,12 +236,16 @@ class Training:
         return self._predict()
 
     def _sweep(self) -> Sweep:
-        batch = self._batch
-        return self._normalizer.sweep(self.state, batch.anchors, 1 / batch.tau, is_bounded(self._call.tau))
+        """The batch before the network; the same one, until the prototypes in use are others."""
+        if self._met is None:
+            batch = self._batch
+            self._met = self._normalizer.sweep(self.state, batch.anchors, 1 / batch.tau, is_bounded(self._call.tau))
+        return self._met
 
     def _predict(self) -> Prediction:
         parameters = [self.state[name] for name in self._normalizer.network.names]
-        return Prediction(self._normalizer, self._call, self._batch, self._sweep(), parameters)
+        sweep, self._met = self._sweep(), None  # whose last prediction this stays
+        return Prediction(self._normalizer, self._call, self._batch, sweep, parameters)
 
     def _enqueue(self, others: Tensor, restart_every: int | None) -> None:
         """The batch enters the queue; prototypes start again, or take the places that the queue just filled."""
@@ -242,9 +265,15 @@ class Training:
         batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         parameters = {name: self.state[name] for name in self._normalizer.network.names}
         steps = self._normalizer.optimizer.start(parameters, self.state, lr)
-        for _ in range(updates):
-            log_partition = sweep.predict(steps.parameters)
-            alpha = batch.alpha(log_partition)
-            weight = batch.weight * slope(alpha, batch.target, batch.tau) * batch.share(log_partition, alpha)
-            steps.step(sweep.gradients(torch.where(batch.finite, weight, 0)))
+        shift = batch.shift + sweep.log_count
+        goal, factor = batch.target + shift, -batch.weight * (batch.tau if slope.times_tau else 1.0)
+        for _ in range(updates):  # of a batch that is not finite NaN: nothing of it is kept
+            log_total = sweep.predict(steps.parameters)
+            if batch.exact:
+                weight = slope.of_gap(goal - log_total).mul_(factor)
+            else:
+                relative = log_total - shift
+                weight = slope.of_gap(batch.target - batch.alpha(relative)).mul_(factor)
+                weight = batch.through_eps(weight, relative)
+            steps.step(sweep.gradients(weight))
         self.state = {**self.state, **steps.finish()}

@@ -50,7 +50,7 @@ class FeatureBank:
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
         """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
         with torch.autocast(z1.device.type, enabled=False):
-            return torch.stack([prepare(z, True)[0] for z in (z1, z2)], dim=1).to(self.dtype)
+            return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 
     def check_width(self, d: int) -> None:
         """Refuse features of another dimension than those before."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compopt.batch import COUNT, Batch
+from compopt.functional import all_finite
 from compopt.rng import below, scramble_, streams
 from compopt.stores.layout import RowLayout
 
@@ -63,26 +64,29 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tenso
     no atomics, no host synchronisation, the same bits every time. A row that occurs several times is returned
     several times with the same values.
     """
-    rows = torch.cat([d.rows for d in deposits])
-    old = torch.cat([d.old for d in deposits])
-    proposals = {
-        name: torch.cat([d.proposals[name].to(layout[name].dtype) for d in deposits]) for name in deposits[0].proposals
-    }
+    rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
+    proposals = {name: _cat([d.proposals[name] for d in deposits]) for name in deposits[0].proposals}
     valid = _joined_validity(deposits, layout[COUNT].width)
+    kept: Tensor | None = None
     if not (len(deposits) == 1 and deposits[0].distinct):
+        proposals = {name: value.to(layout[name].dtype) for name, value in proposals.items()}
         rows, order = torch.sort(rows, stable=True)
         old, valid = old[order], None if valid is None else valid[order]
         proposals = {name: value[order] for name, value in proposals.items()}
-        proposals, finite, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
-    else:
-        finite = _finite(proposals, valid)
+        proposals, kept, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
+    before = layout.unpack(old)
     if valid is not None:
-        before = layout.unpack(old)
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
-    visited = finite[:, None] if valid is None else valid & finite[:, None]
-    proposals[COUNT] = layout.unpack(old)[COUNT] + visited
     new = layout.pack(proposals, base=old)
-    return rows, old, torch.where(finite[:, None], new, old)
+    layout.unpack(new)[COUNT].add_(1 if valid is None else valid)
+    for values in layout.floats(new):  # what was read is finite: a value that is not was proposed
+        finite = all_finite(values, dim=1)
+        kept = finite if kept is None else kept & finite
+    return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _joined_validity(deposits: Sequence[Deposit], width: int) -> Tensor | None:

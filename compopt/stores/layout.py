@@ -43,15 +43,23 @@ class RowLayout:
     columns: tuple[Column, ...]
     offsets: dict[str, int] = field(init=False)
     row_bytes: int = field(init=False)
+    spans: list[tuple[torch.dtype, int, int]] = field(init=False)  # of floating-point columns that are neighbours
 
     def __post_init__(self) -> None:
         offsets, end = {}, 0
+        spans: list[tuple[torch.dtype, int, int]] = []
         for column in sorted(self.columns, key=lambda c: -c.dtype.itemsize):
             if column.name in offsets:
                 raise ValueError(f"two columns are called {column.name!r}; give each its own name")
             offsets[column.name] = end
+            start = end // column.dtype.itemsize
+            if spans and spans[-1][::2] == (column.dtype, start):
+                spans[-1] = (column.dtype, spans[-1][1], start + column.width)
+            elif column.dtype.is_floating_point:
+                spans.append((column.dtype, start, start + column.width))
             end += column.width * column.dtype.itemsize
         object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "row_bytes", max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT)
 
     def __getitem__(self, name: str) -> Column:
@@ -69,6 +77,10 @@ class RowLayout:
             start = self.offsets[column.name] // column.dtype.itemsize
             views[column.name] = block.view(column.dtype)[:, start : start + column.width]
         return views
+
+    def floats(self, block: Tensor) -> list[Tensor]:
+        """Views of all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
+        return [block.view(dtype)[:, start:stop] for dtype, start, stop in self.spans]
 
     def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
         """A copy of the block ``base`` with some columns replaced."""

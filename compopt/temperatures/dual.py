@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -164,14 +164,14 @@ class TemperatureDual(Temperature):
 
     def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         if self.mode == "global":
-            self._update_global(call.hyper, gradient.mean())
+            self._update_global(call.hyper, gradient.mean(dtype=torch.float64))
             return {}
         if call.unimodal:
             gradient = gradient.mean(dim=1, keepdim=True)
         rows = call.rows
         second = rows.get("tau_exp_avg_sq")
         tau, m, v = self._move(
-            call.hyper, rows["tau"], gradient, rows["tau_exp_avg"], second, call.count.to(gradient.dtype) + 1
+            call.hyper, rows["tau"], gradient, rows["tau_exp_avg"], second, lambda: call.count.to(gradient.dtype) + 1
         )
         proposals = {"tau": tau, "tau_exp_avg": m}
         return proposals if v is None else {**proposals, "tau_exp_avg_sq": v}
@@ -180,13 +180,13 @@ class TemperatureDual(Temperature):
         state = self.working_state(True)
         updates = state["updates"] + 1
         tau, m, v = self._move(
-            hyper.of_first_group(), state["tau"], gradient, state["exp_avg"], state.get("exp_avg_sq"), updates
+            hyper.of_first_group(), state["tau"], gradient, state["exp_avg"], state.get("exp_avg_sq"), lambda: updates
         )
         second = {} if v is None else {"exp_avg_sq": v}
         self.deposit_state(tau=tau, exp_avg=m, updates=updates, **second)
 
     def _move(
-        self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Tensor
+        self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One step of the rule on any shape: new ``tau``, ``m`` and ``v``."""
         limit = hyper("max_grad")
@@ -195,5 +195,6 @@ class TemperatureDual(Temperature):
             m = direction = F.momentum(m, gradient, hyper("beta"))
         else:
             betas = (hyper("betas", 0), hyper("betas", 1))
-            direction, m, v = F.adam_direction(m, v, gradient, visits, betas)
-        return F.clip(tau - hyper("lr") * direction, hyper("tau_min"), hyper("tau_max")), m, v
+            direction, m, v = F.adam_direction(m, v, gradient, visits(), betas)
+        moved = F.minus_product(tau, direction, hyper("lr"))
+        return F.clip(moved, hyper("tau_min"), hyper("tau_max")), m, v

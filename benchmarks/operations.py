@@ -1,0 +1,125 @@
+"""Torch operations of one training step at a small batch: on an accelerator each of them is a launch.
+
+    python -m benchmarks.operations                    # writes benchmarks/results/operations.md
+    python -m benchmarks.operations --record FILE      # counts of this commit, for the next line
+    python -m benchmarks.operations --before FILE      # them too, in a column of their own
+    python -m benchmarks.operations --quick            # printed only
+
+A step is a call, its backward pass and ``est.step()``, B = 64, d = 128, both directions, in the middle of training.
+What ``torch`` dispatches is counted but for views, which compute nothing; allocations count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compopt
+from benchmarks.contenders import TAU, cross_entropy_both_ways
+from benchmarks.kernel import batch
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
+
+B, DIM, PROTOTYPES, STEPS = 64, 128, 256, 9
+N = 4 * B  # rows are revisited
+ESTIMATORS: dict[str, Callable[[], compopt.ContrastiveEstimator]] = {
+    "InfoNCE": lambda: compopt.InfoNCEEstimator(TAU),
+    "DCL": lambda: compopt.DCLEstimator(TAU),
+    "SogCLR": lambda: compopt.SogCLREstimator(N, tau=TAU),
+    "iSogCLR": lambda: compopt.ISogCLREstimator(N, tau_init=TAU, rho=1.0),
+    "Residual": lambda: compopt.ResidualEstimator(DIM, N, tau=TAU, prototypes=PROTOTYPES),
+    "FastCLIP v3": lambda: compopt.FastCLIPEstimator(N, version="v3", tau=TAU, rho=1.0),
+    "EMC2": lambda: compopt.EMC2Estimator(N),
+    "NeuCLIP, 10 updates": lambda: compopt.NeuCLIPEstimator(DIM, tau=TAU, prototypes=PROTOTYPES),
+}
+REFERENCE = "`F.cross_entropy` both ways"
+# What was set out to be reached.
+GOALS = {
+    "InfoNCE": 54,
+    "DCL": 54,
+    "SogCLR": 70,
+    "iSogCLR": 100,
+    "Residual": 110,
+    "FastCLIP v3": 100,
+    "EMC2": 200,
+    "NeuCLIP, 10 updates": 250,
+}
+ABOUT = f"""Operations that torch dispatches in one training step of the estimator alone: a call, its backward pass and
+`est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, the {STEPS}th step; networks have {PROTOTYPES}
+prototypes. Views are not counted, since they compute nothing; allocations are. {REFERENCE}: on features that are
+normalised there too."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched inside.
+
+    Attributes:
+        count: operations so far, without views.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "aten" and not _is_view(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what it returns are aliases of what it was given, and nothing was written."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def operations(make: Callable[[], compopt.ContrastiveEstimator] | None) -> int:
+    """Operations of one step; of cross-entropy without an estimator."""
+    est = None if make is None else make()
+    loss = cross_entropy_both_ways if est is None else est
+    for t in range(STEPS):
+        z1, z2, index = batch(B, DIM, seed=t)
+        z1.requires_grad_(), z2.requires_grad_()
+        with Operations() as counted:
+            loss(z1, z2, index).backward()
+            if est is not None:
+                est.step()
+    return counted.count
+
+
+def report(env: dict[str, Any], counts: dict[str, int], before: dict[str, int]) -> str:
+    """The page."""
+    names = list(counts)
+    head = ["", *(["before"] if before else []), "operations", "goal"]
+    body = [
+        [name, *([str(before.get(name, ""))] if before else []), str(counts[name]), str(GOALS.get(name, ""))]
+        for name in names
+    ]
+    return "\n".join([*heading("Operations of a training step", env), ABOUT, "", table(head, body)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the counts there and nothing else")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="counts of an earlier commit")
+    parser.add_argument("--quick", action="store_true", help="print only")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    counts = {REFERENCE: operations(None)} | {name: operations(make) for name, make in ESTIMATORS.items()}
+    if args.record:
+        args.record.write_text(json.dumps(counts))
+        return
+    env, before = environment(), json.loads(args.before.read_text()) if args.before else {}
+    text = report(env, counts, before)
+    print(text)
+    if not args.quick:
+        save("operations", text, env, {"before": before, "after": counts})
+
+
+if __name__ == "__main__":
+    main()
