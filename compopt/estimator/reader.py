@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.batch import COUNT, Batch
 from compopt.checks.inputs import check_range, distinct_values
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
 from compopt.stores import Ticket
+from compopt.stores.layout import moved
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
@@ -152,7 +154,7 @@ class BatchReader:
 
     def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Row numbers ``(b, R)`` on a device."""
-        return torch.stack([keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys], dim=1)
+        return torch.stack([accelerator.to_device(keys[name], device) for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
         """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
@@ -181,7 +183,8 @@ class BatchReader:
             block = fetch.claim().take()
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-        return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
+        block = moved(block, rows.device)
+        return block.view(len(rows), rows.shape[1] * self.table.layout.width(block))
 
     def _gather(
         self,
@@ -208,9 +211,9 @@ class BatchReader:
         owned = self.table.owned(rows)
         local = self.table.local(rows[owned])
         if ticket is not None:
-            mine = ticket.take().to(device)
+            mine = moved(ticket.take(), device)
         else:
-            mine = self.table.rows.fetch(local.to(device, non_blocking=True), local)
+            mine = self.table.rows.fetch(accelerator.to_device(local, device), local)
         return self.table.fetch_sharded(rows, device, owned, mine)
 
     def _look_sharded(self, index: Tensor, device: torch.device) -> Tensor:
@@ -233,12 +236,12 @@ class BatchReader:
         dtype = torch.promote_types(torch.promote_types(like.dtype, torch.float32), self.dtype)
         columns = {COUNT: torch.zeros_like(rows, dtype=torch.int32)}
         if self.table is not None and block is not None:
-            block = block.view(-1, self.table.layout.words)
+            block = block.view(-1, self.table.layout.width(block))
             columns = self.table.unpack(rows, block, dtype)
             for name, (role, key) in self._initial.items():
                 unseen = self.groups.hyper(role, rows, dtype)(key)
                 columns[name] = torch.where(columns[COUNT] == 0, unseen, columns[name])
-        keys = {name: key.to(rows.device, non_blocking=True) for name, key in agreed.keys.items()}
+        keys = {name: accelerator.to_device(key, rows.device) for name, key in agreed.keys.items()}
         return Batch(
             keys=keys,
             values=values,
