@@ -89,7 +89,8 @@ class BatchReader:
             self.groups.check()
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
-            rows, bad = self._in_range(keys, device)
+            there = _on(keys, device)
+            rows, bad = self._in_range(keys, there)
             host_rows = self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
@@ -98,24 +99,26 @@ class BatchReader:
         written = 0 if self.table is None else self.table.rows.written
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
         if self.ranks.size > 1:
-            rows, host_rows = self._stack(agreed.keys, device), self._on_host(agreed.keys)
+            there = _on(agreed.keys, device)
+            rows, host_rows = self._stack(there), self._on_host(agreed.keys)
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
-        batch = self._batch(agreed, everyone, rows, host_rows, block, bad, like, depositing)
-        for name, key in batch.keys.items() if least == 2 else ():
+        batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, depositing)
+        for name, key in agreed.keys.items() if least == 2 else ():
             batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key))
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
         keys = {"index": index}
-        rows, bad = self.agree(lambda: self._in_range(keys, like.device))
+        there = _on(keys, like.device)
+        rows, bad = self.agree(lambda: self._in_range(keys, there))
         block = None
         if self.table is not None and self.table.sharded:
             block = self._look_sharded(index, like.device)
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
-        return self._batch(alone, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
+        return self._batch(alone, there, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
@@ -140,26 +143,31 @@ class BatchReader:
             self._described = self.groups.checked
         return self._crc
 
-    def _in_range(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not."""
+    def _in_range(self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not.
+
+        Args:
+            keys: as they were given.
+            there: the same on the device.
+        """
         bad: Tensor | None = None
         for name in self.row_keys:
             flag = check_range(name, keys[name], self.groups.n) if name in keys else None
-            bad = _either(bad, None if flag is None else flag.to(device))
-        rows = self._stack(keys, device)
+            bad = _either(bad, None if flag is None else flag.to(there[name].device))
+        rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
             rows = rows.clamp(0, (self.groups.n or 1) - 1)
         return rows, bad
 
-    def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Row numbers ``(b, R)`` on a device."""
-        return torch.stack([accelerator.to_device(keys[name], device) for name in self.row_keys if name in keys], dim=1)
+    def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
+        """Row numbers ``(b, R)``, where the keys are."""
+        return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
         """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
         given = [keys[name] for name in self.row_keys if name in keys]
-        return self._stack(keys, given[0].device) if all(key.device.type == "cpu" for key in given) else None
+        return self._stack(keys) if all(key.device.type == "cpu" for key in given) else None
 
     def _refuse_index(self, bad: int) -> None:
         if bad:
@@ -225,6 +233,7 @@ class BatchReader:
     def _batch(
         self,
         agreed: Agreement,
+        keys: dict[str, Tensor],
         values: dict[str, Tensor],
         rows: Tensor,
         host_rows: Tensor | None,
@@ -241,7 +250,6 @@ class BatchReader:
             for name, (role, key) in self._initial.items():
                 unseen = self.groups.hyper(role, rows, dtype)(key)
                 columns[name] = torch.where(columns[COUNT] == 0, unseen, columns[name])
-        keys = {name: accelerator.to_device(key, rows.device) for name, key in agreed.keys.items()}
         return Batch(
             keys=keys,
             values=values,
@@ -257,6 +265,11 @@ class BatchReader:
             dtype=dtype,
             depositing=depositing,
         )
+
+
+def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Keys on a device."""
+    return {name: accelerator.to_device(key, device) for name, key in keys.items()}
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
