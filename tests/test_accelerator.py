@@ -33,8 +33,8 @@ def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefet
     options = {"offload_dir": tmp_path} if offload == "disk" else {}
     mode = KINDS["unimodal" if prefetch else "bimodal"]
     near, far = BUILD[name](**mode), BUILD[name](**mode, offload=offload, **options)
-    expected, found = train(near, DEVICE, range(8)), train(far, DEVICE, range(2))
-    batches = [batch(seed, DEVICE) for seed in range(2, 8)]
+    expected, found = train(near, DEVICE, range(6)), train(far, DEVICE, range(2))
+    batches = [batch(seed, DEVICE) for seed in range(2, 6)]
     with quiet():
         for z1, z2, index in far.prefetch(batches) if prefetch else batches:
             found.append(one_step(far, z1, z2, index))

@@ -1,4 +1,4 @@
-"""Further candidates, groups, blocks, accumulation, learned temperatures, checkpoints: on an accelerator as on the CPU."""
+"""Further candidates, blocks, accumulation, learned temperatures, checkpoints: on an accelerator as on the CPU."""
 
 import copy
 
@@ -47,8 +47,10 @@ def test_groups_and_a_second_index(name):
     both(lambda: BUILD[name](), call)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["infonce", "isogclr", "neuclip", "residual", "emc2"])
+IN_BLOCKS = [(name, kind) for name in ("infonce", "isogclr") for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*IN_BLOCKS, *((n, "bimodal") for n in ("neuclip", "residual", "emc2"))])
 def test_in_blocks(name, kind):
     both(lambda: BUILD[name](chunk_size=7, **KINDS[kind]), lambda est, *given: one_step(est, *given[:3]))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from tests.pretend.ledger import LEDGER
 from tests.pretend.memory import Memory, is_pinned, pin, poison
@@ -17,10 +16,34 @@ from tests.pretend.streams import LOCK, Stream, current_stream
 
 aten = torch.ops.aten
 
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among arguments, which are sequences in sequences; torch's pytrees take several times as long."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same arguments with other tensors."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: mapped(value, change) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(mapped(value, change) for value in values)
+    return values
+
+
 # Operations whose result, or whose size, the host waits for on a real device.
 WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "bincount",
-    "unique_consecutive", "multinomial", "linalg_eigh", "_linalg_eigh", "_linalg_svd", "linalg_svd", "_linalg_check_errors",
+    "unique_consecutive", "multinomial", "linalg_eigh", "_linalg_eigh", "_linalg_svd", "linalg_svd",
+    "_linalg_check_errors",
 }  # fmt: skip
 lacking: set[torch.dtype] = set()
 
@@ -137,7 +160,7 @@ def compute(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     target = kwargs.get("device")
     stays = target is None or torch.device(target).type != "cpu"
     inner_kwargs = {**unwrapped(kwargs), **({} if target is None else {"device": "cpu"})}
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, PretendTensor)]
+    tensors = [x for x in tensors_in((args, kwargs)) if isinstance(x, PretendTensor)]
     in_time = view or use(func, args, kwargs, tensors, written)
     if not view:
         LEDGER.operation(name)
@@ -150,9 +173,9 @@ def compute(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     for x in tensors:
         if x.inner.shape != x.shape:
             raise NotImplementedError(f"{func} gave a tensor of {tuple(x.shape)} the shape {tuple(x.inner.shape)}")
-    if not stays or not any(isinstance(x, Tensor) for x in tree_flatten(result)[0]):
+    if not stays or not tensors_in(result):
         return result
-    result = tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else PretendTensor(x), result)
+    result = mapped(result, lambda x: known[id(x)] if id(x) in known else PretendTensor(x))
     if not view:
         mark(result, in_time)
     return result
@@ -164,7 +187,7 @@ def use(func: Any, args: Any, kwargs: Any, tensors: Sequence[PretendTensor], wri
     number, in_time = stream.launch(), True
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    targets = [x for name in written for x in tree_flatten(given.get(name))[0] if isinstance(x, PretendTensor)]
+    targets = [x for name in written for x in tensors_in(given.get(name)) if isinstance(x, PretendTensor)]
     for x in tensors:
         if not x.memory.read(stream, number):
             in_time = False
@@ -179,7 +202,7 @@ def use(func: Any, args: Any, kwargs: Any, tensors: Sequence[PretendTensor], wri
 def mark(result: Any, in_time: bool) -> None:
     """New results are written by the current stream."""
     stream = current_stream()
-    for x in tree_flatten(result)[0]:
+    for x in tensors_in(result):
         if isinstance(x, PretendTensor):
             x.memory.written = stream, stream.given
             x.memory.used[stream] = stream.given
@@ -188,12 +211,12 @@ def mark(result: Any, in_time: bool) -> None:
 
 
 def unwrapped(values: Any) -> Any:
-    return tree_map(lambda x: x.inner if isinstance(x, PretendTensor) else x, values)
+    return mapped(values, lambda x: x.inner if isinstance(x, PretendTensor) else x)
 
 
 def check_devices(name: str, args: Any, kwargs: Any) -> None:
     """Refuse tensors of the host, but for single numbers and for indices, which torch copies, and waits for."""
-    for x in tree_flatten((args, kwargs))[0]:
+    for x in tensors_in((args, kwargs)):
         if isinstance(x, Tensor) and not isinstance(x, PretendTensor) and x.dim():
             if not name.startswith(("index", "_index_put")):
                 raise RuntimeError(f"{name}: expected all tensors to be on {device()}, got one on {x.device}")
@@ -203,10 +226,14 @@ def check_devices(name: str, args: Any, kwargs: Any) -> None:
 
 def note_wait(func: Any, name: str, args: Any, kwargs: Any) -> None:
     """Operations that a real device makes the host wait for."""
-    masks = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    masks = [x for x in tensors_in(args[1:2]) if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
     by_mask = name == "index" and bool(masks)
     by_mask |= name in ("index_put", "index_put_", "_index_put_impl_") and bool(masks) and args[2].numel() > 1
-    repeats = name == "repeat_interleave" and kwargs.get("output_size") is None and func is not aten.repeat_interleave.self_int
+    repeats = (
+        name == "repeat_interleave"
+        and kwargs.get("output_size") is None
+        and func is not aten.repeat_interleave.self_int
+    )
     checks = name == "segment_reduce" and not kwargs.get("unsafe", False)
     if name in WAITS or by_mask or repeats or checks:
         LEDGER.wait(name)

@@ -1,5 +1,6 @@
 """The pretend device is as strict as a real one: what is broken on purpose gives wrong numbers, and is listed."""
 
+import contextlib
 import functools
 import os
 
@@ -159,13 +160,15 @@ def broken(monkeypatch, name, replacement):
     LEDGER.clear()
     with quiet():
         same(offloaded(), expected, rtol=0, atol=0)
-    LEDGER.clear()
     monkeypatch.setattr(accelerator, name, replacement)
-    try:
-        same(offloaded(), expected, rtol=0, atol=0)
-        right = True
-    except (AssertionError, IndexError, RuntimeError):
+    right = True
+    for _ in range(10):  # the library's own threads may have waited in time, by chance
+        LEDGER.clear()
+        with contextlib.suppress(AssertionError, IndexError, RuntimeError):
+            same(offloaded(), expected, rtol=0, atol=0)
+            continue
         right = False
+        break
     return right, bool(LEDGER.races)
 
 
