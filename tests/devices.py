@@ -54,16 +54,17 @@ def counted() -> Iterator[list[pretend.Wait]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing inside may wait for the device, but for threads of the library; copies go through pinned memory.
+    """Nothing inside may wait for the device, but for threads of the library.
 
-    A real CUDA device raises at what waits. The pretend one lists it, and what would be a race.
+    A real CUDA device raises at what waits. The pretend one lists it, and what would be a race; copies must go through
+    pinned memory, and be foreseen.
     """
     synchronize()
     if PRETEND == "cuda":
         pretend.LEDGER.clear()
         yield
         assert pretend.LEDGER.waits_of_training() == []
-        assert [copy for copy in pretend.LEDGER.transfers if not copy.pinned] == []
+        assert pretend.LEDGER.unforeseen() == []
         assert pretend.LEDGER.races == []
     elif DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")

@@ -13,6 +13,16 @@ from types import FrameType
 
 LIBRARY = Path(__file__).parents[2] / "compopt"
 BACKGROUND = ("compopt-",)  # threads that may wait
+CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "layout.py")  # what copies for others
+# The files that may copy between host and device while a model trains, and what.
+NAMED = {
+    "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here",
+    "estimator/async_checks.py": "what is known on the device first: features that are not finite, a bad index there",
+    "contrastive.py": "positions of further candidates",
+    "stores/offloaded.py": "rows read without prefetch; rows committed, and their numbers, on a side stream",
+    "stores/fetched.py": "rows read ahead, and their numbers, on a side stream; of few rows when they are taken",
+    "stores/table.py": "with shards: which of the batch's rows are here",
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,10 @@ class Ledger:
     def _now(self) -> str:
         return "background" if threading.current_thread().name.startswith(BACKGROUND) else self.phase
 
+    def unforeseen(self) -> list[Transfer]:
+        """Copies that the library should not make, or not from this memory."""
+        return [copy for copy in self.transfers if not copy.pinned or copy.line.split(":")[0] not in NAMED]
+
     def waits_of_training(self) -> list[Wait]:
         """Those outside the library's own threads."""
         return [wait for wait in self.waits.elements() if wait.phase != "background"]
@@ -101,7 +115,7 @@ def cause() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(LIBRARY) and path.name != "accelerator.py":
+        if path.is_relative_to(LIBRARY) and path not in CARRIERS:
             return f"{path.relative_to(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "backward" if threading.current_thread().name.startswith("Dummy") else ""
