@@ -166,10 +166,10 @@ def report(env: dict[str, Any], results: list[dict[str, Any]]) -> str:
     lines = heading("Waits and transfers of a training step", env)
     lines += [
         f"Counted on a pretend accelerator, not on a GPU: B = {B}, d = {D}, n = {N:,}, per step, mean of {STEPS} steps",
-        f"after {WARM} others. The index is on the CPU, features are on the device. *Waits*: how often the training thread",
-        "waits for the device in forward, backward, step or prefetch; the thread that writes rows waits for its own copies,",
-        "which is not counted. *Not pinned*: copies from or to memory that is not pinned. *Operations*: what a device would",
-        "launch, views and copies left out.",
+        f"after {WARM} others. The index is on the CPU, features are on the device. *Waits*: how often the training",
+        "thread waits for the device in forward, backward, step or prefetch; the thread that writes rows waits for its",
+        "own copies, which is not counted. *Not pinned*: copies from or to memory that is not pinned. *Operations*:",
+        "what a device would launch, views and copies left out.",
         "",
         f"{len(waits)} of {len(results)} rows wait, {len(races)} have a race.",
         "",
