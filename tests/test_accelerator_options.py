@@ -104,6 +104,28 @@ def test_a_temperature_in_the_hands_of_the_optimizer(mode):
     assert float(results[0][1][0]) != pytest.approx(float(next(iter(BUILD["clip"]().parameters()))))
 
 
+class Unmoved(torch.optim.Optimizer):
+    """Stands for a fused one, which reads found_inf itself."""
+
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_scaler_that_skips_the_update(skips):
+    """Loss scaling in float16: a skipped update commits nothing, and nobody waits to learn of it."""
+    est, weight = compopt.SogCLREstimator(N), torch.eye(D, device=DEVICE).requires_grad_()
+    optimizer = Unmoved([weight], {})
+    est.attach(optimizer)
+    z1, z2, index = batch(0, DEVICE)
+    est(z1 @ weight, z2, index).backward()
+    optimizer.found_inf = torch.full((), float(skips), device=DEVICE)  # what a fused optimizer is given
+    with quiet():
+        optimizer.step()
+    assert est.pending == 0
+    assert bool((est.read(index)["count"].cpu() == (0 if skips else 1)).all())
+
+
 def test_a_temperature_per_sample_in_the_call():
     tau = torch.rand(B, 1, generator=torch.Generator().manual_seed(3)) + 0.05
 

@@ -41,7 +41,7 @@ class Machine:
         accelerator.synchronize(self.device)
 
     def seconds(self, run: Run, calls: int = 1) -> float:
-        """Of one call, on the device: between two events of its stream; on the CPU by the clock."""
+        """Seconds of one call on the device: between two events of its stream; on the CPU by the clock."""
         if not accelerator.has_streams(self.device):
             self.synchronize()
             start = time.perf_counter()
