@@ -12,6 +12,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
+# an environment with torch for the accelerator, if it is another one:  make gpu GPU_PYTHON=python
+GPU_PYTHON ?= $(BIN)/python
 DEMO_METHODS ?= infonce infonce-no-positive clip sogclr isogclr fastclip-v3
 DEMO_ARGS ?= --batch-size 64 --epochs 1 --output-dir runs/demo
 
@@ -25,7 +27,7 @@ REST := full or launch or slow
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-clip test-full lint bench clean
+.PHONY: help demo test test-rest test-clip test-full lint bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +55,9 @@ lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
 
 bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
 	$(BENCH_VENV)/bin/python -m benchmarks.history.peers $(BENCH_ARGS)
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## measure on this machine's accelerator, 8 minutes; writes benchmarks/results/gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
 
 clean:  ## remove build outputs and caches; keeps the environment and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

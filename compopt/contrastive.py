@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
 from compopt.checks.inputs import (
@@ -361,7 +361,7 @@ class ContrastiveEstimator(Estimator):
     def _gather_extra(self, batch: Batch, own: Tensor, positions: Tensor | None) -> Extra:
         """Everybody's further candidates."""
         positive = batch.keys.get("index2", batch.keys["index"])
-        values = [own] if positions is None else [own, positions.to(own.device, non_blocking=True)]
+        values = [own] if positions is None else [own, accelerator.to_device(positions, own.device)]
         first = sum(batch.more[: self._ranks.rank])
         everyone = self._ranks.gather(values, batch.more) if max(batch.more) else values
         at = slice(first, first + len(own))

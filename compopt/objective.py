@@ -160,7 +160,8 @@ class Summary:
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
-        spread = torch.as_tensor(self.tau, dtype=self.alpha.dtype, device=self.alpha.device).flatten()
+        tau = self.tau if isinstance(self.tau, Tensor) else self.alpha.new_full((1,), self.tau)  # no copy, no wait
+        spread = tau.to(self.alpha.dtype).flatten()
         visits = spread.new_ones(1, 1) if self.count is None else self.count
         return {
             "log_normalizer": self.alpha.mean(),

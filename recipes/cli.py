@@ -94,7 +94,7 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     )
 
     machine = root.add_argument_group("machine")
-    machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
+    machine.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, mps, ...")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
     machine.add_argument(
         "--cache-dir", type=Path, metavar="DIR", help="folder of the drawn data sets; default $COMPOPT_CACHE or .cache"
@@ -217,6 +217,6 @@ def _prepare_machine(args: argparse.Namespace) -> None:
     args.device = launch.local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.device.type == "cuda":
+    if args.device.type != "cpu":
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)

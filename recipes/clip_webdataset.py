@@ -313,7 +313,7 @@ class Trainer:
         args, batches = self.args, self.batches
         windows = len(batches) // args.accumulate
         self.decode.epoch = batches.epoch
-        workers = {"num_workers": args.workers, "pin_memory": self.device.type == "cuda"}
+        workers = {"num_workers": args.workers, "pin_memory": compopt.accelerator.has_streams(self.device)}
         loader = DataLoader(batches, batch_size=None, collate_fn=self.decode.counted, **workers)
         loader = iter(self.est.prefetch(loader, index=2) if args.prefetch else loader)
         total = len(batches) + batches.done

@@ -34,11 +34,11 @@ from torch import nn
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Replace ``cuda`` by this rank's own card, the one that accelerate takes."""
-    if device.type != "cuda" or device.index is not None:
+    """Replace ``cuda``, ``xpu``, ... by this rank's own card, the one that accelerate takes."""
+    if device.type in ("cpu", "mps") or device.index is not None:
         return device
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
+    device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.get_device_module(device).set_device(device)
     return device
 
 

@@ -61,7 +61,7 @@ def commit() -> str:
 def command() -> str:
     """The command of this process, as ``python -m ...`` where it was started so."""
     main = sys.modules["__main__"].__spec__
-    start = ["-m", main.name] if main is not None else [sys.argv[0]]
+    start = ["-m", main.name.removesuffix(".__main__")] if main is not None else [sys.argv[0]]
     return shlex.join(["python", *start, *sys.argv[1:]])
 
 

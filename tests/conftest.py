@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
-from tests.covering import mark_the_rest
-from tests.pool import close_pools
+pytest.register_assert_rewrite("tests.devices")  # before it is imported
+
+from tests.covering import mark_the_rest  # noqa: E402
+from tests.pool import close_pools  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks

@@ -147,8 +147,8 @@ class Search(Generic[A]):
                 result = next(as_completed(running.values())).result()
                 del running[Job(**result["job"]).key]
                 append_run(path, result)
-                told = "" if result["job"]["seed"] in SEEDS else f" {self.score(result):.4f}"  # final runs have no validation
-                bar.set_postfix_str(result["job"]["arm"] + told)
+                final_run = result["job"]["seed"] in SEEDS  # and has no validation
+                bar.set_postfix_str(result["job"]["arm"] + ("" if final_run else f" {self.score(result):.4f}"))
                 bar.update()
 
 

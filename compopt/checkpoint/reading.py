@@ -105,7 +105,7 @@ class _Block:
 
     def _open(self) -> dict[str, Tensor]:
         if not self._views:
-            self._block = torch.zeros(self._count, self._table.layout.words, dtype=torch.complex128)
+            self._block = self._table.layout.zeros(self._count, torch.device("cpu"))
             self._views = self._table.layout.unpack(self._block)
         return self._views
 
@@ -117,7 +117,7 @@ class _Block:
         lasts = [chunk for chunk in chunks if chunk + 1 not in self._chunks]
         for first, last in zip(firsts, lasts, strict=True):
             part = self._block[first * size : (last + 1) * size]
-            store.write_block(self._start + first * size, part.to(store.device))
+            store.write_block(self._start + first * size, part)
 
 
 def _open(path: Path) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.checkpoint import manifest
 from compopt.checkpoint.chunks import Chunks, Owners, plan
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
@@ -38,8 +39,7 @@ class Base:
 def write_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> list[File]:
     """Write or link this rank's row files, of the rows between two commits. Collective."""
     with table.at_rest() as store:
-        if store.device.type == "cuda":
-            torch.cuda.synchronize(store.device)  # commits of other streams: a cut must not miss them
+        accelerator.synchronize(store.device)  # commits of other streams: a cut must not miss them
         period = store.changes.cut()
         base = _choose_base(table, ranks, target, table.saved if incremental else [])
         kept, write, known = _plan(table, ranks, base)

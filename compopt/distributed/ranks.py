@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.distributed import collectives, control
 from compopt.distributed.control import Caller, Control, Doing, ProcessGroup
 
@@ -251,14 +252,16 @@ class Ranks:
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
         """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
 
-        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
+        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first. Those of a device that has
+        none are added on the host.
 
         Args:
             logs: ``-inf`` where a rank has nothing to add.
             centre: known to all ranks; ``|logs - centre|`` must stay below 700.
         """
-        centre = centre.double()
-        return (self.sum((logs.double() - centre).exp_()).log_() + centre).to(logs.dtype)
+        device = logs.device if accelerator.supports(logs.device, torch.float64) else torch.device("cpu")
+        doubles, centre = logs.to(device).double(), centre.to(device).double()
+        return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
 
     def sum_bits(self, words: Tensor) -> Tensor:
         """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""

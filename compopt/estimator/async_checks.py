@@ -10,32 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
+
 
 class AsyncChecks:
     """Small integers copied to the host asynchronously and handed to a callback once they have arrived.
 
-    On the CPU there is nothing to wait for and the callback runs at once.
+    On the CPU there is nothing to wait for and the callback runs at once. From a device without streams they are
+    copied when the next call asks for them.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[torch.cuda.Event, Tensor, Callable[[int], None]]] = []
+        self._waiting: list[tuple[Any, Tensor, Callable[[int], None]]] = []
 
     def watch(self, value: Tensor, react: Callable[[int], None]) -> None:
-        """Call ``react(int(value))`` as soon as that is free: now on the CPU, at a later :meth:`poll` on CUDA."""
-        if value.device.type != "cuda":
+        """Call ``react(int(value))`` as soon as that is free: now on the CPU, at a later :meth:`poll` elsewhere."""
+        if value.device.type == "cpu":
             react(int(value))
             return
-        host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-        host.copy_(value, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._waiting.append((event, host, react))
+        if accelerator.has_streams(value.device):
+            host = accelerator.to_host(value)
+            self._waiting.append((accelerator.event(value.device), host, react))
+        else:
+            self._waiting.append((None, value, react))
 
     def poll(self) -> None:
         """Run the callbacks of everything that has arrived; one that raises is not run again."""
-        while self._waiting and self._waiting[0][0].query():
-            _, host, react = self._waiting.pop(0)
-            react(int(host))
+        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
+            _, value, react = self._waiting.pop(0)
+            react(int(value))
 
     def two_samples(self, name: str, key: Tensor) -> Tensor | None:
         """Refuse a global batch without two distinct samples; on a device a 0-d flag, and the refusal later."""

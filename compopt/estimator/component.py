@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.functional import all_finite
@@ -137,7 +137,7 @@ class Component(ABC):
 
     def move(self, device: torch.device) -> None:
         """Take state to the features' device."""
-        self.state = {name: value.to(device) for name, value in self.state.items()}
+        self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
         """Committed state that is not rows, whole; collective where ranks split it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.batch import COUNT, Batch
 from compopt.checks.inputs import check_range, distinct_values
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
@@ -17,6 +18,7 @@ from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import Ticket
+from compopt.stores.layout import moved
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
@@ -88,7 +90,8 @@ class BatchReader:
             self.groups.check()
             if self.ranks.size > 1:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
-            rows, bad = self._in_range(keys, device)
+            there = _on(keys, device)
+            rows, bad = self._in_range(keys, there)
             host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
@@ -97,24 +100,26 @@ class BatchReader:
         written = 0 if self.table is None else self.table.rows.written
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
         if self.ranks.size > 1:
-            rows, host_rows = self._stack(agreed.keys, device), self._on_host(agreed.keys)
+            there = _on(agreed.keys, device)
+            rows, host_rows = self._stack(there), self._on_host(agreed.keys)
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
-        batch = self._batch(agreed, everyone, rows, host_rows, block, bad, like, depositing)
-        for name, key in batch.keys.items() if least == 2 else ():
+        batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, depositing)
+        for name, key in agreed.keys.items() if least == 2 else ():
             batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key))
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
         keys = {"index": index}
-        rows, bad = self.agree(lambda: self._in_range(keys, like.device))
+        there = _on(keys, like.device)
+        rows, bad = self.agree(lambda: self._in_range(keys, there))
         block = None
         if self.table is not None and self.table.sharded:
             block = self._look_sharded(index, like.device)
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
-        return self._batch(alone, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
+        return self._batch(alone, there, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
@@ -139,26 +144,31 @@ class BatchReader:
             self._described = self.groups.checked
         return self._crc
 
-    def _in_range(self, keys: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not."""
+    def _in_range(self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not.
+
+        Args:
+            keys: as they were given.
+            there: the same on the device.
+        """
         bad: Tensor | None = None
         for name in self.row_keys:
             flag = check_range(name, keys[name], self.groups.n) if name in keys else None
-            bad = _either(bad, None if flag is None else flag.to(device))
-        rows = self._stack(keys, device)
+            bad = _either(bad, None if flag is None else flag.to(there[name].device))
+        rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
             rows = rows.clamp(0, (self.groups.n or 1) - 1)
         return rows, bad
 
-    def _stack(self, keys: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Row numbers ``(b, R)`` on a device, in memory of their own: they wait for the commit, the caller does not."""
-        return torch.stack([keys[name].to(device, non_blocking=True) for name in self.row_keys if name in keys], dim=1)
+    def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
+        """Row numbers ``(b, R)``, where the keys are, in memory of their own: the caller may change the keys."""
+        return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
         """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
         given = [keys[name] for name in self.row_keys if name in keys]
-        return self._stack(keys, given[0].device) if all(key.device.type == "cpu" for key in given) else None
+        return self._stack(keys) if all(key.device.type == "cpu" for key in given) else None
 
     def _refuse_index(self, bad: int) -> None:
         if bad:
@@ -182,7 +192,8 @@ class BatchReader:
             block = fetch.claim().take()
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-        return block.to(rows.device).view(len(rows), rows.shape[1] * self.table.layout.words)
+        block = moved(block, rows.device)
+        return block.view(len(rows), rows.shape[1] * self.table.layout.width(block))
 
     def _gather(
         self,
@@ -209,9 +220,9 @@ class BatchReader:
         owned = self.table.owned(rows)
         local = self.table.local(rows[owned])
         if ticket is not None:
-            mine = ticket.take().to(device)
+            mine = moved(ticket.take(), device)
         else:
-            mine = self.table.rows.fetch(local.to(device, non_blocking=True), local)
+            mine = self.table.rows.fetch(accelerator.to_device(local, device), local)
         return self.table.fetch_sharded(rows, device, owned, mine)
 
     def _look_sharded(self, index: Tensor, device: torch.device) -> Tensor:
@@ -223,6 +234,7 @@ class BatchReader:
     def _batch(
         self,
         agreed: Agreement,
+        keys: dict[str, Tensor],
         values: dict[str, Tensor],
         rows: Tensor,
         host_rows: Tensor | None,
@@ -234,7 +246,7 @@ class BatchReader:
         dtype = working_dtype(like.dtype, self.dtype)
         columns: dict[str, Tensor] = {}
         if self.table is not None and block is not None:
-            block = block.view(-1, self.table.layout.words)
+            block = block.view(-1, self.table.layout.width(block))
             columns = self.table.unpack(rows, block, dtype)
             for name, (role, key) in self._initial.items():
                 value = self.groups.hyper(role, rows, dtype)(key)
@@ -243,7 +255,6 @@ class BatchReader:
                     columns[name] = torch.where(unseen, value, columns[name])
                 else:
                     columns[name] = columns[name].masked_fill(unseen, value)
-        keys = {name: key.to(rows.device, non_blocking=True) for name, key in agreed.keys.items()}
         return Batch(
             keys=keys,
             values=values,
@@ -259,6 +270,11 @@ class BatchReader:
             dtype=dtype,
             depositing=depositing,
         )
+
+
+def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Keys on a device."""
+    return {name: accelerator.to_device(key, device) for name, key in keys.items()}
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt import rng
+from compopt import accelerator, rng
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
@@ -267,5 +267,6 @@ def _by_direction(flat: Tensor, directions: int) -> Tensor:
 def _burn_in(value: Tensor, count: Tensor) -> Tensor:
     """A count or a fraction of the proposals -> a count that leaves at least one."""
     # fractions of several groups come in float32: 0.9 of 10 is 9 there too
-    proposals = torch.where(value < 1, (value.double() * count * (1 + 1e-6)).floor(), value.double())
+    value = value.to(accelerator.widest(value.device))
+    proposals = torch.where(value < 1, (value * count * (1 + 1e-6)).floor(), value)
     return proposals.to(torch.int64).minimum(count - 1)

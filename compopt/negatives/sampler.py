@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, SampleGroups
@@ -183,7 +183,9 @@ class MCMCNegativeSampler(Normalizer):
     def _burn_in(self, call: Call) -> Tensor:
         """``(b, A)``."""
         value, like = call.hyper("burn_in"), call.pairs.positive
-        value = value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=torch.float64)
+        value = (
+            value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=accelerator.widest(like.device))
+        )
         return value.expand(like.shape)[call.batch.own]
 
 

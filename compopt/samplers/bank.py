@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt.kernel.features import prepare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -62,11 +62,8 @@ class FeatureBank:
         self.check_width(rows.shape[2])
         self._place(rows)
         event = None
-        if self.offload == "cpu" and rows.device.type == "cuda":
-            staged = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-            stream = torch.cuda.current_stream(rows.device)
-            rows = staged.copy_(rows, non_blocking=True)
-            event = stream.record_event()
+        if self.offload == "cpu":
+            rows, event = accelerator.to_host(rows), accelerator.event(rows.device)
         self._queue.append((index, rows, event))
         self.settle(wait=False)
 
@@ -105,8 +102,9 @@ class FeatureBank:
         self.offered[index] = True
         last = {sample: place for place, sample in enumerate(index.tolist())}
         if len(last) < len(index):
-            index, rows = torch.tensor(list(last), device="cpu"), rows[list(last.values())]
-        index, rows = (x.to(self.rows.device, non_blocking=True) for x in (index, rows))
+            index, places = (torch.tensor(list(part), device="cpu") for part in (last, last.values()))
+            rows = rows[accelerator.to_device(places, rows.device)]
+        index, rows = (accelerator.to_device(x, self.rows.device) for x in (index, rows))
         good = rows.isfinite().all(dim=2).all(dim=1)
         self.rows[index] = torch.where(good[:, None, None], rows, self.rows[index])
         self.seen[index] |= good
@@ -153,7 +151,8 @@ class FeatureBank:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies into this bank, on the kind of device where the rows were, if there is one."""
         rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
-        if self.offload or not (device.type == "cpu" or torch.cuda.is_available()):
+        present = accelerator.available()
+        if self.offload or present is None or device.type != present.type:
             device = torch.device("cpu")
         self._queue.clear()
         self.rows = None if rows is None else rows.to(device, self.dtype, copy=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.distributed import collectives, control
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.forgotten import warn
@@ -142,18 +142,14 @@ class Planner:
     @staticmethod
     def _ready(rows: Tensor | None) -> Any:
         """An event after which the bank's rows on a device are as they are now."""
-        if rows is None or rows.device.type != "cuda":
-            return None
-        return torch.cuda.current_stream(rows.device).record_event()
+        return None if rows is None else accelerator.event(rows.device)
 
     def _run(self, epoch: int, job: Job | None = None, ready: Any = None) -> tuple[Tensor, dict[str, float]]:
         """The plan of an epoch and its metrics; in float32 whatever the loop around it casts to."""
         assert self._bank.rows is not None
         device = self._bank.rows.device
-        own_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with torch.no_grad(), own_device, torch.autocast(device.type, enabled=False):
-            if ready is not None:
-                ready.wait()
+        with torch.no_grad(), accelerator.current(device), torch.autocast(device.type, enabled=False):
+            accelerator.wait_event(ready, device)
             pieces = self._sampler.work(epoch)
             own, error = [], None
             try:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compopt.stores import tablefile
 from compopt.stores.changes import Changes
+from compopt.stores.layout import WORD
 from compopt.stores.memory import TensorStore
 from compopt.stores.tablefile import LOADING, READY
 
@@ -166,7 +167,7 @@ class DiskStore(TensorStore):
         mapping.madvise(mmap.MADV_RANDOM)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a reader's memory is not writable, and is never written
-            table = torch.frombuffer(mapping, dtype=torch.complex128)[: self.n * self.words]
+            table = torch.frombuffer(mapping, dtype=WORD)[: self.n * self.words]
         self._table = table.view(self._shape(self.n))
         self._fd, self._close_fd = fd, weakref.finalize(self, os.close, fd)
 
@@ -277,7 +278,7 @@ class DiskStore(TensorStore):
 
     def close(self) -> None:
         """Unmap the file, which stays."""
-        self._table = torch.empty(self._shape(0), dtype=torch.complex128, device="cpu")
+        self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         self._close_fd()
         if self.writer:
             self._close_redo()

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.stores.base import RowStore, Ticket
 from compopt.stores.journal import Entry, Journal, Query
+from compopt.stores.layout import moved
 
 
 class Source(Protocol):
@@ -90,13 +92,11 @@ class Fetched(Ticket):
         self._source.check()  # after a fork the reader is the parent's
         self._source.forget(self)
         if self.future is None:
-            return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
+            return self._source.fetch(accelerator.to_device(self._rows, self._device), self._rows)
         read = self.future.result()
-        if read.event is not None:
-            here = torch.cuda.current_stream(self._device)
-            here.wait_event(read.event)
-            for tensor in (read.block, read.query.rows):
-                tensor.record_stream(here)
+        if read.block.device.type != self._device.type:  # no streams: the reader thread left the copy to this one
+            read.block, read.query = moved(read.block, self._device), Query(self._rows.to(self._device))
+        accelerator.wait_event(read.event, self._device, (read.block, read.query.rows))
         with self._lock:  # from here on the writer thread leaves the block alone: it would lack what was laid over
             self._lay_over(read)
             self.future = None
@@ -131,15 +131,7 @@ def gather(
         while missing and missing[0].rows.device.type == "cpu":
             block = missing.popleft().lay_over(block, query)
         return Read(block, query, missing, None)
-    with torch.cuda.device(device), torch.cuda.stream(side):
-        block, query = to_device(block, device), Query(to_device(rows, device))
-        event = torch.cuda.Event()
-        event.record(side)
+    with accelerator.current(device, side):
+        block, query = moved(block, device), Query(accelerator.to_device(rows, device))
+        event = accelerator.event(device)
     return Read(block, query, missing, event)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
+from compopt.stores.layout import WORD
 from compopt.stores.memory import MemoryStore
 
 
 class HostStore(MemoryStore):
-    """The placement ``offload="cpu"``: one tensor in host memory, pinned where CUDA is there.
+    """The placement ``offload="cpu"``: one tensor in host memory, pinned where a device with streams is there.
 
-    Without CUDA a page costs nothing until it is written; pinned memory is claimed in full at construction.
+    Without one a page costs nothing until it is written; pinned memory is claimed in full at construction.
 
     Raises:
         MemoryError: so much memory cannot be had.
@@ -22,10 +24,10 @@ class HostStore(MemoryStore):
     instant_rows = 2048  # measured: 20 to 100 microseconds, a hand-over 150 to 300 (benchmarks/rows.py)
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
-        if not torch.cuda.is_available():
+        if not accelerator.pins():
             return super()._zeros(n, device)
         with self._claim(n, device, pinned=True):
-            return torch.zeros(self._shape(n), dtype=torch.complex128, device="cpu", pin_memory=True)
+            return torch.zeros(self._shape(n), dtype=WORD, device="cpu", pin_memory=True)
 
     def to(self, device: torch.device) -> None:
         """Nothing: the rows stay on the host."""
@@ -34,5 +36,5 @@ class HostStore(MemoryStore):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's memory is pinned again."""
         self.__dict__.update(state)
-        if torch.cuda.is_available() and not self._table.is_pinned():
+        if accelerator.pins() and not self._table.is_pinned():
             self._table = self._table.pin_memory()

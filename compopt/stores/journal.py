@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compopt.stores.layout import moved
+
 
 class Query:
     """Row numbers that are read, ``(R,)`` on one device; on the CPU they are sorted when that is first needed."""
@@ -50,12 +52,12 @@ class Entry:
                 rows, order = torch.sort(self.rows)
             self._sorted = rows, self.block.index_select(0, order)
         rows, block = self._sorted
-        return rows.to(device), block.to(device)  # another device than the features': est.read(), which may wait
+        return rows.to(device), moved(block, device)  # another device than the features': est.read(), which may wait
 
     def lay_over(self, block: Tensor, query: Query) -> Tensor:
         """The rows of this commit replaced in a block that was read for a query; on the CPU in place.
 
-        Without host synchronisation on CUDA.
+        Without waiting for a device.
         """
         if not len(self.rows):
             return block

@@ -2,7 +2,7 @@
 
 A row is padded to a multiple of 16 bytes and the table is seen as complex128 (a 16-byte element), so that a
 gather or a scatter touches one cache line per sample and copies bits, whatever the columns mean: integers,
-NaN, -0.0 and denormals survive.
+NaN, -0.0 and denormals survive. On a device without complex128 a row is twice as many words of 8 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compopt import accelerator
+
 ROW_ALIGNMENT = 16
+WORD = torch.complex128
+
+
+def word(device: torch.device) -> torch.dtype:
+    """What rows are seen as on a device: 16 bytes, or 8 where there is nothing wider."""
+    return WORD if accelerator.supports(device, WORD) else torch.int64
+
+
+def moved(block: Tensor, device: torch.device) -> Tensor:
+    """Rows ``(R, words)`` on another device, in that device's words, without waiting."""
+    kind = word(device)
+    if kind == torch.int64:
+        return accelerator.to_device(block.view(kind), device)
+    return accelerator.to_device(block, device).view(kind)
 
 
 @dataclass(frozen=True)
@@ -70,8 +86,17 @@ class RowLayout:
         """16-byte words per row."""
         return self.row_bytes // ROW_ALIGNMENT
 
+    def width(self, block: Tensor) -> int:
+        """Words per row of the kind that a block consists of."""
+        return self.row_bytes // block.itemsize
+
+    def zeros(self, count: int, device: torch.device) -> Tensor:
+        """A block of rows that were never visited."""
+        kind = word(device)
+        return torch.zeros(count, self.row_bytes // kind.itemsize, dtype=kind, device=device)
+
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of the columns of a block: ``(R, words)`` complex128 -> ``{name: (R, width)}``."""
+        """Views of the columns of a block: ``(R, words)`` -> ``{name: (R, width)}``."""
         views = {}
         for column in self.columns:
             start = self.offsets[column.name] // column.dtype.itemsize

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.changes import Changes
+from compopt.stores.layout import WORD, moved, word
 
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
-NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
+NO_MEMORY = (MemoryError, ValueError, OverflowError, getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError))
 PINNED = (*NO_MEMORY, RuntimeError)
 
 
@@ -34,31 +36,41 @@ class TensorStore(RowStore):
     """Rows seen as one tensor of 16-byte elements, wherever its memory comes from.
 
     Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering
-    rows of a matrix.
+    rows of a matrix. On a device without complex128 they are rows of a matrix of int64.
     """
 
     _table: Tensor
 
-    def _shape(self, n: int) -> tuple[int, ...]:
-        return (n,) if self.words == 1 else (n, self.words)
+    def _shape(self, n: int, kind: torch.dtype = WORD) -> tuple[int, ...]:
+        per_row = self.words * 16 // kind.itemsize
+        return (n,) if per_row == 1 else (n, per_row)
+
+    def _as_stored(self, block: Tensor) -> Tensor:
+        """A block in the table's words and dimensions."""
+        block = block if block.dtype == self._table.dtype else block.view(self._table.dtype)
+        return block.view(-1, *self._table.shape[1:])
+
+    def _as_block(self, rows: Tensor) -> Tensor:
+        """Rows of the table as a matrix."""
+        return rows if rows.dim() == 2 else rows.view(-1, 1)
 
     @property
     def device(self) -> torch.device:
         return self._table.device
 
     def gather(self, rows: Tensor) -> Tensor:
-        return self._table.index_select(0, rows).view(-1, self.words)
+        return self._as_block(self._table.index_select(0, rows))
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         self.changes.mark(rows)  # first: a write that is interrupted has changed some of them
-        self._table.index_copy_(0, rows, block.view(-1) if self.words == 1 else block)
+        self._table.index_copy_(0, rows, self._as_stored(block))
 
     def block(self, start: int, stop: int) -> Tensor:
-        return self._table[start:stop].clone().view(-1, self.words)
+        return self._as_block(self._table[start:stop].clone())
 
     def write_block(self, start: int, block: Tensor) -> None:
         self.changes.mark_range(start, start + len(block))
-        self._table[start : start + len(block)].copy_(block.view_as(self._table[start : start + len(block)]))
+        self._table[start : start + len(block)].copy_(self._as_stored(block))
 
 
 class MemoryStore(TensorStore):
@@ -79,7 +91,7 @@ class MemoryStore(TensorStore):
         with self._claim(n, device):
             if device.type == "cpu":
                 return lazy_zeros(self._shape(n))
-            return torch.zeros(self._shape(n), dtype=torch.complex128, device=device)
+            return torch.zeros(self._shape(n, word(device)), dtype=word(device), device=device)
 
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
@@ -119,15 +131,23 @@ class MemoryStore(TensorStore):
         if self._table.device.type != "cpu" or self._table.is_pinned():
             self._table.zero_()
             return
-        self._table = torch.empty(0, dtype=torch.complex128, device="cpu")  # give back before asking for more
+        self._table = torch.empty(0, dtype=WORD, device="cpu")  # give back before asking for more
         self._table = self._zeros(self.n, torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
         if device != self._table.device:
             with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
-                table = self._table.to(device)
+                table = self._moved(device)
                 self.changes.to(device)
                 self._table = table
+
+    def _moved(self, device: torch.device) -> Tensor:
+        kind = word(device)
+        if kind == self._table.dtype:
+            return self._table.to(device)
+        matrix = self._as_block(self._table)
+        matrix = matrix.to(device).view(kind) if kind == WORD else matrix.view(kind).to(device)
+        return matrix.view(self._shape(self.n, kind))
 
 
 class DirectRows(RowAccess):
@@ -138,14 +158,14 @@ class DirectRows(RowAccess):
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
-        return self.store.gather(rows_there.to(self.store.device)).to(rows.device)
+        return moved(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         return _Later(self, rows, device)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
         device = self.store.device
-        self.store.scatter(rows.to(device), block.to(device))
+        self.store.scatter(accelerator.to_device(rows, device), moved(block, device))
 
 
 class _Later(Ticket):
@@ -155,4 +175,4 @@ class _Later(Ticket):
         self._source, self._rows, self._device = source, rows, device
 
     def take(self) -> Tensor:
-        return self._source.fetch(self._rows.to(self._device, non_blocking=True), self._rows)
+        return self._source.fetch(accelerator.to_device(self._rows, self._device), self._rows)

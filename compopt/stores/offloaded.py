@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.stores.base import RowAccess, RowStore, Ticket
-from compopt.stores.fetched import Fetched, gather, to_device
+from compopt.stores.fetched import Fetched, gather
 from compopt.stores.journal import Entry, Journal, Query
+from compopt.stores.layout import WORD, moved
 
 # Commits that wait for the store before a commit waits for them; also what a ticket that nobody takes keeps alive.
 JOURNAL_LIMIT = 64
@@ -29,12 +31,12 @@ class OffloadedRows(RowAccess):
 
     *Prefetch.* A reader thread (unless the rows are few and in memory, see ``instant_rows``) gathers and lays over what
     was unwritten when the ticket was issued; the commits made since are handed to the ticket. On the CPU the writer
-    thread reads its rows again once it has written them; what is not written when the rows are taken, and on CUDA all
-    of it, is laid over then. A ticket that sees too many of them, or whose rows were loaded or grown meanwhile, reads
-    anew instead; one that is thrown away costs nothing.
+    thread reads its rows again once it has written them; what is not written when the rows are taken, and on a device
+    all of it, is laid over then. A ticket that sees too many of them, or whose rows were loaded or grown meanwhile,
+    reads anew instead; one that is thrown away costs nothing.
 
-    On CUDA, copies go through pinned memory on a side stream and nothing synchronises, provided that
-    :meth:`fetch` is given the rows on the host too. Threads are started at the first use, end when this object is
+    On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
+    that :meth:`fetch` is given the rows on the host too. Threads are started at the first use, end when this object is
     collected, and finish what is committed when the interpreter exits. In a forked process they are started anew.
 
     Args:
@@ -67,7 +69,7 @@ class OffloadedRows(RowAccess):
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         self.check()
         unwritten = self._journal.entries()  # before the gather: what retires meanwhile is laid over as well
-        block = to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        block = moved(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         query = Query(rows)
         for entry in unwritten:
             block = entry.lay_over(block, query)
@@ -75,8 +77,7 @@ class OffloadedRows(RowAccess):
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         self.ready()
-        if device.type == "cuda" and device.index is None:  # the reader thread may have another current device
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = accelerator.here(device)  # the reader thread may have another current device
         rows = rows.clone()  # a loader may reuse its buffer
         if device.type == "cpu" and len(rows) <= self.store.instant_rows:
             return Fetched(self, rows, device)  # read when taken
@@ -97,11 +98,9 @@ class OffloadedRows(RowAccess):
             self._tickets = [ref for ref in self._tickets if ref() not in (None, ticket)]
 
     def _side(self, device: torch.device) -> Any:
-        """The stream on which copies to and from a device run; ``None`` on the CPU."""
-        if device.type != "cuda":
-            return None
+        """The stream on which copies to and from a device run; ``None`` where there are no streams."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = accelerator.new_stream(device)
         return self._streams[device]
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -130,19 +129,15 @@ class OffloadedRows(RowAccess):
 
     def _stage(self, entry: Entry) -> None:
         """Start copying a commit to pinned host memory, behind the work that computes it."""
-        side = self._side(entry.rows.device)
+        device = entry.rows.device
+        side = self._side(device)
         if side is None:
-            entry.host = entry.rows, entry.block, None
+            entry.host = entry.rows.cpu(), entry.block.cpu().view(WORD), None
             return
-        side.wait_stream(torch.cuda.current_stream(entry.rows.device))
-        with torch.cuda.stream(side):
-            rows, block = (
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
-                for t in (entry.rows, entry.block)
-            )
-            event = torch.cuda.Event()
-            event.record(side)
-        entry.host = rows, block, event
+        accelerator.wait_stream(side, device)
+        with accelerator.current(device, side):
+            rows, block = accelerator.to_host(entry.rows), accelerator.to_host(entry.block).view(WORD)
+            entry.host = rows, block, accelerator.event(device)
         for tensor in (entry.rows, entry.block):
             tensor.record_stream(side)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.batch import COUNT, Batch
 from compopt.distributed.ranks import Ranks
 from compopt.stores import RowAccess, RowStore
@@ -156,8 +157,8 @@ class RowTable:
             owned: positions of the rows that this process holds, on the CPU.
             mine: their blocks.
         """
-        block = torch.zeros(len(rows), self.layout.words, dtype=torch.complex128, device=device)
-        block[owned.to(device, non_blocking=True)] = mine
+        block = self.layout.zeros(len(rows), device)
+        block[accelerator.to_device(owned, device)] = mine
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -256,5 +257,4 @@ class RowTable:
                 stop = min(start + BLOCK_ROWS, store.n)
                 at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
                 values = {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns}
-                base = torch.zeros(stop - start, self.layout.words, dtype=torch.complex128, device=store.device)
-                store.write_block(start, self.layout.pack(values, base=base))
+                store.write_block(start, self.layout.pack(values, self.layout.zeros(stop - start, store.device)))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt.stores.layout import Column, RowLayout
+from compopt.stores.layout import WORD, Column, RowLayout
 
 FORMAT = 1
 READY, LOADING = "ready", "loading"
@@ -136,6 +136,6 @@ def _pread(path: Path, n: int, words: int, rows: Tensor) -> Tensor:
     if path.stat().st_size < n * words * 16:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, {n} rows of {words * 16} bytes need more: truncated")
     if n == 0:
-        return torch.empty(len(rows), words, dtype=torch.complex128, device="cpu")
+        return torch.empty(len(rows), words, dtype=WORD, device="cpu")
     table = np.memmap(path, dtype="<c16", mode="r", shape=(n, words))
     return torch.from_numpy(np.take(table, rows.numpy(), axis=0))

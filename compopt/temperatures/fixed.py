@@ -77,8 +77,8 @@ class FixedTemperature(Temperature):
         return tau if isinstance(tau, Tensor) else float(tau)
 
     def move(self, device: torch.device) -> None:
-        if self.log_inverse is not None and self.log_inverse.device != device:
-            self.log_inverse.data = self.log_inverse.data.to(device)
+        if self.learnable is not None and self.learnable.log_inverse.device != device:
+            self.learnable.to(device)  # the parameter stays the same object, as the user's optimizer has it
 
     def saved_state(self) -> dict[str, Tensor]:
         return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}

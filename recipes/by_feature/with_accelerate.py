@@ -45,7 +45,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # without it, a resumed run draws other batches
     # without cpu=True, torchrun on a CPU makes no group, and every process trains alone
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)
+    accelerator = Accelerator(cpu=compopt.accelerator.available() is None, dataloader_config=order)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)

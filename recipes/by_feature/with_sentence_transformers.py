@@ -49,7 +49,7 @@ def main(argv=None):
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
         learning_rate=2e-3, lr_scheduler_type="constant", eval_strategy="epoch", save_strategy="epoch",
         save_total_limit=2, dataloader_drop_last=True, report_to="none", disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
     torch.manual_seed(0)
     train, evaluator, model = data_and_model(args.limit, args.wordnet)

@@ -64,7 +64,7 @@ def main(argv=None):
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
         learning_rate=1e-3, weight_decay=0.01, lr_scheduler_type="constant", eval_strategy="epoch",
         save_strategy="epoch", save_total_limit=2, remove_unused_columns=False, dataloader_drop_last=True,
-        report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        report_to="none", disable_tqdm=True, use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)

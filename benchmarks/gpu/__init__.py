@@ -1,0 +1,1 @@
+"""What only a machine with an accelerator can measure; ``python -m benchmarks.gpu``."""

@@ -1,0 +1,128 @@
+"""The accelerator that is measured: its clock, its memory, and what it is called."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compopt import accelerator
+from recipes.report import environment, quartiles
+
+Run = Callable[[], object]
+
+
+@dataclass
+class Machine:
+    """A device, and how long all of it may take.
+
+    Attributes:
+        device: what runs.
+        small: sizes of a trial.
+        pretends: it is the pretend accelerator of the tests; times mean nothing.
+        ends: when the last part must be over, by ``time.monotonic``.
+        left_out: what there was no time for, or failed.
+    """
+
+    device: torch.device
+    small: bool
+    pretends: bool
+    ends: float
+    left_out: list[str] = field(default_factory=list)
+
+    def module(self) -> Any:
+        return getattr(torch, self.device.type)
+
+    def synchronize(self) -> None:
+        accelerator.synchronize(self.device)
+
+    def seconds(self, run: Run, calls: int = 1) -> float:
+        """Seconds of one call on the device: between two events of its stream; on the CPU by the clock."""
+        if not accelerator.has_streams(self.device):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            self.synchronize()
+            return (time.perf_counter() - start) / calls
+        start, end = (self.module().Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    def peak(self, run: Run) -> int | None:
+        """Bytes that a call adds to what the device holds, at most; its gradients are among them."""
+        if not hasattr(self.module(), "max_memory_allocated"):
+            return None
+        self.synchronize()
+        self.module().reset_peak_memory_stats()
+        before = self.module().memory_allocated()
+        run()
+        self.synchronize()
+        return self.module().max_memory_allocated() - before
+
+    def forget(self) -> None:
+        """Give memory back."""
+        if hasattr(self.module(), "empty_cache"):
+            self.module().empty_cache()
+
+    def time_is_up(self, what: str) -> bool:
+        """Nothing more may begin; then it is noted what was left out."""
+        if time.monotonic() < self.ends:
+            return False
+        self.left_out.append(f"{what}: no time was left")
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        """What a reader needs to repeat it; which device printed it comes first."""
+        name = "a pretend accelerator on the CPU (tests/pretend): times mean nothing" if self.pretends else "the CPU"
+        facts: dict[str, Any] = {}
+        if not self.pretends and self.device.type != "cpu":
+            module = self.module()
+            name = module.get_device_name(self.device) if hasattr(module, "get_device_name") else self.device.type
+            facts = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+            if hasattr(module, "get_device_properties"):
+                facts["device memory, GiB"] = round(module.get_device_properties(self.device).total_memory / 2**30)
+        return {"device": name, **{k: v for k, v in facts.items() if v}, **environment()}
+
+
+def interleaved(machine: Machine, contenders: dict[str, Run], seconds: float, rounds: int, what: str) -> dict[str, Any]:
+    """By contender the quartiles of its seconds, rounds in random order until the time is over; or why it failed."""
+    found: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    calls: dict[str, int] = {}
+    for name, run in contenders.items():
+        if (why := attempt(machine, run, what, name)) is not None:
+            failed[name] = why
+            continue
+        calls[name] = max(1, min(10, int(0.02 / max(1e-6, machine.seconds(run)))))
+        found[name] = []
+    end = min(machine.ends, time.monotonic() + seconds)
+    for number in range(rounds):
+        for name in random.Random(number).sample(list(found), len(found)):
+            found[name].append(machine.seconds(contenders[name], calls[name]))
+        if time.monotonic() > end and number >= 1:
+            break
+    result: dict[str, Any] = {name: {"failed": why} for name, why in failed.items()}
+    return {**result, **{name: {"seconds": quartiles(v), "rounds": len(v)} for name, v in found.items()}}
+
+
+def attempt(machine: Machine, run: Run, what: str, name: str) -> str | None:
+    """One call; why it failed, if it did. Other contenders go on."""
+    try:
+        run()
+        machine.synchronize()
+    except Exception as error:
+        machine.forget()
+        words = "out of memory" if "memory" in str(error).lower() else f"{type(error).__name__}: {str(error)[:160]}"
+        machine.left_out.append(f"{what}, {name}: {words}".replace("\n", " "))
+        return words
+    return None

@@ -1,0 +1,48 @@
+"""The tests marked `accelerator`, on this machine's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.saved import ROOT
+
+FILES = ("test_accelerator.py", "test_accelerator_options.py", "test_stores.py", "test_sampler_bank.py")
+
+
+def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
+    """Per file: pytest's summary, and what failed."""
+    results, end = [], min(machine.ends, time.monotonic() + seconds)
+    environment = {**os.environ, **({"COMPOPT_PRETEND": "cuda"} if machine.pretends else {})}
+    files = FILES[-1:] if machine.small else FILES
+    for name in files:
+        if machine.time_is_up(f"tests, {name}"):
+            continue
+        # without the options of pyproject.toml, which need plugins that may not be here
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "accelerator",
+        ]
+        start, limit = time.perf_counter(), max(20.0, end - time.monotonic())
+        try:
+            done = subprocess.run(
+                [*command, f"tests/{name}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
+            )
+            lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+        except subprocess.TimeoutExpired:
+            lines = [f"not done after {limit:.0f} s"]
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        results.append({"file": name, "summary": lines[-1], "failed": failed, "seconds": time.perf_counter() - start})
+    return results

@@ -1,0 +1,106 @@
+"""A profiler's trace of training steps: no call of theirs may wait for the device."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compopt
+from benchmarks.gpu.losses import features
+from benchmarks.gpu.machine import Machine
+
+STEPS = 5
+MARK = "compopt step"
+# cudaStreamSynchronize, cudaDeviceSynchronize, hipEventSynchronize, urEventWait ...; not cudaStreamWaitEvent, which
+# makes a stream wait.
+WAITS = re.compile(r"synchronize|eventwait(?!.*stream)|cudaMemcpy$|hipMemcpy$", re.IGNORECASE)
+LAUNCHES = re.compile(r"LaunchKernel|MemcpyAsync|MemsetAsync|LaunchCooperative", re.IGNORECASE)
+
+
+def estimators(d: int) -> dict[str, Any]:
+    n = 10_000
+    return {
+        "InfoNCE": lambda folder: compopt.InfoNCEEstimator(0.07),
+        "SogCLR": lambda folder: compopt.SogCLREstimator(n),
+        "SogCLR, host": lambda folder: compopt.SogCLREstimator(n, offload="cpu"),
+        "SogCLR, disk": lambda folder: compopt.SogCLREstimator(n, offload="disk", offload_dir=folder),
+        "iSogCLR": lambda folder: compopt.ISogCLREstimator(n, rho=1.0),
+        "FastCLIP v3": lambda folder: compopt.FastCLIPEstimator(n, "v3", rho=6.0),
+        "NeuCLIP": lambda folder: compopt.NeuCLIPEstimator(d, prototypes=1024),
+        "Residual": lambda folder: compopt.ResidualEstimator(d, n, prototypes=1024),
+        "EMC2": lambda folder: compopt.EMC2Estimator(n, tau=0.2),
+    }
+
+
+def measure(machine: Machine) -> list[dict[str, Any]]:
+    """Per estimator: what waited in the training thread, and how many launches a step makes."""
+    d, B = 32 if machine.small else 128, 32 if machine.small else 256
+    results = []
+    for name, build in estimators(d).items():
+        if machine.time_is_up(f"trace, {name}"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            est = build(folder)
+            batches = [features(machine.device, B, d, torch.float32) for _ in range(STEPS + 3)]
+            for batch in batches:  # distinct rows are checked on the host: any will do
+                batch[2].remainder_(10_000)
+            train(est, batches[:3])
+            machine.synchronize()
+            results.append({"name": name, "B": B, "d": d, **traced(machine, est, batches[3:], Path(folder))})
+            if est.n is not None:
+                est._table.rows.close()
+    return results
+
+
+def train(est: compopt.ContrastiveEstimator, batches: Any) -> None:
+    for z1, z2, index in est.prefetch(batches) if est.n is not None else batches:
+        with torch.profiler.record_function(MARK):
+            est(z1, z2, index).backward()
+            est.step()
+
+
+def traced(machine: Machine, est: Any, batches: Any, folder: Path) -> dict[str, Any]:
+    if machine.pretends:
+        from tests.pretend import LEDGER
+
+        LEDGER.clear()
+        train(est, batches)
+        return {
+            "waits": dict(Counter(f"{wait.what} {wait.line}" for wait in LEDGER.waits_of_training())),
+            "launches": sum(LEDGER.operations.values()) / STEPS,
+            "recorded": len(LEDGER.operations),
+        }
+    kinds = [kind for kind in torch.profiler.supported_activities() if kind.name != "MTIA"]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        train(est, batches)
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    return read(json.loads((folder / "trace.json").read_text())["traceEvents"])
+
+
+def read(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Calls of the device's runtime inside the steps, in the threads that train: the loop's and autograd's.
+
+    Threads of the library write rows behind the step, and may wait; they are those that neither run a step nor an
+    operation of autograd's.
+    """
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == MARK and "dur" in e and _on_host(e)]
+    training = {e["tid"] for e in events if e.get("name") == MARK and _on_host(e)}
+    training |= {e["tid"] for e in events if str(e.get("name", "")).startswith("autograd::engine")}
+    calls = [e for e in events if str(e.get("cat", "")).endswith(("_runtime", "_driver")) and e.get("tid") in training]
+    inside = [e["name"] for e in calls if any(start <= e["ts"] <= end for start, end in spans)]
+    return {
+        "waits": dict(Counter(name for name in inside if WAITS.search(name))),
+        "launches": sum(1 for name in inside if LAUNCHES.search(name)) / STEPS,
+        "recorded": len(inside),
+    }
+
+
+def _on_host(event: dict[str, Any]) -> bool:
+    """Annotations stand in the trace twice, also on the device's own row."""
+    return "gpu" not in str(event.get("cat", ""))

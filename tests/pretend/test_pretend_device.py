@@ -1,0 +1,212 @@
+"""The pretend device is as strict as a real one: what is broken on purpose gives wrong numbers, and is listed."""
+
+import contextlib
+import functools
+import os
+
+import pytest
+import torch
+
+import compopt
+from compopt import accelerator
+from tests.accelerated import N, batch, one_step, same, train
+from tests.devices import DEVICE, PRETEND, quiet, synchronize
+from tests.pretend import LEDGER
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(PRETEND != "cuda", reason="is about the pretend device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+    LEDGER.clear()
+    yield
+    LEDGER.everything = False
+
+
+@pytest.fixture
+def everything():
+    """Count also what this file does."""
+    LEDGER.everything = True
+
+
+def test_devices_do_not_mix():
+    with pytest.raises(RuntimeError, match="expected all tensors to be on"):
+        torch.ones(3, device=DEVICE) + torch.ones(3)
+    assert (torch.ones(3, device=DEVICE) + torch.tensor(1.0)).tolist() == [2, 2, 2]  # one number may come along
+
+
+def test_it_is_torchs_accelerator_and_the_cpu_is_what_it_was():
+    assert accelerator.available().type == DEVICE.type and accelerator.has_streams(DEVICE) and accelerator.pins()
+    x = torch.randn(5, requires_grad=True)
+    (x * 2).sum().backward()
+    assert type(x.grad) is torch.Tensor and x.grad.tolist() == [2] * 5
+    assert not torch.zeros(3).is_pinned() and torch.zeros(3).pin_memory().is_pinned()
+
+
+def test_a_copy_to_the_host_is_there_after_its_event():
+    value = torch.arange(4.0, device=DEVICE)
+    host = accelerator.to_host(value)
+    event = accelerator.event(DEVICE)
+    assert host.isnan().all() and not event.query()
+    event.synchronize()
+    assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_to_the_device_reads_the_host_late():
+    host = torch.ones(3).pin_memory()
+    there = host.to(DEVICE, non_blocking=True)
+    host.fill_(5)  # before the copy is done
+    assert there.tolist() == [5, 5, 5]
+
+
+def test_work_on_one_stream_is_in_order():
+    there = torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
+    assert (there + 1).tolist() == [2, 2, 2] and not LEDGER.races
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_another_stream_must_wait(waits):
+    side = accelerator.new_stream(DEVICE)
+    with accelerator.current(DEVICE, side):
+        there = torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
+        event = accelerator.event(DEVICE)
+    if waits:
+        accelerator.wait_event(event, DEVICE, [there])
+    assert (there + 1).tolist() == ([2, 2, 2] if waits else pytest.approx([torch.nan] * 3, nan_ok=True))
+    assert bool(LEDGER.races) != waits
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_another_stream_uses_must_be_recorded(recorded):
+    side, there = accelerator.new_stream(DEVICE), torch.ones(3, device=DEVICE)
+    accelerator.wait_stream(side, DEVICE)
+    with accelerator.current(DEVICE, side):
+        host = accelerator.to_host(there)
+    if recorded:
+        there.record_stream(side)
+    del there  # its stream may give the memory to somebody else
+    synchronize()
+    assert host.tolist() == ([1, 1, 1] if recorded else pytest.approx([torch.nan] * 3, nan_ok=True))
+    assert bool(LEDGER.races) != recorded
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: bool((x > 0).all()), "_local_scalar_dense"),
+        (lambda x: x.tolist(), "a blocking copy to host"),
+        (lambda x: x.cpu(), "a blocking copy to host"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: torch.where(x > 0), "nonzero"),
+        (lambda x: x.unique(), "_unique2"),
+        (lambda x: x.copy_(torch.ones(4)), "a blocking copy to device"),
+        (lambda x: torch.tensor([1.0], device=x.device), "a blocking copy to device"),
+        (lambda x: x[torch.tensor([0, 1])], "an index on the host"),
+        (lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64, device=x.device)), "repeat_interleave"),
+        (lambda x: synchronize(), "synchronize"),
+    ],
+)
+def test_what_waits_is_listed(act, what, everything):
+    act(torch.ones(4, device=DEVICE))
+    assert {wait.what for wait in LEDGER.waits} >= {what}
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x.sum() + 1,
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: x.masked_fill_(x > 0, 0),
+        lambda x: x.__setitem__(x > 0, 3.0),
+        lambda x: torch.ones(4).pin_memory().to(DEVICE, non_blocking=True),
+        lambda x: x[torch.zeros(2, dtype=torch.int64, device=DEVICE)],
+        lambda x: x.repeat_interleave(2),
+    ],
+)
+def test_what_does_not_wait_is_not(act, everything):
+    act(torch.ones(4, device=DEVICE))
+    assert not LEDGER.waits
+
+
+def test_the_line_that_caused_it_is_named(monkeypatch):
+    before = compopt.objective.Objective.value
+    monkeypatch.setattr(compopt.objective.Objective, "value", lambda self: before(self).clamp(min=before(self).item()))
+    est = compopt.SogCLREstimator(N)
+    train(est, DEVICE, range(1))
+    assert any(w.what == "_local_scalar_dense" and w.line.startswith("contrastive.py:") for w in LEDGER.waits)
+
+
+# the library, broken on purpose ------------------------------------------------------------------------------------
+
+
+def offloaded(steps=6, **options):
+    """Losses and gradients of steps with prefetched rows in host memory."""
+    est = compopt.SogCLREstimator(N, gamma=0.5, offload="cpu", **options)
+    batches = [batch(seed, DEVICE) for seed in range(steps)]
+    for _, _, index in batches:
+        index.remainder_(30)  # rows come again at once
+    return [one_step(est, *given) for given in est.prefetch(batches)]
+
+
+def broken(monkeypatch, name, replacement):
+    """Whether steps still give the right numbers, and whether something was listed."""
+    monkeypatch.setattr("compopt.stores.host.HostStore.instant_rows", 0)
+    expected = [[x.cpu() for x in result] for result in offloaded()]
+    LEDGER.clear()
+    with quiet():
+        same(offloaded(), expected, rtol=0, atol=0)
+    monkeypatch.setattr(accelerator, name, replacement)
+    right = True
+    for _ in range(10):  # the library's own threads may have waited in time, by chance
+        LEDGER.clear()
+        with contextlib.suppress(AssertionError, IndexError, RuntimeError):
+            same(offloaded(), expected, rtol=0, atol=0)
+            continue
+        right = False
+        break
+    return right, bool(LEDGER.races)
+
+
+def test_a_commit_that_does_not_wait_for_the_step_is_caught(monkeypatch):
+    right, listed = broken(monkeypatch, "wait_stream", lambda stream, device: None)
+    assert listed and not right
+
+
+def test_rows_that_are_used_before_they_arrived_are_caught(monkeypatch):
+    right, listed = broken(monkeypatch, "wait_event", lambda recorded, device, tensors=(): None)
+    assert listed and not right
+
+
+def test_a_writer_that_does_not_wait_for_the_copy_is_caught(monkeypatch):
+    event = accelerator.event
+
+    def premature(device):
+        done = event(device)
+        monkeypatch.setattr(done, "synchronize", lambda: None)
+        return done
+
+    right, _ = broken(monkeypatch, "event", premature)
+    assert not right
+
+
+def test_a_commit_that_is_not_recorded_is_caught(monkeypatch):
+    tensor = type(torch.ones(1, device=DEVICE))
+    monkeypatch.setattr(tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr("compopt.stores.host.HostStore.instant_rows", 0)
+    offloaded()
+    assert any("freed" in race for race in LEDGER.races)
+
+
+def test_memory_that_is_not_pinned_is_caught(monkeypatch):
+    monkeypatch.setattr(accelerator, "to_device", functools.partial(torch.Tensor.to, non_blocking=True))
+    offloaded()
+    assert [copy for copy in LEDGER.transfers if not copy.pinned]
+
+
+def test_the_process_is_one_of_its_own():
+    assert os.environ["COMPOPT_PRETEND"] == "cuda"

@@ -1,0 +1,63 @@
+"""Two ranks with gloo, their features on the pretend device: the numbers of one rank on the CPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.accelerated import BUILD, KINDS, B, batch, same, train
+from tests.devices import DEVICE, PRETEND, counted, synchronize
+from tests.pool import the_pool
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.distributed,
+    pytest.mark.skipif(PRETEND != "cuda", reason="is about the pretend device"),
+]
+STEPS = range(4)
+CASES = [
+    ("infonce", "bimodal", {}),
+    ("clip", "unimodal", {}),
+    ("sogclr", "forward", {}),
+    ("sogclr", "bimodal", {"shard": True}),
+    ("isogclr", "bimodal", {"offload": "cpu"}),
+    ("isogclr", "unimodal", {"offload": "cpu", "shard": True}),
+    ("isogclr", "bimodal", {"offload": "disk"}),
+    ("fastclip-v3", "bimodal", {}),
+    ("neuclip", "bimodal", {}),
+    ("residual", "bimodal", {"offload": "cpu"}),
+    ("emc2", "bimodal", {}),
+]
+
+
+def on_a_rank(group, name, kind, options):
+    """This rank's losses, gradients and waits."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    est = BUILD[name](**KINDS[kind], process_group=group, **options)
+    own = slice(rank * B // size, (rank + 1) * B // size)
+    results, batches = [], []
+    for z1, z2, index in (batch(seed) for seed in STEPS):
+        features = (z.detach()[own].to(DEVICE).requires_grad_() for z in (z1, z2))
+        batches.append((*features, index[own]))
+    waits = []
+    for step, (z1, z2, index) in enumerate(est.prefetch(batches)):
+        synchronize()
+        with counted() as found:
+            loss = est(z1, z2, index)
+            loss.backward()
+            est.step()
+        waits += found if step >= 2 else []
+        results.append([loss.detach().cpu(), *(z.grad.cpu() / size for z in (z1, z2))])
+    return results, [f"{wait.what} {wait.line}" for wait in waits]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), CASES)
+def test_two_ranks_are_one(name, kind, options, tmp_path):
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": tmp_path}
+    expected = train(BUILD[name](**KINDS[kind]), "cpu", STEPS)
+    answers = the_pool(2).run(on_a_rank, 2, name, kind, options)
+    both = zip(*(results for results, _ in answers), strict=True)
+    joined = [[one[0], *(torch.cat(pair) for pair in zip(one[1:], other[1:], strict=True))] for one, other in both]
+    same(joined, expected)
+    # gloo itself takes the device's tensors through the host; the library adds no wait
+    assert {line for _, waits in answers for line in waits} == set()

@@ -1,0 +1,118 @@
+"""What only an accelerator can show: the same numbers, no wait, faults learned of late."""
+
+import pytest
+import torch
+
+import compopt
+from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, N, batch, one_step, same, same_rows, train
+from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
+
+pytestmark = needs_accelerator
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BUILD)
+def test_as_on_the_cpu_and_nothing_waits(name, kind):
+    on_cpu, there = BUILD[name](**KINDS[kind]), BUILD[name](**KINDS[kind])
+    expected = train(on_cpu)
+    same(train(there, DEVICE, range(2)), expected[:2])  # allocations, the table's move, lazy initialisation
+    batches = [batch(seed, DEVICE) for seed in range(2, 5)]
+    with quiet():
+        found = [one_step(there, *given) for given in batches]
+        assert all(value.device.type == DEVICE.type for value in there.metrics.values())
+    same(found, expected[2:])
+    if name in WITH_ROWS:
+        same_rows(there, on_cpu)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefetch, tmp_path, monkeypatch):
+    monkeypatch.setattr("compopt.stores.host.HostStore.instant_rows", 0)
+    options = {"offload_dir": tmp_path} if offload == "disk" else {}
+    mode = KINDS["unimodal" if prefetch else "bimodal"]
+    near, far = BUILD[name](**mode), BUILD[name](**mode, offload=offload, **options)
+    expected, found = train(near, DEVICE, range(6)), train(far, DEVICE, range(2))
+    batches = [batch(seed, DEVICE) for seed in range(2, 6)]
+    with quiet():
+        for z1, z2, index in far.prefetch(batches) if prefetch else batches:
+            found.append(one_step(far, z1, z2, index))
+    same(found, expected, rtol=0, atol=0)
+    same_rows(far, near)
+    assert far.device.type == "cpu"
+
+
+def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():
+    est = compopt.SogCLREstimator(N)
+    train(est, DEVICE, range(1))
+    before = est.state_dict()["rows"]
+    z1, z2, index = batch(1, DEVICE)
+    index[3] = N + 5
+    assert torch.isnan(est(z1, z2, index.to(DEVICE)))
+    est.step()
+    for column, value in est.state_dict()["rows"].items():
+        assert torch.equal(value, before[column])
+    synchronize()
+    with pytest.raises(IndexError, match="earlier call"):
+        est(*batch(2, DEVICE))
+    train(est, DEVICE, range(1))  # and the estimator goes on
+
+
+def test_an_index_on_the_device_waits_for_nobody():
+    est = compopt.ISogCLREstimator(N, rho=1.0)
+    train(est, DEVICE, range(2))
+    z1, z2, index = batch(3, DEVICE)
+    index = index.to(DEVICE)
+    with quiet():
+        one_step(est, z1, z2, index)
+
+
+def test_features_that_are_not_finite_are_warned_of_later():
+    est = compopt.SogCLREstimator(N)
+    train(est, DEVICE, range(1))
+    z1, z2, index = batch(1, DEVICE)
+    with torch.no_grad():
+        z1[2, 3] = torch.nan
+    with quiet():
+        loss = est(z1, z2, index)
+    assert not loss.isfinite()
+    est.discard()
+    synchronize()
+    with pytest.warns(UserWarning, match="1 feature rows"):
+        train(est, DEVICE, range(1))
+
+
+def test_found_inf_on_the_device_drops_the_window():
+    est = compopt.ISogCLREstimator(N, rho=1.0)
+    train(est, DEVICE, range(1))
+    before = est.state_dict()["rows"]
+    with quiet():
+        est(*batch(1, DEVICE))
+        est._commit(torch.ones((), device=DEVICE))
+    assert est.pending == 0
+    for column, value in est.state_dict()["rows"].items():
+        assert torch.equal(value, before[column])
+
+
+def test_repeats_on_the_device_have_the_same_bits_every_time():
+    def run():
+        est = compopt.SogCLREstimator(N)
+        z1, z2, index = batch(0, DEVICE)
+        est(z1, z2, (index % 7).to(DEVICE))
+        est.step()
+        return est.state_dict()["rows"]
+
+    first, second = run(), run()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_evaluation_on_the_device(name):
+    on_cpu, there = BUILD[name](), BUILD[name]()
+    train(on_cpu, "cpu", range(2)), train(there, DEVICE, range(2))
+    with torch.no_grad():
+        expected = on_cpu.eval()(*batch(7))
+        with quiet():
+            found = there.eval()(*batch(7, DEVICE))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,44 @@
+"""What compopt.accelerator answers where there is none; the rest needs one, and is in test_accelerator.py."""
+
+import pytest
+import torch
+
+from compopt import accelerator
+from tests.devices import DEVICE, PRETEND
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "streams"), [("cpu", False), ("meta", False), ("mps", False), ("cuda", True), ("xpu", True)]
+)
+def test_which_devices_have_streams(kind, streams):
+    assert accelerator.has_streams(torch.device(kind)) == streams
+
+
+def test_nothing_is_under_way_on_the_cpu():
+    x = torch.ones(3)
+    assert accelerator.new_stream(CPU) is None and accelerator.event(CPU) is None and accelerator.here(CPU) == CPU
+    assert accelerator.to_host(x) is x and accelerator.to_device(x, CPU) is x and accelerator.moved(x, CPU) is x
+    with accelerator.current(CPU):
+        accelerator.wait_event(None, CPU, [x])
+        accelerator.synchronize(CPU)
+
+
+@pytest.mark.skipif(bool(PRETEND), reason="is about torch without torch.accelerator")
+def test_before_torch_2_6_cuda_alone_is_asked_for(monkeypatch):
+    monkeypatch.delattr(torch, "accelerator", raising=False)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert accelerator.available() == (torch.device("cuda") if there else None)
+        assert accelerator.pins() == there
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="there is one")
+def test_without_one_nothing_is_pinned():
+    assert accelerator.available() is None and not accelerator.pins()
+
+
+def test_formats():
+    assert accelerator.supports(CPU, torch.complex128) and accelerator.widest(CPU) == torch.float64
+    assert accelerator.supports(torch.device("cuda"), torch.float64)  # known: nothing is tried out

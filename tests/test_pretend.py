@@ -1,0 +1,48 @@
+"""The tests marked `accelerator`, on a pretend one: a process per file, since it is the device of a whole process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from tests import pretend
+from tests.devices import PRETEND
+
+ROOT = Path(__file__).parent.parent
+FILES = [
+    ("cuda", ["tests/test_accelerator.py"]),
+    ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
+    ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),
+    ("mps", ["tests/test_stores.py", "tests/test_accelerator_options.py", "-k", "checkpoint or stores or candidates"]),
+]
+SLOW = [("mps", ["tests/test_accelerator.py", "tests/test_accelerator_options.py", "tests/test_sampler_bank.py"])]
+
+pytestmark = pytest.mark.skipif(bool(PRETEND), reason="this process pretends already")
+
+
+def run(like, files):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "accelerator", *files]
+    environment = {**os.environ, "COMPOPT_PRETEND": like, "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no backend written in Python",
+)
+@pytest.mark.parametrize(("like", "files"), [*FILES, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+def test_on_a_pretend_device(like, files):
+    run(like, files)
+
+
+def test_this_process_has_none_of_it():
+    """The pretend device is registered elsewhere: here torch is what it was."""
+    assert torch._C._get_privateuse1_backend_name() != pretend.NAME and not hasattr(torch, pretend.NAME)
+    assert type(torch.empty) is type(torch.add)  # not replaced
