@@ -1,0 +1,175 @@
+"""The four data sets: what is trained on, small encoders, and recall on held-out samples.
+
+=======  ==============================================  ==========================================
+glyphs   characters in 16 faces, and their names         R@1 in both directions, other faces
+icons    icons, and the words of their names             zero-shot among 500 names, other families
+words    the words of a WordNet synset, its definition   R@1 in both directions, other synsets
+faces    a character in two faces (one modality)         R@1 between faces, other characters among all
+=======  ==============================================  ==========================================
+
+Held-out samples have two halves: settings are chosen on ``validation``, results are of ``test``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes import glyphs, icons, text
+from recipes.icon_task import IconNames
+from recipes.methods import BIMODAL, UNIMODAL
+from recipes.models import ImageTower, TextTower, Tokenizer
+from recipes.tasks import GlyphFaces, NamedImages, in_chunks, limited
+
+PARTS = ("validation", "test")
+SAMPLES = 65_536  # seen in a run, whatever the batch
+PAIRS = 32_768  # of glyphs, icons and words
+DIM, WIDTH = 64, 16  # of the features, and of the first convolution
+
+
+class Task(Protocol):
+    """What a run needs of a data set."""
+
+    n: int
+    mode: str
+    group: Tensor
+
+    def model(self) -> nn.Module:
+        """New encoders; called with :meth:`inputs` they give ``z1, z2``."""
+
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Both sides of a batch."""
+
+    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """``z1, z2`` of all training samples."""
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """Measures on held-out samples; ``recall`` is the one that settings are chosen by."""
+
+
+class Towers(nn.Module):
+    """An image encoder and a text encoder, or one of them for both sides."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None, images: bool = True) -> None:
+        super().__init__()
+        self.image = ImageTower(DIM, WIDTH) if images else None
+        self.text = TextTower(len(tokenizer), tokenizer.length, DIM) if tokenizer else None
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        if self.image and self.text:
+            return self.image(one), self.text(two)
+        first, second = (self.image or self.text)(torch.cat([one, two])).chunk(2)
+        return first, second
+
+
+class Glyphs(NamedImages):
+    """Half of the held-out pairs; most of their names are known from other faces."""
+
+    def __init__(self, part: str) -> None:
+        data = glyphs.load()
+        split = glyphs.split_pairs(data)
+        held_out = split.held_out[torch.randperm(len(split.held_out), generator=torch.Generator().manual_seed(0))]
+        half = held_out.chunk(2)[PARTS.index(part)].sort().values
+        train = limited(split.train, PAIRS, 0)
+        super().__init__(data.images, data.caption, data.names, train, half, Tokenizer(data.names))
+
+    def model(self) -> nn.Module:
+        return Towers(self.tokenizer)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        found = self.retrieve(model)
+        return both(found.image_to_text, found.text_to_image)
+
+
+class Icons(IconNames):
+    """Families never seen; which of 500 names."""
+
+    def __init__(self, part: str, package: Path | None = None) -> None:
+        super().__init__(icons.load(file=package, progress=False), part, limit=PAIRS)
+
+    def model(self) -> nn.Module:
+        return Towers(self.tokenizer)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        measured = self.evaluate(model)
+        return {"recall": measured["zero_shot"], "retrieval": measured["r1_mean"]}
+
+
+class Words:
+    """Words and definitions, read by one encoder."""
+
+    mode = BIMODAL
+
+    def __init__(self, part: str, folder: Path) -> None:
+        pairs = text.load(folder, held_out=4096, limit=PAIRS)
+        sides = [[plain(line) for line in side] for side in (pairs.queries, pairs.documents)]
+        self.tokenizer = Tokenizer([side[i] for side in sides for i in pairs.train], min_count=6, length=16)
+        train, held_out = torch.from_numpy(pairs.train), torch.from_numpy(getattr(pairs, part))
+        self.queries, self.answers = (self.tokenizer([side[i] for i in train]) for side in sides)
+        self.held_out = [self.tokenizer([side[i] for i in held_out]) for side in sides]
+        self.n, self.group = len(train), torch.arange(len(train))
+
+    def model(self) -> nn.Module:
+        return Towers(self.tokenizer, images=False)
+
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.queries[index], self.answers[index]
+
+    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return in_chunks(model.text, self.queries), in_chunks(model.text, self.answers)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        return between(*(in_chunks(model.text, side) for side in self.held_out))
+
+
+def plain(line: str) -> str:
+    """Small letters, digits and spaces."""
+    return re.sub("[^a-z0-9]+", " ", line.lower()).strip()
+
+
+class Faces(GlyphFaces):
+    """Two faces of a character; of characters never seen the first face finds the last."""
+
+    mode = UNIMODAL
+
+    def __init__(self, part: str) -> None:
+        data = glyphs.load()
+        super().__init__(data)
+        split = glyphs.split_characters(data)
+        order = split.held_out[data.caption[split.held_out].argsort(stable=True)]
+        count = data.caption[order].unique_consecutive(return_counts=True)[1]
+        end = count.cumsum(0)
+        chosen = (count > 1).nonzero().flatten()[PARTS.index(part) :: 2]
+        self.views = data.images[order[(end - count)[chosen]]], data.images[order[end[chosen] - 1]]
+        self.others = [self.images[self.first], self.images[self.first + self.count - 1]]  # of characters of training
+
+    def model(self) -> nn.Module:
+        return Towers()
+
+    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return in_chunks(model.image, self.images[self.first]), in_chunks(model.image, self.images[self.first + 1])
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        return between(*(in_chunks(model.image, side) for side in (*self.views, *self.others)))
+
+
+def between(one: Tensor, two: Tensor, *others: Tensor) -> dict[str, float]:
+    """R@1 of rows that belong together, in both directions, among ``others`` of each side too."""
+    found = []
+    for queries, gallery in ((one, torch.cat([two, *others[1:]])), (two, torch.cat([one, *others[:1]]))):
+        nearest = (F.normalize(queries) @ F.normalize(gallery).T).argmax(1)
+        found.append(nearest.eq(torch.arange(len(queries))).float().mean().item())
+    return both(*found)
+
+
+def both(forward: float, backward: float) -> dict[str, float]:
+    return {"recall": (forward + backward) / 2, "forward": forward, "backward": backward}
+
+
+TASKS: dict[str, Callable[..., Task]] = {"glyphs": Glyphs, "icons": Icons, "words": Words, "faces": Faces}

@@ -1,0 +1,94 @@
+"""One run: encoders from scratch, AdamW, one cycle, equally many samples seen whatever the batch."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.studies.default.tasks import SAMPLES, Task
+from recipes.batches import seeded
+
+WARMUP, DECAY = 0.1, 0.01
+
+
+class Loss(Protocol):
+    """A loss with state: an estimator, or a peer that is written like one."""
+
+    def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        """Of a batch."""
+
+    def step(self) -> None:
+        """After the optimizer's step."""
+
+    def parameters(self) -> Any:
+        """What the optimizer learns beside the model."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run goes, beside its loss.
+
+    Attributes:
+        batch: samples of a call of the loss.
+        accumulate: calls per update.
+        forward: samples of a forward pass; less than ``batch`` gives the batch that a gradient cache gives.
+        lr: the highest one.
+        samples: seen.
+        seed: of weights and batches.
+    """
+
+    batch: int
+    lr: float
+    accumulate: int = 1
+    forward: int = 0
+    samples: int = SAMPLES
+    seed: int = 0
+
+
+def train(task: Task, loss_of: Callable[[Task], Loss], setting: Setting) -> tuple[nn.Module, Loss, float]:
+    """The trained model, its loss, and the seconds it took."""
+    torch.manual_seed(setting.seed)
+    model, loss = task.model(), loss_of(task)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.ndim <= 1] + list(loss.parameters()), "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=setting.lr, fused=True)
+    updates = setting.samples // (setting.batch * setting.accumulate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=WARMUP)
+    started = time.perf_counter()
+    for update in range(updates):
+        for number in range(update * setting.accumulate, (update + 1) * setting.accumulate):
+            index = batch_of(task.n, setting, number)
+            inputs = task.inputs(index, seeded("augment", setting.seed, number))
+            loss(*features(model, inputs, setting.forward or setting.batch), index).div(setting.accumulate).backward()
+        optimizer.step()
+        schedule.step()
+        loss.step()
+        optimizer.zero_grad()
+    return model.eval(), loss, time.perf_counter() - started
+
+
+def batch_of(n: int, setting: Setting, number: int) -> Tensor:
+    """Samples of a call: epochs are permutations, whose incomplete last batch is left out."""
+    per_epoch = n // setting.batch
+    epoch, place = divmod(number, per_epoch)
+    return epoch_order(n, setting.seed, epoch)[place * setting.batch : (place + 1) * setting.batch]
+
+
+@functools.lru_cache(2)
+def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
+    """The same for every method."""
+    return torch.randperm(n, generator=seeded("order", seed, epoch))
+
+
+def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """Of both sides; ``size`` samples at a time, whose batch statistics are their own."""
+    parts = [model(*part) for part in zip(*(side.split(size) for side in inputs), strict=True)]
+    return (torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])) if len(parts) > 1 else parts[0]
