@@ -8,13 +8,20 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
-from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
+from compopt.normalizers import (
+    BatchNormalizer,
+    MemoryNormalizer,
+    MovingAverageEstimator,
+    NeuralNormalizer,
+    ResidualNormalizer,
+)
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
     FastCLIPEstimator,
     InfoNCEEstimator,
     ISogCLREstimator,
+    MemoryEstimator,
     NeuCLIPEstimator,
     ResidualEstimator,
     SogCLREstimator,
@@ -34,6 +41,8 @@ __all__ = [
     "ISogCLREstimator",
     "InfoNCEEstimator",
     "MCMCNegativeSampler",
+    "MemoryEstimator",
+    "MemoryNormalizer",
     "MovingAverageEstimator",
     "NeuCLIPEstimator",
     "NeuralNormalizer",
