@@ -27,13 +27,14 @@ class MemoryNormalizer(Normalizer):
     .. math::
         \alpha_i = \log \frac{\sum_{j \in N_i} e^{h_{ij}/\tau_i} + \sum_{q} e^{h_{iq}/\tau_i}}{|N_i| + m}, \qquad
         w_{ij} = \frac{e^{h_{ij}/\tau_i - \alpha_i}}{|N_i| + m}, \qquad
-        z_q = \bar z_q + \mu_{now}, \quad \bar z_q = z_q^{then} - \mu_{then}
+        z_q = z_q^{then} - \bar z^{then} + \bar z^{now}
 
     A queue of features fails in training for two reasons, and both are mended here:
 
     * *Drift.* Encoders move all features together. Anchors are pulled to where positives are now and pushed from where
-      negatives were, so that they run away from their own past: R@1 falls to 0.2 %. The queue keeps each feature less
-      the running mean of its time, and adds the running mean of now.
+      negatives were, so that they run away from their own past. The queue keeps each feature less the mean of its
+      batch, and adds the mean of the present batch: what all anchors together are pulled to is then what they are
+      pushed from, as it is within a batch. A running mean lags behind, and does not do.
     * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
       alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: on each
       feature as much pull as push. With the whole pull on both sides all features meet in a point.
@@ -41,14 +42,14 @@ class MemoryNormalizer(Normalizer):
     Args:
         dim: of the features.
         length: ``m``, samples whose features are kept (unimodal: of both views, which are one queue of ``2 m``).
-        mean_over: samples that the running mean ``mu`` covers: it takes ``min(1, B / mean_over)`` of each batch's.
 
-    Hyper-parameter ``mean_over`` is that of the first sample group.
+    There are no hyper-parameters. ``m`` decides how old the oldest feature is, ``m / B`` steps: 8 to 16 did well in
+    trials, 32 did harm.
 
     A sample is no negative of itself here either: the queue keeps ``index``, ``index2`` and ``labels``, as far as the
     calls give them.
 
-    State: features ``(2, m, dim)`` and their means, in the rows' dtype (``directions="forward"``: of the second modality
+    State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality
     only), and three integers and a flag for each slot; nothing per sample. Every rank has all of it. It follows the rule of all state: a call works on a copy, committed by ``step()``. Within an
     accumulation window the copy has the earlier batches' features, which are exact.
 
@@ -57,7 +58,7 @@ class MemoryNormalizer(Normalizer):
     Communicates: nothing of its own.
 
     Raises:
-        ValueError: dim, length or mean_over < 1; at the call features of another dimension.
+        ValueError: dim or length < 1; at the call features of another dimension.
 
     References:
         Queues of features: MoCo (He et al., CVPR 2020), cross-batch memory (Wang et al., CVPR 2020). Moving them to
@@ -72,12 +73,12 @@ class MemoryNormalizer(Normalizer):
         >>> est.step()
     """
 
-    def __init__(self, dim: int, length: int = 256, mean_over: int = 64) -> None:
+    def __init__(self, dim: int, length: int = 128) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
-        super().__init__(None, {"mean_over": mean_over})
+        super().__init__(None, {})
 
     def check(self, group: Mapping[str, Any]) -> None:
-        checks.count("mean_over", group["mean_over"])
+        del group  # it has no hyper-parameters
 
     def structure(self) -> dict[str, Any]:
         return {"dim": self.dim, "length": self.length}
@@ -87,7 +88,6 @@ class MemoryNormalizer(Normalizer):
         self._views, self._directions = setting.mode == "unimodal", setting.directions
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
-            "mean": torch.zeros(setting.directions, 1, self.dim, dtype=setting.dtype, device="cpu"),
             "keys": torch.full((len(KEYS), self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }
@@ -99,14 +99,10 @@ class MemoryNormalizer(Normalizer):
         new = (z if self._views else z.flip(0))[: self._directions]  # the candidates of direction 1 come first
         state = {name: value.to(z.device) for name, value in self.working_state(call.training).items()}
         keys = known_keys(call.batch.keys)
-        mean, finite = self._running_mean(state, new, call.hyper.of_first_group()("mean_over"))
+        mean = self._mean(new)
         if call.training:
-            self._pending_state = {
-                "queue": pushed(state["queue"], torch.where(finite, new - mean, 0)),
-                "mean": mean,
-                "keys": pushed(state["keys"], keys),
-                "kept": pushed(state["kept"], finite.expand(len(new[0]))),
-            }
+            entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
+            self._pending_state = pushed(state, entries, all_finite(mean))
         return self._estimate(call, z, self._queue(state, mean, z.dtype), self._equal(keys, state))
 
     def _estimate(self, call: Call, z: Tensor, queue: Tensor, masked: Tensor) -> Estimate:
@@ -116,7 +112,7 @@ class MemoryNormalizer(Normalizer):
         h = self._relative(z, queue, positive, scale).masked_fill(masked, -math.inf)
         log_total = torch.logaddexp(pairs.log_sum, self._by_sample(h.logsumexp(2), positive))
         weights = (h - self._by_queue(log_total).unsqueeze(2)).exp()
-        count = pairs.count + self._by_sample(masked.logical_not().sum(2), positive)
+        count = pairs.count + self._by_sample(masked.logical_not().sum(2, dtype=positive.dtype), positive)
         outside: Tensor | None = None
         if pairs.mean_h is not None:
             outside = self._by_sample((weights * h.masked_fill(masked, 0)).sum(2), positive) / scale
@@ -135,14 +131,10 @@ class MemoryNormalizer(Normalizer):
         gradient = (self._by_queue(slope * scale).unsqueeze(2) * push).view(-1, *z.shape[1:])
         return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
 
-    def _running_mean(self, state: Mapping[str, Tensor], new: Tensor, over: int) -> tuple[Tensor, Tensor]:
-        """The mean with this batch, and whether the batch is finite; if it is not, the mean stays."""
-        mean = new.mean(1, keepdim=True).to(state["mean"].dtype)
-        if self._views:
-            mean = mean.mean(0, keepdim=True).expand_as(mean)
-        finite = all_finite(mean)
-        moved = torch.where(state["kept"].any(), state["mean"].lerp(mean, min(1.0, new.shape[1] / over)), mean)
-        return torch.where(finite, moved, state["mean"]), finite
+    def _mean(self, new: Tensor) -> Tensor:
+        """Of a batch's candidates, ``(D, 1, d)``; both views have one."""
+        mean = new.mean(1, keepdim=True)
+        return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
     def _queue(self, state: Mapping[str, Tensor], mean: Tensor, dtype: torch.dtype) -> Tensor:
         """The features as they would be now, ``(Q, M, d)``."""
@@ -188,11 +180,13 @@ class MemoryNormalizer(Normalizer):
     ) -> Tensor:
         device, dtype = features[0].device, features[0].dtype
         state = {name: value.to(device) for name, value in self.state.items()}
-        queue, count = self._queue(state, state["mean"], dtype), state["kept"].sum() * (2 if self._views else 1)
+        both = self._stack(features)
+        mean = self._mean((both if self._views else both.flip(0))[: self._directions])
+        queue, count = self._queue(state, mean, dtype), state["kept"].sum(dtype=dtype) * (2 if self._views else 1)
         empty = ~state["kept"].repeat(2 if self._views else 1)
         chunks = []
         for first in range(0, len(features[0]), STORED_CHUNK):
-            z = self._stack((features[0][first : first + STORED_CHUNK], features[1][first : first + STORED_CHUNK]))
+            z = both[:, first : first + STORED_CHUNK]
             positive = torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, self._directions)
             own = tau[first : first + STORED_CHUNK] if isinstance(tau, Tensor) and tau.dim() else tau
             scale = (1 / torch.as_tensor(own, dtype=dtype, device=device)).expand_as(positive)
@@ -208,12 +202,17 @@ def known_keys(given: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([torch.where(index < 0, UNKNOWN, index), *(given.get(name, missing) for name in KEYS[1:])])
 
 
-def pushed(old: Tensor, new: Tensor) -> Tensor:
-    """Oldest first out: ``(..., m)`` or ``(Q, m, d)``, whose axis of slots is the second last but for flat ones."""
-    axis = 1 if old.dim() > 1 else 0
-    length = old.shape[axis]
-    new = new.to(old.dtype).narrow(axis, max(0, new.shape[axis] - length), min(length, new.shape[axis]))
-    return torch.cat([old.narrow(axis, new.shape[axis], length - new.shape[axis]), new], dim=axis)
+def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
+    """The newest entries, oldest first, of flat tensors ``(m,)``, or along the axis of slots, 1; all, or none."""
+    result = {}
+    for name, new in entries.items():
+        old, axis = state[name], min(1, new.dim() - 1)
+        length = old.shape[axis]
+        taken = min(length, new.shape[axis])
+        new = new.to(old.dtype).narrow(axis, new.shape[axis] - taken, taken)
+        moved = torch.cat([old.narrow(axis, taken, length - taken), new], dim=axis)
+        result[name] = torch.where(usable, moved, old)
+    return result
 
 
 def share(weights: Tensor) -> Tensor:

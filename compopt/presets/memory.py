@@ -29,10 +29,9 @@ class MemoryEstimator(ContrastiveEstimator):
         dim: of the features.
         length: samples whose features are kept.
         tau: temperature, a number or a 0-d tensor.
-        mean_over: samples that the running mean covers, by which past features are moved.
         **options: see :class:`~compopt.ContrastiveEstimator`.
 
-    State: the queue, ``(2, length, dim)``, and four numbers per slot; nothing per sample, so ``index`` may be left out
+    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index`` may be left out
     when no sample repeats within a batch or the queue.
 
     References:
@@ -53,10 +52,9 @@ class MemoryEstimator(ContrastiveEstimator):
     def __init__(
         self,
         dim: int,
-        length: int = 256,
+        length: int = 128,
         tau: float | Tensor = 0.07,
-        mean_over: int = 64,
         **options: Unpack[Options],
     ) -> None:
         temperature = FixedTemperature(tau, dtype=options.get("dtype", torch.float32))
-        super().__init__(MemoryNormalizer(dim, length, mean_over), temperature, **options)
+        super().__init__(MemoryNormalizer(dim, length), temperature, **options)

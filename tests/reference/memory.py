@@ -1,52 +1,75 @@
-"""The memory of past features in float64: one anchor at a time, gradients by autograd."""
+"""The memory of past features (MemoryNormalizer): one anchor and one slot at a time, gradients by autograd."""
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+
+from tests.reference.neural import unit
 
 
-class Memory:
-    """What :class:`compopt.MemoryNormalizer` keeps, and its loss, spelled out.
+class MemoryReference:
+    """A list of slots, oldest first: keys of the sample, and both features less the means of their batch."""
 
-    Args:
-        length: samples kept.
-        mean_over: samples that the running mean covers.
-        mode: ``"bimodal"`` or ``"unimodal"``.
-        directions: that have anchors.
-    """
+    has_rows = False
 
-    def __init__(self, length: int, mean_over: int = 64, mode: str = "bimodal", directions: int = 2) -> None:
-        self.length, self.over, self.mode, self.directions = length, mean_over, mode, directions
-        self.past: list[tuple[int, Tensor, Tensor]] = []  # index, and both features less the mean of their time
-        self.mean: list[Tensor] = []
+    def __init__(self, length):
+        self.length = length
+        self.slots, self.pending = [], None
 
-    def loss(self, z1: Tensor, z2: Tensor, index: Tensor, tau: float | Tensor) -> Tensor:
-        """Its value is the mean of ``tau alpha``, its gradient that of the weights."""
-        z = [torch.nn.functional.normalize(side, dim=1) for side in (z1, z2)]
+    def alphas(self, ref, found, taus, rows):
+        """log of the mean over the batch's negatives and the slots; what is outside the batch is noted per anchor."""
+        z = [unit(side) if ref.normalize else side for side in ref.features]
         means = [side.detach().mean(0) for side in z]
-        if self.mode == "unimodal":
+        if ref.mode == "unimodal":
             means = [(means[0] + means[1]) / 2] * 2
-        rate = min(1.0, len(index) / self.over)
-        self.mean = [old + rate * (new - old) for old, new in zip(self.mean, means, strict=True)] if self.past else means
-        total = z1.new_zeros(())
-        for direction in range(self.directions):
-            for i in range(len(index)):
-                total = total + self._anchor(z, index, i, direction, tau)
-        kept = [(int(k), *(side[i].detach() - m for side, m in zip(z, self.mean, strict=True))) for i, k in enumerate(index)]
-        self.past = [*self.past, *kept][-self.length :]
-        return total / (self.directions * len(index))
+        slots = self.pending if ref.train and self.pending is not None else self.slots
+        self.outside, alphas = [], []
+        for a, tau in zip(found, taus, strict=True):
+            mine = [None if key is None else key[a.position] for key in ref.keys]
+            own, partner = z[a.direction][a.position], z[1 - a.direction][a.position].detach()
+            terms = []
+            for keys, features in slots:
+                if any(k is not None and k == other for k, other in zip(mine, keys, strict=True)):
+                    continue
+                for side in (0, 1) if ref.mode == "unimodal" else (1 - a.direction,):
+                    terms.append(torch.dot(own, features[side] + means[side] - partner))
+            every = [h / tau for h in a.h] + [t.item() / tau for t in terms]
+            log_total = torch.tensor(every, dtype=torch.float64).logsumexp(0).item() if every else 0.0
+            weights = [math.exp(t.item() / tau - log_total) for t in terms]
+            alphas.append(log_total - math.log(max(1, len(every))))
+            self.outside.append((log_total - math.log(max(1, len(a.h))), weights, terms))
+        if ref.train:
+            at = range(len(z[0]))
+            new = [
+                (tuple(None if key is None else key[i] for key in ref.keys), [s[i].detach() - m for s, m in zip(z, means)])
+                for i in at
+            ]
+            self.pending = [*slots, *new][-self.length :]
+        return alphas, []
 
-    def _anchor(self, z: list[Tensor], index: Tensor, i: int, direction: int, tau: float | Tensor) -> Tensor:
-        own, partner = z[direction][i], z[1 - direction][i]
-        sides = (0, 1) if self.mode == "unimodal" else (1 - direction,)
-        inside = torch.stack([own @ z[s][j] for s in sides for j in range(len(index)) if index[j] != index[i]])
-        queue = [kept[1 + s] + self.mean[s] for s in sides for kept in self.past if kept[0] != int(index[i])]
-        outside = torch.stack([own @ q for q in queue]) if queue else own.new_zeros(0)
-        every = torch.cat([inside, outside])
-        weights = torch.softmax(every.detach() / tau, 0)
-        of_batch = weights[: len(inside)].sum()
-        pull = of_batch * (own @ partner) + (1 - of_batch) * (own @ partner.detach())
-        moved = (weights * every).sum() - pull
-        value = tau * ((every - own @ partner) / tau).logsumexp(0) - tau * torch.tensor(len(every)).log()
-        return value.detach() + moved - moved.detach()
+    def weight_alpha(self, number):
+        """What the weights of an anchor's pairs have for alpha."""
+        return self.outside[number][0]
+
+    def outside_wh(self, number):
+        """sum w h over the slots."""
+        return sum(w * t.item() for w, t in zip(*self.outside[number][1:], strict=True))
+
+    def surrogate(self, ref, found, taus, scale):
+        """The slots push the anchor; its own positive pulls it with the same weight, and is not moved."""
+        total = 0.0
+        for tau, (_, weights, terms) in zip(taus, self.outside, strict=True):
+            for weight, term in zip(weights, terms, strict=True):
+                total = total + scale(tau) / tau * weight * term
+        return total
+
+    def step(self):
+        """The copy becomes the memory."""
+        if self.pending is not None:
+            self.slots, self.pending = self.pending, None
+
+    def discard(self):
+        """The copy is dropped."""
+        self.pending = None
