@@ -25,6 +25,7 @@ from compopt.presets import (
     NeuCLIPEstimator,
     ResidualEstimator,
     SogCLREstimator,
+    recommended,
 )
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -58,6 +59,7 @@ __all__ = [
     "diagnostics",
     "functional",
     "load",
+    "recommended",
     "samplers",
     "save",
     "schedules",

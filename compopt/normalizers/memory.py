@@ -49,9 +49,10 @@ class MemoryNormalizer(Normalizer):
     A sample is no negative of itself here either: the queue keeps ``index``, ``index2`` and ``labels``, as far as the
     calls give them.
 
-    State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality
-    only), and three integers and a flag for each slot; nothing per sample. Every rank has all of it. It follows the rule of all state: a call works on a copy, committed by ``step()``. Within an
-    accumulation window the copy has the earlier batches' features, which are exact.
+    State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
+    integers and a flag for each slot; nothing per sample. Every rank has all of it. It follows the rule of all state: a
+    call works on a copy, committed by ``step()``. Within an accumulation window the copy has the earlier batches'
+    features, which are exact.
 
     Cost: two products of the global batch's anchors with the queue, on every rank.
 
@@ -132,7 +133,7 @@ class MemoryNormalizer(Normalizer):
         return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
 
     def _mean(self, new: Tensor) -> Tensor:
-        """Of a batch's candidates, ``(D, 1, d)``; both views have one."""
+        """Mean of a batch's candidates, ``(D, 1, d)``; both views have one."""
         mean = new.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
@@ -216,5 +217,5 @@ def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: T
 
 
 def share(weights: Tensor) -> Tensor:
-    """Of the queue in the anchors' weights, 0-d."""
+    """What the queue has of the anchors' weights, 0-d."""
     return weights.sum(2).mean()

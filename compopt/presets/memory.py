@@ -31,8 +31,8 @@ class MemoryEstimator(ContrastiveEstimator):
         tau: temperature, a number or a 0-d tensor.
         **options: see :class:`~compopt.ContrastiveEstimator`.
 
-    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index`` may be left out
-    when no sample repeats within a batch or the queue.
+    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
+    may be left out when no sample repeats within a batch or the queue.
 
     References:
         Cross-batch memory (Wang et al., CVPR 2020) with the positive left out (DCL, Yeh et al., ECCV 2022) and the

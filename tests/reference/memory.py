@@ -43,7 +43,10 @@ class MemoryReference:
         if ref.train:
             at = range(len(z[0]))
             new = [
-                (tuple(None if key is None else key[i] for key in ref.keys), [s[i].detach() - m for s, m in zip(z, means)])
+                (
+                    tuple(None if key is None else key[i] for key in ref.keys),
+                    [s[i].detach() - m for s, m in zip(z, means)],
+                )
                 for i in at
             ]
             self.pending = [*slots, *new][-self.length :]
