@@ -45,7 +45,7 @@ class MemoryReference:
             new = [
                 (
                     tuple(None if key is None else key[i] for key in ref.keys),
-                    [s[i].detach() - m for s, m in zip(z, means)],
+                    [s[i].detach() - m for s, m in zip(z, means, strict=True)],
                 )
                 for i in at
             ]
