@@ -34,6 +34,7 @@ ESTIMATORS: dict[str, Callable[[], compopt.ContrastiveEstimator]] = {
     "SogCLR": lambda: compopt.SogCLREstimator(N, tau=TAU),
     "iSogCLR": lambda: compopt.ISogCLREstimator(N, tau_init=TAU, rho=1.0),
     "Residual": lambda: compopt.ResidualEstimator(DIM, N, tau=TAU, prototypes=PROTOTYPES),
+    "Memory": lambda: compopt.MemoryEstimator(DIM, PROTOTYPES, tau=TAU),
     "FastCLIP v3": lambda: compopt.FastCLIPEstimator(N, version="v3", tau=TAU, rho=1.0),
     "EMC2": lambda: compopt.EMC2Estimator(N),
     "NeuCLIP, 10 updates": lambda: compopt.NeuCLIPEstimator(DIM, tau=TAU, prototypes=PROTOTYPES),

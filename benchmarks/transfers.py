@@ -42,9 +42,10 @@ ESTIMATORS: dict[str, Build] = {
     "FastCLIP v3": lambda **o: compopt.FastCLIPEstimator(N, "v3", rho=1.0, **o),
     "NeuCLIP": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=1024, **o),
     "Residual": lambda **o: compopt.ResidualEstimator(D, N, prototypes=1024, **o),
+    "Memory": lambda **o: compopt.MemoryEstimator(D, **o),
     "EMC2": lambda **o: compopt.EMC2Estimator(N, tau=0.2, **o),
 }
-WITHOUT_ROWS = {"InfoNCE", "CLIP (learned tau)", "DCL", "NeuCLIP"}
+WITHOUT_ROWS = {"InfoNCE", "CLIP (learned tau)", "DCL", "NeuCLIP", "Memory"}
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,24 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
-from compopt.normalizers import BatchNormalizer, MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
+from compopt.normalizers import (
+    BatchNormalizer,
+    MemoryNormalizer,
+    MovingAverageEstimator,
+    NeuralNormalizer,
+    ResidualNormalizer,
+)
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
     FastCLIPEstimator,
     InfoNCEEstimator,
     ISogCLREstimator,
+    MemoryEstimator,
     NeuCLIPEstimator,
     ResidualEstimator,
     SogCLREstimator,
+    recommended,
 )
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
@@ -34,6 +42,8 @@ __all__ = [
     "ISogCLREstimator",
     "InfoNCEEstimator",
     "MCMCNegativeSampler",
+    "MemoryEstimator",
+    "MemoryNormalizer",
     "MovingAverageEstimator",
     "NeuCLIPEstimator",
     "NeuralNormalizer",
@@ -49,6 +59,7 @@ __all__ = [
     "diagnostics",
     "functional",
     "load",
+    "recommended",
     "samplers",
     "save",
     "schedules",

@@ -62,7 +62,8 @@ from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-# Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
+# Without an index every sample is its own, under a negative number, which means nothing in the next batch; those of
+# different ranks are told apart by a stride no batch reaches.
 _FAR = 1 << 40
 
 
@@ -328,7 +329,7 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(
                     f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
                 )
-            index = torch.arange(len(z1), device="cpu") + self._ranks.rank * _FAR
+            index = -1 - self._ranks.rank * _FAR - torch.arange(len(z1), device="cpu")
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         one_name(labels, group)

@@ -52,10 +52,16 @@ class Objective:
         """``alpha_i + rho_i``."""
         return self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
 
+    @property
+    def _weight_alpha(self) -> Tensor:
+        """Log-normalizers of the pairs' weights, ``(B, A)``."""
+        given = self.estimate.weight_alpha
+        return self.alpha if given is None else given.expand_as(self.pairs.positive)
+
     @cached_property
     def _sum_weights(self) -> Tensor:
         """``sum_j w_ij``."""
-        return self.pairs.sum_weights(self.alpha)
+        return self.pairs.sum_weights(self._weight_alpha)
 
     def value(self) -> Tensor:
         """The objective, 0-d."""
@@ -73,6 +79,8 @@ class Objective:
         pairs, estimate, level = self.pairs, self.estimate, self._level
         assert pairs.mean_h is not None
         sum_wh = self._sum_weights * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+        if estimate.outside_wh is not None:
+            sum_wh = sum_wh + estimate.outside_wh
         if estimate.positive_weight is not None:
             sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.slack is not None and self.multiply_tau:
@@ -130,7 +138,7 @@ class Objective:
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
         """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""
-        alpha = self.alpha.to(self.pairs.positive.dtype)
+        alpha = self._weight_alpha.to(self.pairs.positive.dtype)
         share = 1.0 / alpha.numel()
         coefficient = share if self.multiply_tau else share / self.tau
         if isinstance(coefficient, Tensor):

@@ -24,6 +24,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tau_lr": (float, "step size of learned temperatures"),
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),
+    "length": (int, "past samples whose features are kept"),
     "prototypes": (int, "prototypes of the network, or hidden units of a perceptron"),
     "network_lr": (float, "step size of the network's AdaGrad"),
     "updates": (int, "steps of the network per batch"),
@@ -187,6 +188,11 @@ METHODS: dict[str, Method] = {
             **{"tau": 0.07, "gamma": 0.5, "memory": 1, "prediction": "before", "first": "one"},
             **{**NETWORK, "updates": 0, "restart_every": 1, "through_alpha": 1},
         },
+    ),
+    "memory": Method(
+        "Memory",
+        lambda n, mode, o: compopt.MemoryEstimator(DIM, o.length, o.tau, mode=mode, **o.placement),
+        {"tau": 0.07, "length": 128},
     ),
     "emc2": Method(
         "EMC2", _emc2, {"tau": 0.1, "burn_in": 0.5, "proposals": "pool", "encode": 0, "rescore": 0}, {"tau": 0.2}

@@ -18,6 +18,7 @@ from tests.reference import (
     FixedReference,
     GlobalDualReference,
     MCMCReference,
+    MemoryReference,
     MovingAverageReference,
     NeuralReference,
     Reference,
@@ -382,6 +383,30 @@ def residual(name, dual=False, prototypes=15, network=None, remembers=True, **op
     )
 
 
+def memory(name, length, dual=None, multiply_tau=True):
+    """MemoryNormalizer x a fixed, individual or global temperature."""
+    temperature = {"individual": lambda tau: DualReference("momentum", 0.9), None: lambda tau: FixedReference()}
+    temperature["global"] = lambda tau: GlobalDualReference(tau, "momentum", 0.9)
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        own = compopt.TemperatureDual(n, mode=dual, **dual_options(tau)) if dual else compopt.FixedTemperature(tau)
+        normalizer = compopt.MemoryNormalizer(DIM, length)
+        return compopt.ContrastiveEstimator(normalizer, own, mode=mode, dtype=dtype, multiply_tau=multiply_tau, **o)
+
+    return EstimatorInfo(
+        name,
+        build,
+        lambda mode, n, tau, gamma: Reference(
+            group(n, tau, gamma), MemoryReference(length), temperature[dual](tau), mode, multiply_tau
+        ),
+        columns=MOMENTUM_COLUMNS[1:] if dual == "individual" else (),
+        global_tau=dual == "global",
+        exact_at_gamma_1=False,
+        views="separate",
+        network=True,
+    )
+
+
 def emc2(name, dual=None, multiply_tau=True, **options):
     """MCMCNegativeSampler x a fixed, individual or global temperature."""
 
@@ -466,6 +491,12 @@ DATABASE = [
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
     residual("residual-dual", dual=True, prototypes=6),
     residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
+    memory("memory", length=14),
+    memory("memory-shorter-than-a-batch", length=4),
+    memory("memory-not-multiplied", length=14, multiply_tau=False),
+    memory("memory-dual", length=9, dual="individual"),
+    memory("memory-global-dual", length=9, dual="global"),
+    memory("memory-global-dual-not-multiplied", length=14, dual="global", multiply_tau=False),
     emc2("emc2"),
     emc2("emc2-sweep", proposals="sweep", burn_in=0),
     emc2("emc2-not-multiplied", multiply_tau=False, burn_in=2, seed=7),

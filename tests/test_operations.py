@@ -11,6 +11,7 @@ MOST = {
     "SogCLR": 61,
     "iSogCLR": 86,
     "Residual": 106,
+    "Memory": 96,
     "FastCLIP v3": 104,
     "EMC2": 208,
     "NeuCLIP, 10 updates": 306,

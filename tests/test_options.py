@@ -14,6 +14,7 @@ PRESETS = [
     (compopt.InfoNCEEstimator, {}),
     (compopt.ISogCLREstimator, {"n": 9}),
     (compopt.NeuCLIPEstimator, {"dim": 4, "prototypes": 8}),
+    (compopt.MemoryEstimator, {"dim": 4, "length": 8}),
     (compopt.ResidualEstimator, {"dim": 4, "prototypes": 8}),
     (compopt.SogCLREstimator, {"n": 9}),
 ]

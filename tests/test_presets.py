@@ -217,3 +217,17 @@ def test_any_normalizer_with_any_temperature():
             assert torch.equal(x, y)
         preset.step()
         built.step()
+
+
+def test_recommended():
+    """The memory of 128 samples at 0.07, a quarter of a small data set, DCL in large batches."""
+    est = compopt.recommended(8)
+    assert isinstance(est, compopt.MemoryEstimator)
+    assert est.normalizer.length == 128 and est.sample_groups[0]["tau"] == 0.07
+    assert compopt.recommended(8, n=100, mode="unimodal").normalizer.length == 25
+    assert isinstance(compopt.recommended(8, batch_size=1023, directions="forward"), compopt.MemoryEstimator)
+    assert isinstance(compopt.recommended(8, batch_size=1024), compopt.DCLEstimator)
+    with pytest.raises(ValueError, match="batch_size"):
+        compopt.recommended(8, batch_size=0)
+    with pytest.raises(ValueError, match="mode"):
+        compopt.recommended(8, mode="both")

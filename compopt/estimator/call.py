@@ -88,6 +88,9 @@ class Estimate:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
         proposals: new values of its columns.
         slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
+        weight_alpha: what stands for ``alpha`` in the weights of the pairs, where candidates from outside the batch
+            have a share of an anchor's weights.
+        outside_wh: ``sum w h`` over those candidates, ``(B, A)``; for the gradient of temperatures.
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
@@ -98,6 +101,8 @@ class Estimate:
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
     slack: Tensor | None = None
+    weight_alpha: Tensor | None = None
+    outside_wh: Tensor | None = None
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
     through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]] | None = None

@@ -1,8 +1,9 @@
 """Normalizers: what stands for the log-normalizer ``alpha_i`` of each anchor."""
 
 from compopt.normalizers.batch import BatchNormalizer
+from compopt.normalizers.memory import MemoryNormalizer
 from compopt.normalizers.moving_average import MovingAverageEstimator
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.normalizers.residual import ResidualNormalizer
 
-__all__ = ["BatchNormalizer", "MovingAverageEstimator", "NeuralNormalizer", "ResidualNormalizer"]
+__all__ = ["BatchNormalizer", "MemoryNormalizer", "MovingAverageEstimator", "NeuralNormalizer", "ResidualNormalizer"]

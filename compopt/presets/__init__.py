@@ -5,7 +5,9 @@ from compopt.presets.emc2 import EMC2Estimator
 from compopt.presets.fastclip import FastCLIPEstimator
 from compopt.presets.infonce import InfoNCEEstimator
 from compopt.presets.isogclr import ISogCLREstimator
+from compopt.presets.memory import MemoryEstimator
 from compopt.presets.neuclip import NeuCLIPEstimator
+from compopt.presets.recommended import recommended
 from compopt.presets.residual import ResidualEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
@@ -15,7 +17,9 @@ __all__ = [
     "FastCLIPEstimator",
     "ISogCLREstimator",
     "InfoNCEEstimator",
+    "MemoryEstimator",
     "NeuCLIPEstimator",
     "ResidualEstimator",
     "SogCLREstimator",
+    "recommended",
 ]

@@ -7,6 +7,7 @@ from tests.reference.dense import (
     dense_log_normalizers,
 )
 from tests.reference.mcmc import MCMCReference
+from tests.reference.memory import MemoryReference
 from tests.reference.neural import NeuralReference, ResidualReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.sogclr import LiteralSogCLR
@@ -23,6 +24,7 @@ __all__ = [
     "GlobalDualReference",
     "LiteralSogCLR",
     "MCMCReference",
+    "MemoryReference",
     "MovingAverageReference",
     "NeuralReference",
     "Reference",

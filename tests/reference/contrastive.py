@@ -61,7 +61,9 @@ class Reference:
         surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []
         sampled = self.normalizer.weights(self, found) if hasattr(self.normalizer, "weights") else None
         for number, (a, tau, rho, alpha) in enumerate(zip(found, taus, rhos, alphas, strict=True)):
-            w = [math.exp(h / tau - alpha) / len(a.h) for h in a.h]
+            shared = hasattr(self.normalizer, "weight_alpha")  # with candidates outside the batch
+            log_norm = self.normalizer.weight_alpha(number) if shared else alpha
+            w = [math.exp(h / tau - log_norm) / len(a.h) for h in a.h]
             scale = 1.0 if self.multiply_tau else 1.0 / tau
             if sampled is not None:
                 batch_weights = w
@@ -77,6 +79,8 @@ class Reference:
             if sampled is not None and not sum(w) + beyond:
                 w = batch_weights  # a temperature without a visit learns from the batch
             linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
+            if shared:
+                linear.append(self.normalizer.outside_wh(number))
             if sampled is not None and beyond:
                 linear.append(beyond * (self.encoded_score(a, sample) - a.positive.item()))
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)

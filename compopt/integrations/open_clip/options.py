@@ -55,6 +55,7 @@ METHODS = {
     "fastclip-v3": _fastclip("v3"),
     "infonce": Method(presets.InfoNCEEstimator),
     "isogclr": Method(presets.ISogCLREstimator),
+    "memory": Method(presets.MemoryEstimator),
     "neuclip": Method(presets.NeuCLIPEstimator),
     "residual": Method(presets.ResidualEstimator),
     "sogclr": Method(presets.SogCLREstimator),

@@ -1,0 +1,134 @@
+"""The memory of past features: what it forgets, whom it spares, and that its forces balance."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import compopt
+from tests.helpers import assert_same_bits, features, run, snapshot
+
+D = 4
+MODES = ("bimodal", "unimodal", "forward")
+
+
+def build(mode="bimodal", length=24, tau=0.5, **options):
+    kind = {"directions": "forward"} if mode == "forward" else {"mode": mode}
+    return compopt.MemoryEstimator(D, length, tau=tau, dtype=torch.float64, **kind, **options)
+
+
+def filled(est, batches=3, size=8):
+    for step in range(batches):
+        run(est, *features(size, D, seed=step), torch.arange(size) + size * step)
+        est.step()
+    return est
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_before_the_first_commit_it_is_dcl(mode):
+    kind = {"directions": "forward"} if mode == "forward" else {"mode": mode}
+    dcl = compopt.DCLEstimator(tau=0.5, dtype=torch.float64, **kind)
+    z, index = features(8, D, 0), torch.arange(8)
+    for one, other in zip(run(build(mode), *z, index), run(dcl, *z, index), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_oldest_leave_first():
+    est = filled(build(length=20))
+    assert est.state_dict()["extra"]["normalizer"]["keys"][0].tolist() == list(range(4, 24))
+
+
+def queue_share(est, index, **options):
+    """Of the memory in the weights of a batch."""
+    run(est, *features(8, D, seed=9), index, **options)
+    est.discard()
+    return est.metrics["queue_share"].item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_is_no_negative_of_itself(mode):
+    est = filled(build(mode, length=1), batches=1)  # it keeps sample 7
+    strangers = torch.arange(8) + 100
+    itself = strangers.clone()
+    itself[2] = 7
+    assert 0 < queue_share(est, itself) < queue_share(est, strangers)
+
+
+def test_equal_labels_are_no_negatives():
+    est, labels = build(length=8), torch.arange(8) % 2
+    run(est, *features(8, D, seed=0), torch.arange(8), labels=labels)
+    est.step()
+    strangers = torch.arange(8) + 100
+    assert 0 < queue_share(est, strangers, labels=labels) < queue_share(est, strangers, labels=labels + 10)
+
+
+def test_without_an_index_all_samples_are_different():
+    """Positions in the batch are no names: a memory of earlier batches stays whole."""
+    named, unnamed = build(), build()
+    for step in range(3):
+        z = features(8, D, seed=step)
+        one, other = run(named, *z, torch.arange(8) + 8 * step), run(unnamed, *z, None)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        named.step(), unnamed.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forces_balance(mode):
+    """At a high temperature all negatives are alike: anchors are pulled to where, on average, they are pushed from."""
+    est = filled(build(mode, tau=1e6, normalize=False))
+    z1, z2 = features(8, D, seed=9)
+    run(est, z1, z2, torch.arange(8) + 100)
+    est.discard()
+    _, g1, g2 = run(est, z1 + 5.0, z2 - 3.0, torch.arange(8) + 100)
+    assert g1.abs().max() > 1e-3
+    sums = g1 + g2 if mode == "unimodal" else torch.cat([g1, g2])
+    assert sums.sum(0).abs().max() < 1e-5 * g1.abs().max() * len(z1)
+
+
+def test_it_follows_the_encoders():
+    """All features of a modality moved alike: the past moves with them, and the share of the queue stays."""
+    plain, moved = (filled(build("forward", normalize=False)) for _ in range(2))
+    z1, z2 = features(8, D, seed=9)
+    index, drift = torch.arange(8) + 100, torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64)
+    for one, other in zip(run(plain, z1, z2, index), run(moved, z1, z2 + drift, index), strict=True):
+        torch.testing.assert_close(one, other)  # neither in the batch nor in the memory does h change
+
+
+def test_a_window_sees_its_earlier_batches():
+    est = build(length=16)
+    z = [features(8, D, seed=step) for step in range(3)]
+    first = run(est, *z[0], torch.arange(8))
+    second = run(est, *z[1], torch.arange(8) + 8)
+    alone = run(build(length=16), *z[1], torch.arange(8) + 8)
+    assert not torch.equal(second[0], alone[0])
+    before = snapshot(est, 0)
+    est.discard()
+    again = run(est, *z[0], torch.arange(8))
+    assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    est.discard()
+    assert_same_bits(snapshot(est, 0), before)
+
+
+def test_evaluation_leaves_it_alone():
+    est = filled(build())
+    before = snapshot(est, 0)
+    est.eval()
+    est(*features(8, D, seed=5), torch.arange(8))
+    est.step()
+    assert_same_bits(snapshot(est, 0), before)
+
+
+def test_stored_log_normalizers():
+    """Diagnostics: the mean over the memory, moved to the mean of the features asked about."""
+    est = filled(build(length=24), batches=3)
+    z1, z2 = (F.normalize(z) for z in features(30, D, seed=7))
+    got = est.normalizer.stored({}, (z1, z2), 0.5, est._groups.hyper("normalizer", None, torch.float64))
+    queue = est.state_dict()["extra"]["normalizer"]["queue"][0] + z2.mean(0)
+    h = (z1 @ queue.T - (z1 * z2).sum(1, keepdim=True)) / 0.5
+    torch.testing.assert_close(got[:, 0], h.logsumexp(1) - torch.tensor(24.0, dtype=torch.float64).log())
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="length"):
+        compopt.MemoryEstimator(D, 0)
+    with pytest.raises(ValueError, match="dim is 4, the features have 5"):
+        build()(*torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(6))
