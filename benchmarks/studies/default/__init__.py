@@ -1,0 +1,1 @@
+"""Which method on which data: one harness for all contenders."""

@@ -1,0 +1,90 @@
+"""Which method: every contender on four data sets at five batch sizes, equally many samples seen.
+
+    python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
+    python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
+    python -m benchmarks.studies.default report                                    # results/default.md
+
+FOLDER has WordNet 3.0's files, as Debian's package wordnet-base has them.  ``--arms`` takes patterns:
+``"glyphs: *, 16"``.  ``recommended`` is :func:`compopt.recommended`: nothing is chosen for it, and its learning rate is
+``1e-3 sqrt(samples per update)`` everywhere.  Each finished run is a line of ``results/default.jsonl``; it is not run
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compopt
+from benchmarks.studies.default.arms import ARMS, DEFAULT, STUDY
+from benchmarks.studies.default.losses import LOSSES
+from benchmarks.studies.default.report import write
+from benchmarks.studies.default.tasks import DIM, TASKS, Task
+from benchmarks.studies.default.training import Loss, Setting, train
+from benchmarks.studies.search import SEEDS, Job
+from recipes.report import environment, machine
+
+
+def loss_of(job: Job, task: Task) -> Loss:
+    """A new one."""
+    cell = ARMS[job.arm]
+    if cell.loss == DEFAULT:
+        return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+    return LOSSES[cell.loss](task, job.options)
+
+
+def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
+    """Train and evaluate, in this process."""
+    torch.set_num_threads(threads)
+    cell, part = ARMS[job.arm], "test" if job.seed in SEEDS else "validation"
+    task = TASKS[cell.task](part, *([wordnet] if cell.task == "words" else []))
+    where = {"accumulate": cell.accumulate, "forward": cell.forward}
+    setting = Setting(batch=cell.batch, lr=job.options["lr"], seed=job.seed, **where)
+    model, _, seconds = train(task, lambda task: loss_of(job, task), setting)
+    env = environment()
+    return {
+        "job": asdict(job),
+        "metrics": {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()},
+        "seconds": round(seconds, 1),
+        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
+        "machine": machine(env),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    root = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.default",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
+    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
+    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
+    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
+    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
+    root.add_argument("--results", type=Path, default=STUDY.path, help="file of the finished runs")
+    args = root.parse_args(argv)
+    if args.command == "report":
+        write(STUDY.finished(args.results))
+    elif args.command == "run-one":
+        print(json.dumps(run_one(Job(**json.loads(args.job)), args.wordnet, args.threads)))
+    else:
+        arms = [arm for pattern in args.arms for arm in ARMS if fnmatch(arm, pattern)]
+        if any(ARMS[arm].task == "words" for arm in arms) and args.wordnet is None:
+            root.error("--wordnet FOLDER")
+        where = "benchmarks.studies.default", ["--wordnet", str(args.wordnet)] if args.wordnet else []
+        STUDY.carry_out(arms, *where, args.command == "final", args.workers, args.threads, args.results)
+
+
+if __name__ == "__main__":
+    main()

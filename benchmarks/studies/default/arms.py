@@ -1,0 +1,84 @@
+"""What is compared: a loss on a data set at a batch size, and the settings that are chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.search import Arm, Search
+
+DEFAULT = "recommended"
+SETS = ("glyphs", "icons", "words", "faces")
+RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
+LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
+BATCHES = (8, 16, 64, 256, 1024)
+# beside learning rate and temperature
+FIRST: dict[str, dict[str, Any]] = {
+    "InfoNCE": {},
+    "CLIP": {},
+    "SigLIP": {},
+    "DCL": {},
+    "XBM": {"length": 128, "warmup": 100},
+    "XBM, DCL": {"length": 128, "warmup": 100},
+    "SogCLR": {"gamma": 0.8},
+    "iSogCLR": {"gamma": 0.8, "rho": 2.0},
+    "FastCLIP v3": {"gamma": 0.8, "rho": 1.0},
+    "NeuCLIP": {},
+    "Residual": {},
+    "Memory": {"length": 128},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Arm):
+    """A loss in a cell of the table.
+
+    Attributes:
+        task: data set.
+        loss: its name.
+        batch: samples of a call.
+        accumulate: calls per update.
+        forward: samples of a forward pass, where they are fewer than those of a call (gradient cache).
+    """
+
+    task: str
+    loss: str
+    batch: int
+    accumulate: int = 1
+    forward: int = 0
+
+
+def _cell(task: str, loss: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
+    rates = LARGE_RATES if batch * accumulate >= 256 else RATES
+    first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss]}
+    taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
+    where = {"batch": batch, "accumulate": accumulate, "forward": forward}
+    return Cell(task=task, loss=loss, first=first, grids={"lr": rates, **taus}, **where)
+
+
+def _default(task: str, batch: int, accumulate: int = 1) -> Cell:
+    """Nothing is chosen: one setting for all data sets and batch sizes, the rate of the square root of the batch."""
+    rate = 1e-3 * (batch * accumulate) ** 0.5
+    return Cell(task=task, loss=DEFAULT, batch=batch, accumulate=accumulate, first={"lr": rate})
+
+
+def _arms(task: str) -> dict[str, Cell]:
+    losses = [loss for loss in FIRST if (task, loss) != ("faces", "SigLIP")]
+    cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in BATCHES for loss in losses}
+    cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
+    cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
+    cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
+    return cells | {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
+
+
+ARMS: Mapping[str, Cell] = {f"{task}: {name}": cell for task in SETS for name, cell in _arms(task).items()}
+
+
+def score(result: dict[str, Any]) -> float:
+    """Recall on the validation half."""
+    return result["metrics"]["validation/recall"]
+
+
+STUDY = Search(ARMS, FOLDER / "default.jsonl", score)

@@ -1,0 +1,94 @@
+"""The page of the study of the default, from the runs that are finished."""
+
+from __future__ import annotations
+
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, FIRST, SETS, STUDY
+from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
+from benchmarks.studies.search import SEEDS, Results
+from recipes.report import mean_spread, table
+
+MEASURES = {
+    "glyphs": "image to name and name to image, R@1 among the held-out pairs",
+    "icons": "zero-shot among 500 names, families of icons never seen",
+    "words": "words to definition and back, R@1 among 4,096 held-out synsets",
+    "faces": "one face of a character to another, R@1 of held-out characters among all; one modality",
+}
+COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16 x 16", "256 cached": "256 cached"}
+
+
+def write(results: Results) -> None:
+    """``results/default.md``."""
+    finals = STUDY.finals(results)
+    lines = [
+        "# Which method: four data sets",
+        "",
+        *_provenance(results),
+        "",
+        f"Small encoders from scratch (features of {DIM}), {SAMPLES:,} samples seen in every run, of {PAIRS:,} pairs "
+        f"(faces: 6,167 characters). Recall in per cent on the test half, mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
+        f"seed, for every loss in every cell; for `{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, "
+        f"mode)`, nothing is: its learning rate is 0.001 times the square root of the samples per update. `16 x 16`: "
+        f"micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a "
+        f"gradient cache has it. An empty cell has not been run.",
+        "",
+        *(line for task in SETS for line in _of_task(finals, task)),
+        "## Against the default",
+        "",
+        "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard "
+        "error.",
+        "",
+        _differences(finals),
+        "",
+        "## Settings",
+        "",
+        "Validation recall, in per cent; the chosen ones are bold.",
+        "",
+        STUDY.tuning_table(results, "recall", 1),
+    ]
+    (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
+
+
+def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
+    return {run["job"]["seed"]: run["metrics"]["test/recall"] for run in runs}
+
+
+def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
+    body = []
+    for loss in (*FIRST, DEFAULT):
+        cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
+        if any(cells):
+            body.append([loss, *(mean_spread(list(_recalls(runs).values()), 100, 1) if runs else "" for runs in cells)])
+    return [f"## {task.capitalize()}", "", MEASURES[task].capitalize() + ".", "", table(["", *COLUMNS], body), ""]
+
+
+def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
+    body = []
+    for task in SETS:
+        for loss in FIRST:
+            cells = []
+            for column in COLUMNS.values():
+                ours, theirs = (_recalls(finals.get(f"{task}: {name}, {column}", [])) for name in (DEFAULT, loss))
+                gaps = [100 * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
+                cells.append(f"{mean(gaps):+.1f} ± {stdev(gaps) / len(gaps) ** 0.5:.1f}" if len(gaps) > 1 else "")
+            if any(cells):
+                body.append([task, loss, *cells])
+    return table(["", "", *COLUMNS], body, "ll" + "r" * len(COLUMNS))
+
+
+def _provenance(results: Results) -> list[str]:
+    runs = [run for run in results.values() if run["job"]["arm"] in ARMS]
+    names = ("machine", "python", "torch", "commit", "threads")
+    known = {name: ", ".join(dict.fromkeys(str(run[name]) for run in runs)) for name in names}
+    dates = sorted(run["date"] for run in runs) or ["-"]
+    return [
+        f"- **hardware**: {known['machine']}; threads per run: {known['threads']}",
+        f"- **versions**: Python {known['python']}, torch {known['torch']}; **commit** {known['commit']}",
+        f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {sum(run['seconds'] for run in runs) / 3600:.1f} hours "
+        f"of training",
+        "- **commands**: at the top of `benchmarks/studies/default/__main__.py`",
+    ]
