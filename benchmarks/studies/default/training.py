@@ -21,7 +21,7 @@ class Loss(Protocol):
     """A loss with state: an estimator, or a peer that is written like one."""
 
     def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        """Of a batch."""
+        """The loss of a batch."""
 
     def step(self) -> None:
         """After the optimizer's step."""
@@ -89,6 +89,6 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """Of both sides; ``size`` samples at a time, whose batch statistics are their own."""
+    """Both sides' features; ``size`` samples at a time, whose batch statistics are their own."""
     parts = [model(*part) for part in zip(*(side.split(size) for side in inputs), strict=True)]
     return (torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])) if len(parts) > 1 else parts[0]
