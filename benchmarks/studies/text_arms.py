@@ -12,7 +12,7 @@ from benchmarks.studies.search import Arm, Search
 BATCHES = (16, 64, 256)
 EPOCHS, PAIRS, POOL = 4, 12_288, 1_000
 HELD_OUT = 4 * POOL  # for validation, and as many for the test
-RATES, SCALES = (2e-3, 4e-3, 8e-3), (10.0, 20.0, 40.0)
+RATES, SCALES = (2e-3, 4e-3, 8e-3, 1.6e-2), (5.0, 10.0, 20.0, 40.0)
 
 # loss -> settings to begin with, beside learning rate and scale
 LOSSES: dict[str, dict[str, Any]] = {
