@@ -39,6 +39,7 @@ ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
     "iSogCLR": lambda n, dim, tau, **options: compopt.ISogCLREstimator(
         n, tau_init=tau, directions="forward", **options
     ),
+    "Memory": lambda n, dim, tau: compopt.MemoryEstimator(dim, tau=tau, directions="forward"),
     "Residual": lambda n, dim, tau: compopt.ResidualEstimator(dim, tau=tau, directions="forward"),
 }
 

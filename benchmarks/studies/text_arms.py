@@ -13,6 +13,9 @@ BATCHES = (16, 64, 256)
 EPOCHS, PAIRS, POOL = 4, 12_288, 1_000
 HELD_OUT = 4 * POOL  # for validation, and as many for the test
 RATES, SCALES = (2e-3, 4e-3, 8e-3, 1.6e-2), (5.0, 10.0, 20.0, 40.0)
+# Further values for losses whose best one was at the end of the grid.
+MORE_RATES = {"MNRL": (3.2e-2,), "Residual": (3.2e-2,)}
+MORE_SCALES = {"MNRL": (2.5,), "iSogCLR": (2.5,)}
 
 # loss -> settings to begin with, beside learning rate and scale
 LOSSES: dict[str, dict[str, Any]] = {
@@ -22,6 +25,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "SogCLR": {"gamma": 0.8},
     "iSogCLR": {"gamma": 0.8, "rho": 2.0},
     "Residual": {},
+    "Memory": {},
 }
 VARIED = ("MNRL", "DCL", "SogCLR", "iSogCLR", "Residual")
 
@@ -49,7 +53,8 @@ def _arm(loss: str, batch: int) -> TextArm:
     first = {"lr": 4e-3, "scale": 20.0, **LOSSES[loss]}
     if loss == "Cached MNRL":  # the same gradient
         return TextArm(loss=loss, batch=batch, as_arm=f"MNRL, {batch}")
-    return TextArm(loss=loss, batch=batch, first=first, grids={"lr": RATES, "scale": SCALES})
+    rates, scales = RATES + MORE_RATES.get(loss, ()), MORE_SCALES.get(loss, ()) + SCALES
+    return TextArm(loss=loss, batch=batch, first=first, grids={"lr": rates, "scale": scales})
 
 
 def _varied(loss: str, **options: Any) -> TextArm:
