@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 COUNT = "count"
+# Samples without an index are numbered below, so that they are told apart within a batch; it means nothing in the next.
+FIRST_NAME = -(1 << 63) + (1 << 56)
 
 
 @dataclass

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, Batch
+from compopt.batch import COUNT, FIRST_NAME, Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
 from compopt.checks.inputs import (
     check_extra,
@@ -62,8 +62,7 @@ from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-# Without an index every sample is its own, under a negative number, which means nothing in the next batch; those of
-# different ranks are told apart by a stride no batch reaches.
+# Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
 _FAR = 1 << 40
 
 
@@ -239,6 +238,8 @@ class ContrastiveEstimator(Estimator):
             keys, tau = self._check_call(z1, z2, index, index2, group, labels, tau)
             self.normalizer.check_encode(encode, keys)
             more = self._check_extra(extra, extra_index, keys, z1)
+            if extra_index is not None and index is None and index2 is None:
+                raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
         encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
         with torch.autocast(z1.device.type, enabled=False):
             own = Features.of(z1, z2, normalize=self.normalize)
@@ -329,7 +330,7 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(
                     f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
                 )
-            index = -1 - self._ranks.rank * _FAR - torch.arange(len(z1), device="cpu")
+            index = torch.arange(len(z1), device="cpu") + (FIRST_NAME - (self._ranks.rank + 1) * _FAR)
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         one_name(labels, group)
@@ -478,7 +479,7 @@ class ContrastiveEstimator(Estimator):
 
     def _warn_rho(self, negatives: int | None) -> None:
         if not self._warned_rho and self.temperature.learns and negatives:
-            self._warned_rho = warn_rho(self.sample_groups, negatives)
+            self._warned_rho = warn_rho(self.sample_groups, negatives + self.normalizer.outside)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

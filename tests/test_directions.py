@@ -229,9 +229,9 @@ def test_a_temperature_that_is_learned():
     leaf = next(iter(est.parameters()))
 
     def loss():
-        return float(est(z1, z2, **further(0)))
+        return float(est(z1, z2, torch.arange(6), **further(0)))
 
-    est(z1, z2, **further(0)).backward()
+    est(z1, z2, torch.arange(6), **further(0)).backward()
     gradient, step = leaf.grad.item(), 1e-5
     with torch.no_grad():
         leaf += step
@@ -301,6 +301,8 @@ def test_refusals(kind, match, given):
 
 
 def test_what_cannot_be_built_or_called():
+    with pytest.raises(TypeError, match="pass one of them"):  # positions of what?
+        compopt.DCLEstimator()(Z, Z, extra=Z, extra_index=torch.arange(4))
     with pytest.raises(ValueError, match="both views are anchors"):
         compopt.DCLEstimator(mode="unimodal", directions="forward")
     with pytest.raises(ValueError, match="'both', 'forward'"):

@@ -118,13 +118,18 @@ def test_evaluation_leaves_it_alone():
 
 
 def test_stored_log_normalizers():
-    """Diagnostics: the mean over the memory, moved to the mean of the features asked about."""
-    est = filled(build(length=24), batches=3)
-    z1, z2 = (F.normalize(z) for z in features(30, D, seed=7))
+    """Diagnostics: the mean over the memory, moved to the mean of the features asked about; no sample is its own."""
+    est = build(length=24)
+    z = features(30, D, seed=7)
+    assert compopt.diagnostics.normalizer_error(est, *z).isnan()
+    filled(est, batches=3)
+    z1, z2 = (F.normalize(side) for side in z)
     got = est.normalizer.stored({}, (z1, z2), 0.5, est._groups.hyper("normalizer", None, torch.float64))
     queue = est.state_dict()["extra"]["normalizer"]["queue"][0] + z2.mean(0)
     h = (z1 @ queue.T - (z1 * z2).sum(1, keepdim=True)) / 0.5
-    torch.testing.assert_close(got[:, 0], h.logsumexp(1) - torch.tensor(24.0, dtype=torch.float64).log())
+    h[torch.arange(24), torch.arange(24)] = -torch.inf  # slot i is sample i
+    count = h.isfinite().sum(1).double()
+    torch.testing.assert_close(got[:, 0], h.logsumexp(1) - count.log())
 
 
 def test_bad_arguments():
@@ -132,3 +137,41 @@ def test_bad_arguments():
         compopt.MemoryEstimator(D, 0)
     with pytest.raises(ValueError, match="dim is 4, the features have 5"):
         build()(*torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(6))
+
+
+@pytest.mark.parametrize("where", ["z1", "z2", "extra"])
+def test_a_bad_batch_is_not_kept(where):
+    """With one direction z1 is in no queue, and is no better for it."""
+    est = filled(build("forward"), batches=1)
+    given = dict(zip(("z1", "z2"), features(8, D, seed=1), strict=True), extra=torch.randn(3, D, dtype=torch.float64))
+    given[where][2, 0] = torch.nan
+    with pytest.warns(UserWarning, match="finite"):
+        est(given["z1"], given["z2"], torch.arange(8) + 8, extra=given["extra"])
+        est.step()
+        est(*features(8, D, seed=2), torch.arange(8))  # tells of the last call
+    est.discard()
+    assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 8
+
+
+def test_names_below_zero_are_names():
+    """Hashes are ids as well."""
+    est = filled(build(length=1), batches=0)
+    run(est, *features(8, D, seed=0), -torch.arange(1, 9))
+    est.step()
+    strangers = torch.arange(8) + 100
+    itself = strangers.clone()
+    itself[2] = -8
+    assert 0 < queue_share(est, itself) < queue_share(est, strangers)
+
+
+def test_the_radius_is_compared_with_all_candidates(recwarn):
+    """The warning that rho can never bind counts the memory."""
+    dual = compopt.TemperatureDual(100, rho=3.0, tau_init=0.1)
+    est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, length=512), dual)
+    est(*torch.randn(2, 16, D), torch.arange(16))
+    assert not [warning for warning in recwarn if "rho" in str(warning.message)]
+
+
+def test_metrics_keep_no_matrix():
+    est = filled(build(length=4096), batches=1, size=64)
+    assert max(t.numel() for f in est._shown.values() for t in getattr(f, "args", ())) <= 2 * 64

@@ -11,7 +11,7 @@ MOST = {
     "SogCLR": 61,
     "iSogCLR": 86,
     "Residual": 106,
-    "Memory": 96,
+    "Memory": 99,
     "FastCLIP v3": 104,
     "EMC2": 208,
     "NeuCLIP, 10 updates": 306,

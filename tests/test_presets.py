@@ -225,7 +225,8 @@ def test_recommended():
     assert isinstance(est, compopt.MemoryEstimator)
     assert est.normalizer.length == 128 and est.sample_groups[0]["tau"] == 0.07
     assert compopt.recommended(8, n=100, mode="unimodal").normalizer.length == 25
-    assert isinstance(compopt.recommended(8, batch_size=1023, directions="forward"), compopt.MemoryEstimator)
+    assert isinstance(compopt.recommended(8, batch_size=1023), compopt.MemoryEstimator)
+    assert isinstance(compopt.recommended(8, batch_size=16, directions="forward"), compopt.DCLEstimator)
     assert isinstance(compopt.recommended(8, batch_size=1024), compopt.DCLEstimator)
     with pytest.raises(ValueError, match="batch_size"):
         compopt.recommended(8, batch_size=0)

@@ -180,6 +180,11 @@ class Normalizer(Component):
         """
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
+    @property
+    def outside(self) -> int:
+        """Negatives of an anchor that come from outside the batch, at most."""
+        return 0
+
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
         """Refuse an ``encode`` that cannot be used, or its absence; ``given``: index and what else came along."""
         del given

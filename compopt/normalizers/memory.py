@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.batch import FIRST_NAME
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
 
 KEYS = ("index", "index2", "labels")
-UNKNOWN = torch.iinfo(torch.int64).min  # a key that was not given, equal to none
+UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
@@ -36,15 +37,18 @@ class MemoryNormalizer(Normalizer):
       batch, and adds the mean of the present batch: what all anchors together are pulled to is then what they are
       pushed from, as it is within a batch. A running mean lags behind, and does not do.
     * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
-      alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: on each
-      feature as much pull as push. With the whole pull on both sides all features meet in a point.
+      alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: as much pull
+      as push on each anchor, and on all candidates together. With the whole pull on both sides all features meet in a
+      point.
 
     Args:
         dim: of the features.
         length: ``m``, samples whose features are kept (unimodal: of both views, which are one queue of ``2 m``).
 
-    There are no hyper-parameters. ``m`` decides how old the oldest feature is, ``m / B`` steps: 8 to 16 did well in
-    trials, 32 did harm.
+    Nothing of it is in ``sample_groups``. ``m`` decides how old the oldest feature is, ``m / B`` steps: 8 to 16 did
+    well in trials, 32 did harm. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
+    sample; in unimodal mode there are two per sample. An anchor that has no negative in its batch contributes nothing,
+    whatever is in the queue.
 
     A sample is no negative of itself here either: the queue keeps ``index``, ``index2`` and ``labels``, as far as the
     calls give them.
@@ -52,9 +56,15 @@ class MemoryNormalizer(Normalizer):
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. It follows the rule of all state: a
     call works on a copy, committed by ``step()``. Within an accumulation window the copy has the earlier batches'
-    features, which are exact.
+    features too, of the same weights, moved to this batch's mean like all others.
 
-    Cost: two products of the global batch's anchors with the queue, on every rank.
+    Cost: two products of the global batch's anchors with the queue, on every rank; three matrices of that size,
+    ``(D B, m)``, which ``chunk_size`` does not split.
+
+    With ``directions="forward"`` candidates learn from the batch's share of the weights alone, about a tenth at batch
+    16: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md).
+
+    In ``eval()`` leave the index of validation data out: a number that a training sample has too would mask its slot.
 
     Communicates: nothing of its own.
 
@@ -78,6 +88,10 @@ class MemoryNormalizer(Normalizer):
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
         super().__init__(None, {})
 
+    @property
+    def outside(self) -> int:
+        return self.length * (2 if self._views else 1)
+
     def check(self, group: Mapping[str, Any]) -> None:
         del group  # it has no hyper-parameters
 
@@ -96,64 +110,68 @@ class MemoryNormalizer(Normalizer):
     # -- the call ----------------------------------------------------------------------------------------------
 
     def estimate(self, call: Call) -> Estimate:
-        z = self._stack(call.batch.features)
-        new = (z if self._views else z.flip(0))[: self._directions]  # the candidates of direction 1 come first
-        state = {name: value.to(z.device) for name, value in self.working_state(call.training).items()}
-        keys = known_keys(call.batch.keys)
+        pairs, positive = call.pairs, call.pairs.positive
+        z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
+        new, keys, scale = self._candidates(z), known_keys(call.batch.keys), scale_of(call.tau, positive)
         mean = self._mean(new)
+        queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state)
+        logits = self._logits(z, queue, positive, scale).masked_fill_(excluded, -math.inf)
+        log_total = torch.logaddexp(pairs.log_sum, self._by_sample(logits.logsumexp(2), positive))
+        weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
+        total = weights.sum(2, keepdim=True)
         if call.training:
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
-            self._pending_state = pushed(state, entries, all_finite(mean))
-        return self._estimate(call, z, self._queue(state, mean, z.dtype), self._equal(keys, state))
-
-    def _estimate(self, call: Call, z: Tensor, queue: Tensor, masked: Tensor) -> Estimate:
-        pairs, positive = call.pairs, call.pairs.positive
-        scale = 1 / call.tau if isinstance(call.tau, Tensor) else positive.new_full((), 1 / call.tau)
-        scale = scale.to(positive.dtype).expand_as(positive)
-        h = self._relative(z, queue, positive, scale).masked_fill(masked, -math.inf)
-        log_total = torch.logaddexp(pairs.log_sum, self._by_sample(h.logsumexp(2), positive))
-        weights = (h - self._by_queue(log_total).unsqueeze(2)).exp()
-        count = pairs.count + self._by_sample(masked.logical_not().sum(2, dtype=positive.dtype), positive)
-        outside: Tensor | None = None
+            usable = all_finite(log_total) if call.batch.bad is None else all_finite(log_total) & ~call.batch.bad
+            self._pending_state = pushed(state, entries, usable)
+        outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            outside = self._by_sample((weights * h.masked_fill(masked, 0)).sum(2), positive) / scale
+            outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+        count = pairs.count + self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
         return Estimate(
             log_total - count.clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
-            outside_wh=outside,
-            through_alpha=partial(self._feature_gradients, z, queue, weights, scale),
-            metrics={"queue_share": partial(share, weights)},
+            outside_wh=outside_wh,
+            through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
+            metrics={"queue_share": partial(torch.mean, total)},
         )
 
-    def _feature_gradients(self, z: Tensor, queue: Tensor, weights: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
+    def _feature_gradients(
+        self, z: Tensor, queue: Tensor, weights: Tensor, total: Tensor, scale: Tensor, slope: Tensor
+    ) -> Tensor:
         """``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor; the queue moves nothing else."""
-        push = torch.bmm(weights, queue)
-        push -= weights.sum(2, keepdim=True) * self._anchors(z.flip(0))
-        gradient = (self._by_queue(slope * scale).unsqueeze(2) * push).view(-1, *z.shape[1:])
+        push = torch.bmm(weights, queue).addcmul_(total, self._anchors(z.flip(0)), value=-1)
+        gradient = push.mul_(self._by_queue(slope * scale).unsqueeze(2)).view(-1, *z.shape[1:])
         return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
 
-    def _mean(self, new: Tensor) -> Tensor:
-        """Mean of a batch's candidates, ``(D, 1, d)``; both views have one."""
-        mean = new.mean(1, keepdim=True)
+    def _candidates(self, z: Tensor) -> Tensor:
+        """What enters the queues, those of direction 1 first, ``(D, B, d)``."""
+        return (z if self._views else z.flip(0))[: self._directions]
+
+    def _mean(self, candidates: Tensor) -> Tensor:
+        """Means of the candidates, ``(D, 1, d)``; both views have one."""
+        mean = candidates.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
-    def _queue(self, state: Mapping[str, Tensor], mean: Tensor, dtype: torch.dtype) -> Tensor:
-        """The features as they would be now, ``(Q, M, d)``."""
+    def _moved(self, state: Mapping[str, Tensor], mean: Tensor, dtype: torch.dtype) -> Tensor:
+        """The features about the mean of now, ``(Q, M, d)``."""
         moved = (state["queue"] + mean).to(dtype)
         return moved.view(1, -1, self.dim) if self._views else moved
 
-    def _equal(self, keys: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Which slots are no negatives of which anchors: of the same sample, or empty; ``(Q or 1, P, M)``."""
-        stored = state["keys"]
-        equal = ((keys[:, :, None] == stored[:, None, :]) & (stored != UNKNOWN)[:, None, :]).any(0)
-        equal |= ~state["kept"]
-        return (equal.repeat(2, 2) if self._views else equal).unsqueeze(0)
+    def _excluded(self, keys: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Which slots are no negatives of which anchors: of the same sample, or empty; ``(1, P, M)``."""
+        stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
+        excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
+        for key, others in zip(keys[1:], stored[1:], strict=True):
+            excluded |= key[:, None] == others
+        return (excluded.repeat(2, 2) if self._views else excluded).unsqueeze(0)
 
-    def _relative(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+    def _logits(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
         """``h_iq / tau_i``, ``(Q, P, M)``."""
-        similar = torch.bmm(self._anchors(z), queue.mT)
-        similar -= self._by_queue(positive).unsqueeze(2)
+        similar = torch.bmm(self._anchors(z), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         return similar.mul_(self._by_queue(scale).unsqueeze(2))
+
+    def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in self.working_state(training).items()}
 
     # -- arrangement: by sample (B, A), by queue (Q, P) --------------------------------------------------------
 
@@ -179,28 +197,33 @@ class MemoryNormalizer(Normalizer):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        device, dtype = features[0].device, features[0].dtype
-        state = {name: value.to(device) for name, value in self.state.items()}
-        both = self._stack(features)
-        mean = self._mean((both if self._views else both.flip(0))[: self._directions])
-        queue, count = self._queue(state, mean, dtype), state["kept"].sum(dtype=dtype) * (2 if self._views else 1)
-        empty = ~state["kept"].repeat(2 if self._views else 1)
+        """The queue's part of ``alpha``; row ``i`` is sample ``i``. NaN where no slot counts."""
+        z, state = self._stack(features), self._state_on(features[0].device, False)
+        queue = self._moved(state, self._mean(self._candidates(z)), z.dtype)
+        index = torch.arange(z.shape[1], device=z.device)
         chunks = []
-        for first in range(0, len(features[0]), STORED_CHUNK):
-            z = both[:, first : first + STORED_CHUNK]
-            positive = torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, self._directions)
-            own = tau[first : first + STORED_CHUNK] if isinstance(tau, Tensor) and tau.dim() else tau
-            scale = (1 / torch.as_tensor(own, dtype=dtype, device=device)).expand_as(positive)
-            h = self._relative(z, queue, positive, scale).masked_fill(empty, -math.inf)
-            chunks.append(self._by_sample(h.logsumexp(2), positive) - count.clamp(min=1).log())
+        for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
+            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
+            scale = scale_of(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
+            keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
+            excluded = self._excluded(keys, state)
+            logits = self._logits(own, queue, positive, scale).masked_fill_(excluded, -math.inf)
+            count = self._by_sample(excluded.logical_not().sum(2, dtype=z.dtype), positive)
+            chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 
 
+def scale_of(tau: float | Tensor, like: Tensor) -> Tensor:
+    """``1 / tau`` of every anchor, ``(B, A)``."""
+    scale = (1 / tau).to(like.dtype) if isinstance(tau, Tensor) else like.new_full((), 1 / tau)
+    return scale.expand_as(like)
+
+
 def known_keys(given: Mapping[str, Tensor]) -> Tensor:
-    """``(3, B)``; where the caller gave no index, those that stand for it are negative."""
-    index = given["index"]
-    missing = torch.full_like(index, UNKNOWN)
-    return torch.stack([torch.where(index < 0, UNKNOWN, index), *(given.get(name, missing) for name in KEYS[1:])])
+    """``(3, B)``; :data:`UNKNOWN` where the caller gave none."""
+    index, missing = given["index"], torch.full_like(given["index"], UNKNOWN)
+    named = torch.where(index < FIRST_NAME, UNKNOWN, index)
+    return torch.stack([named, *(given.get(name, missing) for name in KEYS[1:])])
 
 
 def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
@@ -214,8 +237,3 @@ def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: T
         moved = torch.cat([old.narrow(axis, taken, length - taken), new], dim=axis)
         result[name] = torch.where(usable, moved, old)
     return result
-
-
-def share(weights: Tensor) -> Tensor:
-    """What the queue has of the anchors' weights, 0-d."""
-    return weights.sum(2).mean()

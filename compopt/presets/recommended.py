@@ -24,9 +24,9 @@ def recommended(
 ) -> ContrastiveEstimator:
     """The estimator to begin with, nothing to be tuned.
 
-    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples and more, where
-    so small a memory adds little, a :class:`~compopt.DCLEstimator`. Neither keeps anything per sample. Why:
-    ``docs/which.md``.
+    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07. A :class:`~compopt.DCLEstimator` for calls
+    of 1,024 samples and more, where so small a memory adds little, and with ``directions="forward"``, where the memory
+    takes from the candidates what they learn from. Neither keeps anything per sample. Why: ``docs/which.md``.
 
     Args:
         dim: of the features.
@@ -48,7 +48,8 @@ def recommended(
     """
     checks.count("dim", dim)
     length = LENGTH if n is None else max(1, min(LENGTH, checks.count("n", n) // 4))
-    if batch_size is not None and checks.count("batch_size", batch_size) >= LARGE:
+    large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
+    if large or directions == "forward":
         return DCLEstimator(TAU, mode=mode, directions=directions, chunk_size=chunk_size, process_group=process_group)
     return MemoryEstimator(
         dim, length, TAU, mode=mode, directions=directions, chunk_size=chunk_size, process_group=process_group
