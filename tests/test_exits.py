@@ -37,8 +37,10 @@ def test_the_end_waits_until_tensors_are_given_back():
     thread = hold(0.3)
     start = time.monotonic()
     collectives._await_lent()
-    assert time.monotonic() - start > 0.2 and not thread.is_alive()
+    assert time.monotonic() - start > 0.2
     assert not collectives._lent
+    thread.join(10)  # it ends after it has given them back
+    assert not thread.is_alive()
 
 
 def test_it_does_not_wait_for_ever(monkeypatch):

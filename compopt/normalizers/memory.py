@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt.batch import FIRST_NAME
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
@@ -171,7 +171,7 @@ class MemoryNormalizer(Normalizer):
         return similar.mul_(self._by_queue(scale).unsqueeze(2))
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
-        return {name: value.to(device) for name, value in self.working_state(training).items()}
+        return {name: accelerator.moved(value, device) for name, value in self.working_state(training).items()}
 
     # -- arrangement: by sample (B, A), by queue (Q, P) --------------------------------------------------------
 

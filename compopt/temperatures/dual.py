@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import accelerator, checks
 from compopt import functional as F
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature
@@ -164,7 +164,7 @@ class TemperatureDual(Temperature):
 
     def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         if self.mode == "global":
-            self._update_global(call.hyper, gradient.mean(dtype=torch.float64))
+            self._update_global(call.hyper, gradient.mean(dtype=accelerator.widest(gradient.device)))
             return {}
         if call.unimodal:
             gradient = gradient.mean(dim=1, keepdim=True)
