@@ -7,7 +7,6 @@ from compopt.presets.infonce import InfoNCEEstimator
 from compopt.presets.isogclr import ISogCLREstimator
 from compopt.presets.memory import MemoryEstimator
 from compopt.presets.neuclip import NeuCLIPEstimator
-from compopt.presets.recommended import recommended
 from compopt.presets.residual import ResidualEstimator
 from compopt.presets.sogclr import SogCLREstimator
 
@@ -21,5 +20,4 @@ __all__ = [
     "NeuCLIPEstimator",
     "ResidualEstimator",
     "SogCLREstimator",
-    "recommended",
 ]
