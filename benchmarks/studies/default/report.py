@@ -63,7 +63,7 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
         cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
         if any(cells):
             body.append([loss, *(mean_spread(list(_recalls(runs).values()), 100, 1) if runs else "" for runs in cells)])
-    return [f"## {task.capitalize()}", "", MEASURES[task][0].upper() + MEASURES[task][1:] + ".", "", table(["", *COLUMNS], body), ""]
+    return [f"## {task.capitalize()}", "", f"Measured: {MEASURES[task]}.", "", table(["", *COLUMNS], body), ""]
 
 
 def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
