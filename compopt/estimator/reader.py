@@ -189,7 +189,7 @@ class BatchReader:
         if self.table.sharded:
             return None
         if fetch is not None:
-            block = fetch.claim().take()
+            block = fetch.claim().take(rows.device)
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
         block = moved(block, rows.device)

@@ -73,8 +73,12 @@ class Ticket(ABC):
     """Rows under way, see :meth:`RowAccess.prefetch`."""
 
     @abstractmethod
-    def take(self) -> Tensor:
-        """The rows' committed values as of now, ``(R, words)`` on the requested device; call it once."""
+    def take(self, device: torch.device | None = None) -> Tensor:
+        """The rows' committed values as of now, ``(R, words)``; call it once.
+
+        Args:
+            device: where they are wanted, if that was not known when they were asked for; else the requested one.
+        """
 
     def drop(self) -> None:
         """Nobody will take it."""

@@ -85,19 +85,21 @@ class Fetched(Ticket):
             while pending:
                 read.block = pending.popleft().lay_over(read.block, read.query)
 
-    def take(self) -> Tensor:
+    def take(self, device: torch.device | None = None) -> Tensor:
+        device = self._device if device is None else device
         if self._done:
             raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
         self._done = True
         self._source.check()  # after a fork the reader is the parent's
         self._source.forget(self)
         if self.future is None:
-            return self._source.fetch(accelerator.to_device(self._rows, self._device), self._rows)
+            return self._source.fetch(accelerator.to_device(self._rows, device), self._rows)
         read = self.future.result()
-        if read.block.device.type != self._device.type:  # no streams: the reader thread left the copy to this one
-            read.block, read.query = moved(read.block, self._device), Query(self._rows.to(self._device))
-        accelerator.wait_event(read.event, self._device, (read.block, read.query.rows))
         with self._lock:  # from here on the writer thread leaves the block alone: it would lack what was laid over
+            if read.block.device.type != device.type:  # the reader has no streams, or did not know of the device yet
+                read.block = moved(read.block, device)
+                read.query = Query(accelerator.to_device(self._rows, device))
+            accelerator.wait_event(read.event, device, (read.block, read.query.rows))
             self._lay_over(read)
             self.future = None
             return read.block

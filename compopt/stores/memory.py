@@ -174,5 +174,5 @@ class _Later(Ticket):
     def __init__(self, source: RowAccess, rows: Tensor, device: torch.device) -> None:
         self._source, self._rows, self._device = source, rows, device
 
-    def take(self) -> Tensor:
-        return self._source.fetch(accelerator.to_device(self._rows, self._device), self._rows)
+    def take(self, device: torch.device | None = None) -> Tensor:
+        return self._source.fetch(accelerator.to_device(self._rows, device or self._device), self._rows)
