@@ -13,7 +13,6 @@ makes the environment.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.studies.command import parser
 from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.icons_report import write
 from benchmarks.studies.search import SEEDS, Job
@@ -149,18 +149,9 @@ def run_one(job: Job, data: Path, threads: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = argparse.ArgumentParser(
-        prog="python -m benchmarks.studies.icons",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
-    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root = parser("benchmarks.studies.icons", __doc__, STUDY.path)
     root.add_argument("--data", type=Path, default=Path("data/icons"), help="folder that make_shards wrote")
     root.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
-    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
-    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
-    root.add_argument("--results", type=Path, default=STUDY.path, help="file of the finished runs")
     args = root.parse_args(argv)
     if args.command == "run-one":
         print(json.dumps(run_one(Job(**json.loads(args.job)), args.data, args.threads)))

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.command import provenance
 from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.search import SEEDS, Results
 from recipes.report import mean_spread, table
@@ -28,7 +29,7 @@ def write(results: Results) -> None:
     lines = [
         "# CLIP on icons",
         "",
-        *_provenance(results),
+        *provenance(list(results.values()), "benchmarks/studies/icons.py", ["open_clip"]),
         "",
         f"{EPOCHS} epochs over 20,480 icons, batch 64, one small open_clip model (`recipes/clip/icons.json`); whole "
         "families of icons held out. Figures of clip-benchmark, in per cent: mean ± standard deviation of the seeds "
@@ -92,22 +93,6 @@ def _gap(one: list[float], two: list[float]) -> float:
 
 def _told(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
-
-
-def _provenance(results: Results) -> list[str]:
-    runs = list(results.values())
-    kinds = {name: ", ".join(dict.fromkeys(str(run[name]) for run in runs)) for name in ("machine", "python", "torch")}
-    dates = sorted(run["date"] for run in runs)
-    threads = ", ".join(sorted({str(run["threads"]) for run in runs}))
-    hours = sum(run["seconds"] for run in runs) / 3600
-    versions = ", ".join(dict.fromkeys(str(run["open_clip"]) for run in runs))
-    return [
-        f"- **hardware**: {kinds['machine']}; threads per run: {threads}",
-        f"- **versions**: Python {kinds['python']}, torch {kinds['torch']}, open_clip {versions}; **commit** "
-        f"{', '.join(dict.fromkeys(run['commit'] for run in runs))}",
-        f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {hours:.1f} hours of training",
-        "- **commands**: at the top of `benchmarks/studies/icons.py`",
-    ]
 
 
 def _draw(finals: dict[str, list[dict[str, Any]]]) -> None:

@@ -13,7 +13,6 @@ chosen on validation pairs; the test pairs are seen by the final runs alone.  Ea
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 import compopt
+from benchmarks.studies.command import parser
 from benchmarks.studies.search import SEEDS, Job
 from benchmarks.studies.text_arms import ARMS, EPOCHS, HELD_OUT, LOSSES, PAIRS, POOL, STUDY, TextArm
 from benchmarks.studies.text_report import write
@@ -167,18 +167,9 @@ def run_one(job: Job, wordnet: Path, threads: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = argparse.ArgumentParser(
-        prog="python -m benchmarks.studies.text",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
-    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root = parser("benchmarks.studies.text", __doc__, STUDY.path)
     root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
     root.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), metavar="ARM")
-    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
-    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
-    root.add_argument("--results", type=Path, default=STUDY.path, help="file of the finished runs")
     args = root.parse_args(argv)
     if args.command == "report":
         write(STUDY.finished(args.results))

@@ -6,6 +6,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.command import provenance
 from benchmarks.studies.search import SEEDS, Results
 from benchmarks.studies.text_arms import BATCHES, EPOCHS, LOSSES, PAIRS, POOL, STUDY, VARIED
 from recipes.report import mean_spread, table
@@ -25,7 +26,7 @@ def write(results: Results) -> None:
     lines = [
         "# Text retrieval with sentence-transformers",
         "",
-        *_provenance(results),
+        *provenance(list(results.values()), "benchmarks/studies/text.py", ["sentence_transformers"]),
         "",
         f"WordNet 3.0: the words of a synset against its definition, {PAIRS:,} pairs, {EPOCHS} epochs, one small "
         f"transformer from scratch (a layer of width 64, 24 tokens), the trainer of sentence-transformers, anchors in "
@@ -68,21 +69,6 @@ def _by_batch(finals: dict[str, list[dict[str, Any]]], title: str, metric: str) 
 def _variants(finals: dict[str, list[dict[str, Any]]]) -> str:
     body = [[loss, *(_cell(finals.get(name.format(loss=loss), [])) for name in VARIANTS.values())] for loss in VARIED]
     return table(["", *VARIANTS], body)
-
-
-def _provenance(results: Results) -> list[str]:
-    runs = list(results.values())
-    names = ("machine", "python", "torch", "sentence_transformers", "commit", "threads")
-    known = {name: ", ".join(dict.fromkeys(str(run[name]) for run in runs)) for name in names}
-    dates = sorted(run["date"] for run in runs) or ["-"]
-    return [
-        f"- **hardware**: {known['machine']}; threads per run: {known['threads']}",
-        f"- **versions**: Python {known['python']}, torch {known['torch']}, sentence-transformers "
-        f"{known['sentence_transformers']}; **commit** {known['commit']}",
-        f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {sum(run['seconds'] for run in runs) / 3600:.1f} hours "
-        f"of training",
-        "- **commands**: at the top of `benchmarks/studies/text.py`",
-    ]
 
 
 def _draw(finals: dict[str, list[dict[str, Any]]]) -> None:

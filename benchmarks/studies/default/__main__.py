@@ -12,7 +12,6 @@ again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 import compopt
+from benchmarks.studies.command import parser
 from benchmarks.studies.default.arms import ARMS, DEFAULT, STUDY
 from benchmarks.studies.default.losses import LOSSES
 from benchmarks.studies.default.report import write
@@ -61,18 +61,9 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = argparse.ArgumentParser(
-        prog="python -m benchmarks.studies.default",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
-    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root = parser("benchmarks.studies.default", __doc__, STUDY.path)
     root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
     root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
-    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
-    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
-    root.add_argument("--results", type=Path, default=STUDY.path, help="file of the finished runs")
     args = root.parse_args(argv)
     if args.command == "report":
         write(STUDY.finished(args.results))

@@ -6,6 +6,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.command import provenance
 from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, FIRST, SETS, STUDY
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results
@@ -26,7 +27,9 @@ def write(results: Results) -> None:
     lines = [
         "# Which method: four data sets",
         "",
-        *_provenance(results),
+        *provenance(
+            [run for run in results.values() if run["job"]["arm"] in ARMS], "benchmarks/studies/default/__main__.py"
+        ),
         "",
         f"Small encoders from scratch (features of {DIM}), {SAMPLES:,} samples seen in every run, of {PAIRS:,} pairs "
         f"(faces: 6,167 characters). Recall in per cent on the test half, mean ± standard deviation of the seeds "
@@ -78,17 +81,3 @@ def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
             if any(cells):
                 body.append([task, loss, *cells])
     return table(["", "", *COLUMNS], body, "ll" + "r" * len(COLUMNS))
-
-
-def _provenance(results: Results) -> list[str]:
-    runs = [run for run in results.values() if run["job"]["arm"] in ARMS]
-    names = ("machine", "python", "torch", "commit", "threads")
-    known = {name: ", ".join(dict.fromkeys(str(run[name]) for run in runs)) for name in names}
-    dates = sorted(run["date"] for run in runs) or ["-"]
-    return [
-        f"- **hardware**: {known['machine']}; threads per run: {known['threads']}",
-        f"- **versions**: Python {known['python']}, torch {known['torch']}; **commit** {known['commit']}",
-        f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {sum(run['seconds'] for run in runs) / 3600:.1f} hours "
-        f"of training",
-        "- **commands**: at the top of `benchmarks/studies/default/__main__.py`",
-    ]
