@@ -16,6 +16,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
+from compopt.kernel.statistics import scale_of
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
@@ -112,7 +113,7 @@ class MemoryNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         pairs, positive = call.pairs, call.pairs.positive
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
-        new, keys, scale = self._candidates(z), known_keys(call.batch.keys), scale_of(call.tau, positive)
+        new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state)
         logits = self._logits(z, queue, positive, scale).masked_fill_(excluded, -math.inf)
@@ -204,7 +205,7 @@ class MemoryNormalizer(Normalizer):
         chunks = []
         for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
-            scale = scale_of(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
+            scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
             excluded = self._excluded(keys, state)
             logits = self._logits(own, queue, positive, scale).masked_fill_(excluded, -math.inf)
@@ -213,10 +214,10 @@ class MemoryNormalizer(Normalizer):
         return torch.cat(chunks)
 
 
-def scale_of(tau: float | Tensor, like: Tensor) -> Tensor:
-    """``1 / tau`` of every anchor, ``(B, A)``."""
-    scale = (1 / tau).to(like.dtype) if isinstance(tau, Tensor) else like.new_full((), 1 / tau)
-    return scale.expand_as(like)
+def per_anchor_scale(tau: float | Tensor, like: Tensor) -> Tensor:
+    """``1 / tau`` of every anchor, ``(B, A)``, a number too."""
+    scale = scale_of(tau, like, *like.shape)
+    return scale if isinstance(scale, Tensor) else like.new_full((), scale).expand_as(like)
 
 
 def known_keys(given: Mapping[str, Tensor]) -> Tensor:
