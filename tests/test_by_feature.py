@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from recipes import minimal
+from tests.launching import environment
 
 ROOT = Path(__file__).parent.parent
 BASE = Path(minimal.__file__)
@@ -90,8 +90,7 @@ def launched(name: str, folder: Path, *options: str) -> list[str]:
     if name == "with_lightning":  # its own
         launcher, options = [], ("--devices", "2", *options)
     command = [sys.executable, *launcher, "-m", f"recipes.by_feature.{name}", *SMALL, "--folder", str(folder), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     # with DeepSpeed both print, and two processes may end up on one line
     return sorted(re.findall(r"(?:rank \d, )?epoch \d+: .*?%", done.stdout))

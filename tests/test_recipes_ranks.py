@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from recipes import glyphs
 from recipes.models import BatchNorm
+from tests.launching import environment
 from tests.pool import the_pool
 
 pytestmark = pytest.mark.distributed
@@ -38,18 +39,17 @@ def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEP
     arguments = ["--limit", "192", "--batch-size", "16", "--accumulate", "2", "--epochs", "1", "--eval-every", "1"]
     arguments += ["--max-steps", str(steps), "--threads", "1", "--no-plots", "--no-progress"]
     arguments += ["--cache-dir", str(cache), "--output-dir", str(output), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", *launcher, *arguments]
-    code, out, err = finish(command, environment)
+    code, out, err = finish(command)
     assert code == 0, err[-4000:]
     assert out.count("wrote ") == 1  # by the main process alone
     return json.loads((output / "metrics.json").read_text())["runs"][0]
 
 
-def finish(command, environment):
+def finish(command):
     """Run in a session of its own: a launcher that hangs ends with its ranks."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes) as process:
         try:
             out, err = process.communicate(timeout=300)  # DeepSpeed may compile an extension first
         except BaseException:

@@ -67,6 +67,7 @@ def main(argv=None):
         accelerator.save_state(args.folder / str(epoch + 1))  # the rows of all ranks too
         found = recall(accelerator.unwrap_model(model), held_out)
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * found:.1f} %")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(argv=None):
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(EstimatorCallback(est, trainer))  # commits, and rows in each checkpoint
     trainer.train(resume_from_checkpoint=args.resume)
-    trainer.accelerator.end_training()  # ends the process group, while the interpreter can still wait for its threads
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

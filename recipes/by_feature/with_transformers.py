@@ -73,7 +73,7 @@ def main(argv=None):
     trainer.est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after TrainingArguments
     trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # commits, and rows in each checkpoint
     trainer.train(resume_from_checkpoint=args.resume)
-    trainer.accelerator.end_training()  # ends the process group, while the interpreter can still wait for its threads
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import errno
 import io
 import json
 import math
-import os
 import re
 import resource
 import subprocess
@@ -20,6 +19,7 @@ open_clip = pytest.importorskip("open_clip")
 
 import compopt  # noqa: E402
 from recipes import clip_webdataset as recipe  # noqa: E402
+from tests.launching import environment  # noqa: E402
 from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
 
 SIZES, N = [9, 13, 7, 11], 40
@@ -429,8 +429,7 @@ def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):
 def launch(processes, given, output, *more, check=True, module="recipes.clip_webdataset"):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--standalone", "-m", module, *arguments(given, output, *more)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
     if check:
         assert run.returncode == 0, run.stderr[-3000:]
     return run
