@@ -3,7 +3,7 @@
 =======  ==============================================  ==========================================
 glyphs   characters in 16 faces, and their names         R@1 in both directions, other faces
 icons    icons, and the words of their names             zero-shot among 500 names, other families
-words    the words of a WordNet synset, its definition   R@1 in both directions, other synsets
+words    the words of a WordNet synset, its definition   R@1 in both directions, 1,024 other synsets at a time
 faces    a character in two faces (one modality)         R@1 between faces, other characters among all
 =======  ==============================================  ==========================================
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Protocol
 
 import torch
@@ -31,6 +32,7 @@ PARTS = ("validation", "test")
 SAMPLES = 65_536  # seen in a run, whatever the batch
 PAIRS = 32_768  # of glyphs, icons and words
 DIM, WIDTH = 64, 16  # of the features, and of the first convolution
+POOL = 1024  # held-out words that are searched at a time
 
 
 class Task(Protocol):
@@ -109,7 +111,7 @@ class Words:
     def __init__(self, part: str, folder: Path) -> None:
         pairs = text.load(folder, held_out=4096, limit=PAIRS)
         sides = [[plain(line) for line in side] for side in (pairs.queries, pairs.documents)]
-        self.tokenizer = Tokenizer([side[i] for side in sides for i in pairs.train], min_count=6, length=16)
+        self.tokenizer = Tokenizer([side[i] for side in sides for i in pairs.train], min_count=3, length=24)
         train, held_out = torch.from_numpy(pairs.train), torch.from_numpy(getattr(pairs, part))
         self.queries, self.answers = (self.tokenizer([side[i] for i in train]) for side in sides)
         self.held_out = [self.tokenizer([side[i] for i in held_out]) for side in sides]
@@ -125,7 +127,9 @@ class Words:
         return in_chunks(model.text, self.queries), in_chunks(model.text, self.answers)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        return between(*(in_chunks(model.text, side) for side in self.held_out))
+        one, two = (in_chunks(model.text, side).split(POOL) for side in self.held_out)
+        scores = [between(*sides) for sides in zip(one, two, strict=True)]
+        return {name: mean(score[name] for score in scores) for name in scores[0]}
 
 
 def plain(line: str) -> str:
