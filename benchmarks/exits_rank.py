@@ -85,7 +85,7 @@ def last(case: dict, collectives: Callable[[], object]) -> None:
 def make_late() -> None:
     """Let this thread keep the interpreter's lock during and after collectives, from here on."""
     sys.setswitchinterval(1000.0)
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce"):
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "all_reduce"):
         if hasattr(dist, name):
             setattr(dist, name, late(getattr(dist, name)))
 

@@ -67,6 +67,7 @@ def what_collectives_get(group):
     with (
         mock.patch.object(dist, gather, recording(getattr(dist, gather))),
         mock.patch.object(dist, "all_reduce", recording(dist.all_reduce)),
+        mock.patch.object(dist, "all_to_all_single", recording(dist.all_to_all_single)),
     ):
         est = compopt.SogCLREstimator(20, shard=True, process_group=group)
         z1, z2 = torch.randn(2, 4, 3, requires_grad=True).unbind()

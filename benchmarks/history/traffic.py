@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that one rank sends in a ring, in all and by collective that it takes part in as a sender."""
+    """Bytes that one rank sends, gathering in a ring, in all and by collective that it takes part in as a sender."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -36,6 +36,8 @@ class Traffic(TorchDispatchMode):
         share = (self.ranks - 1) / self.ranks
         if name.startswith("allreduce"):
             return 2 * share * _bytes(args[0])
+        if name.startswith("alltoall"):
+            return share * _bytes(args[1])
         if "allgather" in name:
             return share * _bytes(args[0])  # what is gathered
         if "reduce_scatter" in name:

@@ -150,13 +150,13 @@ class Ranks:
         self._control.doing = now
         message = self.blank() if message is None else message
         message[0] = control.OPERATIONS.index(now.operation)
-        table = collectives.all_gather(message, self.host, self.size, self._control)
+        table = collectives.tell(message, self.host, self.size, self._control)
         control.refuse_different(table[:, 0].tolist())
         return table
 
     def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
-        """CPU tensors of one shape ``(...)`` from all ranks over a group of their own, ``(K, ...)``."""
-        return message[None] if self.size == 1 else collectives.all_gather(message, group, self.size, what)
+        """Small CPU tensors of one shape ``(...)`` from all ranks over a group of their own, ``(K, ...)``."""
+        return message[None] if self.size == 1 else collectives.tell(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
