@@ -144,7 +144,8 @@ def _fresh(est: Estimator, root: Path, content: dict[str, Any], blocking: bool) 
 def _start(est: Estimator, job: Job) -> SaveHandle:
     """Give a job to a thread."""
     try:
-        est._saving = SaveHandle(job.target.path, job.run, job.rows and job.rows.snapshot.abandon)
+        abandon = None if job.rows is None else job.rows.snapshot.abandon
+        est._saving = SaveHandle(job.target.path, job.run, abandon)
     except BaseException as error:  # no more threads can be had
         job.release()
         job.parts.failed(error)
