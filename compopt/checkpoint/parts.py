@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ SHORTEST, LONGEST = 0.01, 1.0  # seconds between two looks
 
 
 class AnotherRank(RuntimeError):
-    """Another rank failed, or is gone."""
+    """Another rank has said that it failed."""
 
 
 class Parts:
@@ -85,9 +85,9 @@ class Parts:
 
     def collect(self) -> list[File]:
         """On rank 0: the files of the others, once all of them are on the disk."""
-        others = set(range(1, self._size))
-        self._wait(lambda: others <= self._in(WRITTEN), others)
-        paths = [self._path(rank, WRITTEN) for rank in sorted(others)]
+        others = range(1, self._size)
+        self._wait(lambda: self._in(WRITTEN).issuperset(others), others)
+        paths = [self._path(rank, WRITTEN) for rank in others]
         files = [File.parse(entry) for path in paths for entry in json.loads(path.read_bytes())]
         for path in paths:
             path.unlink()
@@ -103,23 +103,22 @@ class Parts:
             self._own.unlink()
 
     def await_end(self) -> None:
-        """On rank 0, which failed: until the others write no more and know why, or are given up."""
-        others = set(range(1, self._size))
-        with suppress(AnotherRank):
-            self._wait(lambda: others <= self._in(FAILED, STOPPED), others, tolerant=True)
+        """On rank 0, which failed: until the others write no more and know why, but no longer than :data:`SILENCE`."""
+        end = time.monotonic() + SILENCE
+        for _ in _pauses():
+            if self._in(FAILED, STOPPED).issuperset(range(1, self._size)) or time.monotonic() > end:
+                return
 
-    def _wait(self, over: Callable[[], bool], watched: Collection[int], tolerant: bool = False) -> None:
+    def _wait(self, over: Callable[[], bool], watched: Collection[int]) -> None:
         """Look until it is over; raises if a rank has failed, or a watched one gives no sign."""
-        pause = SHORTEST
-        while not over():
+        for _ in _pauses():
+            if over():
+                return
             states = self._look()
-            if not tolerant:
-                self._refuse(states)
+            self._refuse(states)
             self._refuse_silence(watched, states)
             with suppress(OSError):
                 os.utime(self._own)
-            time.sleep(pause)
-            pause = min(LONGEST, 1.5 * pause)
 
     def _look(self) -> dict[int, str]:
         """The state of each rank."""
@@ -131,7 +130,7 @@ class Parts:
         try:
             return os.listdir(self._target.path)
         except FileNotFoundError:
-            raise AnotherRank(f"{self._target.path} was removed while it was written; was it by another run?") from None
+            raise RuntimeError(f"{self._target.path} was removed while it was written: by another run?") from None
 
     def _in(self, *states: str) -> set[int]:
         return {rank for rank, state in self._look().items() if state in states}
@@ -152,7 +151,7 @@ class Parts:
                 known, since = self._signs.get(rank, (None, now))
                 self._signs[rank] = (sign, since if sign == known else now)
                 if now - self._signs[rank][1] > SILENCE:
-                    raise AnotherRank(
+                    raise RuntimeError(
                         f"rank {rank} has given no sign for {SILENCE:.0f} s while {self._target.path} was written: did "
                         f"it end?"
                     )
@@ -161,3 +160,12 @@ class Parts:
         with suppress(OSError):
             return self._path(rank, WRITING).stat().st_mtime_ns
         return 0
+
+
+def _pauses() -> Iterator[None]:
+    """Now, and again and again after pauses that become longer."""
+    pause = SHORTEST
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(LONGEST, 1.5 * pause)

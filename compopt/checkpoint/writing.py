@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.distributed.ranks import Ranks
 from compopt.stores import table as tables
 from compopt.stores.base import RowStore
-from compopt.stores.snapshot import Snapshot, read_chunks
+from compopt.stores.snapshot import Snapshot, copies, on_host
 from compopt.stores.table import RowTable, Saved
 
 # From some chunks to their rows, a block for each, on the host.
@@ -66,7 +65,7 @@ def write_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: b
     """Write or link this rank's row files, of the rows between two commits. Collective."""
     with table.at_rest() as store:
         cut = _cut(table, ranks, target, incremental, range(ranks.size))
-        files: list[File] = ranks.agree(lambda: cut.write(table, target, partial(read_chunks, store)))
+        files: list[File] = ranks.agree(lambda: cut.write(table, target, lambda chunks: on_host(copies(store, chunks))))
     table.remember(cut.saved)
     return files
 

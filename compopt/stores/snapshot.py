@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ from compopt.stores.layout import WORD
 UNSORTED = 1 << 18
 
 
-def read_chunks(store: RowStore, chunks: Sequence[int]) -> list[Tensor]:
-    """The rows of some chunks as they are now, a block for each, on the host."""
+def copies(store: RowStore, chunks: Sequence[int]) -> Iterator[Tensor]:
+    """The rows of some chunks as they are now, a block for each, where they are."""
     size = store.changes.chunk_rows
-    return [store.block(chunk * size, min((chunk + 1) * size, store.n)).cpu().view(WORD) for chunk in chunks]
+    for chunk in chunks:
+        yield store.block(chunk * size, min((chunk + 1) * size, store.n))
+
+
+def on_host(blocks: Iterable[Tensor]) -> list[Tensor]:
+    """Blocks ``(R, words)`` on the host, one after the other."""
+    return [block.cpu().view(WORD) for block in blocks]
 
 
 class Snapshot:
@@ -30,8 +36,8 @@ class Snapshot:
 
     Whoever writes rows gives them to :meth:`keep` before, which notes what they were. A chunk is read from the store
     as it is, and what was noted by then is laid over it. A write that the read has met, as a whole or in part, was
-    noted before it began, so that neither waits for the other. A device with streams is read on a stream of its own,
-    and a commit waits for nothing.
+    noted before it began, so that neither waits for the other. On a device with streams a chunk is copied between two
+    commits, on their stream, and taken to the host on another one: a commit waits for nothing.
 
     Memory: of each row that is written after the moment and before it is read at most two former values, and
     :data:`UNSORTED` values and those of one commit besides; a value takes the row's bytes and 8.
@@ -45,7 +51,7 @@ class Snapshot:
         self._store, self._size = store, store.changes.chunk_rows
         self._left = torch.zeros(chunk_count(store.n, self._size), dtype=torch.bool, device="cpu")
         self._left[torch.as_tensor(chunks, dtype=torch.int64, device="cpu")] = True
-        self._side = accelerator.new_stream(store.device)
+        self._stream, self._side = accelerator.current_stream(store.device), accelerator.new_stream(store.device)
         self._noted: list[tuple[Tensor, Tensor, Any]] = []
         self._unsorted, self._former = 0, Former()
         self._noting, self._sorting = threading.Lock(), threading.Lock()
@@ -88,8 +94,12 @@ class Snapshot:
     def read(self, chunks: Sequence[int]) -> list[Tensor]:
         """The rows of some chunks as they were, a block ``(R, words)`` for each, on the host."""
         device = self._store.device
+        with accelerator.current(device, self._stream):
+            there = list(copies(self._store, chunks))  # all of them: each wait is one for a step
+            event = accelerator.event(device)
         with accelerator.current(device, self._side):
-            blocks = read_chunks(self._store, chunks)
+            accelerator.wait_event(event, device, there)
+            blocks = on_host(there)
         self._sort()  # after the read: of what it has met, everything was noted
         if self._error is not None:
             raise self._error
