@@ -223,7 +223,7 @@ def _describe(est: Estimator) -> dict[str, Any]:
 def _state(est: Estimator) -> dict[str, Tensor]:
     """State that is not rows, by role and name."""
     return {
-        f"{role}.{name}": value.detach().to("cpu", copy=True)
+        f"{role}.{name}": value.detach().cpu()
         for role, part in est._components.items()
         for name, value in part.saved_state().items()
     }
