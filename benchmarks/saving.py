@@ -16,8 +16,11 @@ from pathlib import Path
 import torch
 
 import compopt
-from recipes.report import table
+from benchmarks.saved import save
+from recipes.report import environment, heading, table
 
+ABOUT = """SogCLR with n = {n:,}, batches of {batch} random rows; every save writes all rows. Medians of {saves} saves;
+of commits median and 99th percentile, without a save and beside one."""
 BATCH, DIM = 1024, 64
 COLUMNS = [
     "rows on",
@@ -90,14 +93,20 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
+    parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    env = environment()
     lines = []
     for offload in args.offload:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
             lines.append(measure(args.n, None if offload == "none" else offload, args.saves, Path(folder)))
-    print(f"n={args.n:,}, batches of {BATCH}")
-    print(table([*COLUMNS, "commits beside"], lines, "l"))
+    head = [*COLUMNS, "commits beside"]
+    what = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves)
+    text = "\n".join([*heading("Saves and training", env), what, "", table(head, lines)])
+    print(text)
+    if not args.no_save:
+        save("saving", text, env, [dict(zip(head, line, strict=True)) for line in lines])
 
 
 if __name__ == "__main__":

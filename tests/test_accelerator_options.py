@@ -201,6 +201,23 @@ def test_a_checkpoint_beside_training(after, offload, tmp_path, monkeypatch):
     assert not torch.equal(est.read(torch.arange(N))["count"].cpu(), loaded.read(torch.arange(N))["count"])
 
 
+def test_rows_move_when_they_are_read(tmp_path, monkeypatch):
+    est, go, look = compopt.SogCLREstimator(N), threading.Event(), snapshot.copies
+    train(est, "cpu", range(3))
+    monkeypatch.setattr(snapshot, "copies", lambda *args: go.wait(30) and look(*args))
+    handle = compopt.save(est, tmp_path, blocking=False)
+    thread = threading.Thread(target=est.to, args=(DEVICE,))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and est.device.type == "cpu"
+    go.set()
+    thread.join(30)
+    loaded = compopt.SogCLREstimator(N)
+    compopt.load(loaded, handle.wait(30))
+    assert est.device == DEVICE
+    same_rows(loaded, est)
+
+
 def test_rows_on_the_device_grow_and_are_copied():
     on_cpu, there = (compopt.SogCLREstimator(N - 50) for _ in range(2))
     for est, device in ((on_cpu, "cpu"), (there, DEVICE)):

@@ -16,7 +16,7 @@ import torch
 
 import compopt
 from compopt.checkpoint import manifest, parts
-from compopt.stores import changes, snapshot, table
+from compopt.stores import DiskStore, MemoryStore, changes, snapshot, table
 from compopt.stores.former import Former, Run, merge
 from tests.helpers import assert_same_bits, features, run
 from tests.helpers import snapshot as shown
@@ -184,6 +184,37 @@ def test_state_that_is_not_rows(tmp_path):
 def test_an_estimator_without_rows(tmp_path):
     path = compopt.save(compopt.InfoNCEEstimator(), tmp_path, blocking=False).wait(WAIT)
     assert compopt.load(compopt.InfoNCEEstimator(), tmp_path) == path
+
+
+def a_store(kind, folder):
+    """Every row has its own value."""
+    store = DiskStore(folder, "rows", N, 1, {}) if kind == "disk" else MemoryStore(N, 1)
+    store.write_block(0, torch.arange(N, dtype=torch.complex128)[:, None])
+    return store
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_whatever_writes_to_a_store(kind, tmp_path):
+    store = a_store(kind, tmp_path)
+    held = snapshot.Snapshot(store, list(range(30)))
+    store.write_block(3, torch.full((50, 1), -1.0, dtype=torch.complex128))
+    store.scatter(torch.tensor([0, 60, 0, 202]), torch.full((4, 1), -2.0, dtype=torch.complex128))
+    found = torch.cat(held.read([0, 1, 2, 3, 4, 5, 6]) + held.read([28, 29]))[:, 0].real
+    assert found.tolist() == [*range(28), *range(112, 120)]
+    held.release()
+    assert store.block(0, 1).item() == -2 and store.snapshot is None
+
+
+def test_a_file_is_not_closed_while_it_is_read(tmp_path):
+    store = a_store("disk", tmp_path)
+    held = snapshot.Snapshot(store, [0, 1, 2])
+    thread = threading.Thread(target=store.close)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and held.read([0, 1, 2])[1][0].item() == CHUNK
+    held.release()
+    thread.join(WAIT)
+    assert not thread.is_alive()
 
 
 # -- what else goes on -------------------------------------------------------------------------------------------
@@ -567,7 +598,7 @@ def test_on_ranks(options, tmp_path):
 
 def one_fails(group, directory, failing, how):
     """One rank cannot write, or is gone; then the run goes on."""
-    changes.CHUNK_ROWS, table.BLOCK_ROWS, parts.SILENCE = CHUNK, BLOCK, 1.0
+    changes.CHUNK_ROWS, table.BLOCK_ROWS, parts.SILENCE = CHUNK, BLOCK, 0.6
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, shard=True)
     fill(est, rank, size)
@@ -580,7 +611,7 @@ def one_fails(group, directory, failing, how):
         if rank == failing and path.name.startswith("rows-"):
             if how == "full":
                 raise OSError("disk full")
-            time.sleep(3)
+            time.sleep(1.5)
         original(path, content)
 
     try:

@@ -60,8 +60,8 @@ class Parts:
     def alive(self) -> None:
         """This rank is still writing; raises if another one has failed."""
         if self._size > 1:
-            os.utime(self._own)
             self._refuse(self._look())
+            os.utime(self._own)
 
     def written(self, files: Sequence[File]) -> None:
         """This rank's files are on the disk."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -67,15 +66,18 @@ def save(
     one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
-    *Beside training.* With ``blocking=False`` the call returns once the state that is not rows is copied and the
-    ranks agree on what each writes; a thread of each rank writes it. What is committed meanwhile is not part of the
-    checkpoint: a commit keeps the former values of the rows that it overwrites until they are written. That takes
-    memory for at most two values of each row that is overwritten before it is written (and of 2^18 rows more), on
-    the rows' device and in host memory. The next save waits for this one, and so do ``load``, ``load_state_dict``,
-    ``add_sample_group`` and the end of the interpreter. What goes wrong is raised by ``wait()`` of the handle or,
-    if nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave
-    the others waiting. One rank may also save in a thread of its own beside training: the next commit then waits.
-    Several ranks save in the thread that calls the estimator; elsewhere that is refused.
+    *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
+    that is not rows is copied and the ranks agree on what each writes; a thread of each rank writes it. What is
+    committed meanwhile is not part of the checkpoint: a commit keeps the former values of the rows that it overwrites
+    until they are written. That takes memory for at most two values of each row that is overwritten before it is
+    written, and of 2^18 rows more. The next save waits for this one, and so do ``load``, ``load_state_dict``,
+    ``add_sample_group`` and the end of the interpreter. What goes wrong is raised by ``wait()`` of the handle or, if
+    nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave the
+    others waiting.
+
+    One rank may also save in a thread of its own beside training: what is written is the state between two commits,
+    and without ``blocking=False`` the next commit waits until it is written. Several ranks save in the thread that
+    calls the estimator; elsewhere that is refused.
 
     Args:
         est: the estimator.
@@ -216,8 +218,7 @@ def _describe(est: Estimator) -> dict[str, Any]:
     est._groups.check()
     told = {} if est.data_fingerprint is None else {"data_fingerprint": est.data_fingerprint}
     chunk_rows = 1 if est._table is None else est._table.store.changes.chunk_rows
-    config = deepcopy(states.config(est))  # it may be written while training changes it
-    return {"config": config, "sample_groups": est._groups.saved(), "chunk_rows": chunk_rows, **told}
+    return {"config": states.config(est), "sample_groups": est._groups.saved(), "chunk_rows": chunk_rows, **told}
 
 
 def _state(est: Estimator) -> dict[str, Tensor]:

@@ -63,7 +63,8 @@ class Estimator(Commits):
     State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
 
     Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
-    meanwhile, and sees the state between two commits; a commit waits for it. What communicates with other ranks must
+    meanwhile, and sees the state between two commits; a commit waits for it, and does not for a save with
+    ``blocking=False``. What communicates with other ranks must
     run in the thread that calls, and is refused elsewhere with a ``RuntimeError``.
 
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
