@@ -30,7 +30,7 @@ SILENCE = 600.0
 SHORTEST, LONGEST = 0.01, 1.0  # seconds between two looks
 
 
-class AnotherRank(RuntimeError):
+class _AnotherRank(RuntimeError):
     """Another rank has said that it failed."""
 
 
@@ -74,7 +74,7 @@ class Parts:
 
     def failed(self, error: BaseException) -> None:
         """This rank writes no more, and neither shall the others."""
-        state = STOPPED if isinstance(error, AnotherRank) else FAILED
+        state = STOPPED if isinstance(error, _AnotherRank) else FAILED
         if self._size > 1:
             with suppress(OSError):
                 self._own.write_text(f"{type(error).__name__}: {error}")
@@ -140,8 +140,8 @@ class Parts:
             if state == FAILED and rank != self._rank:
                 with suppress(OSError):
                     if why := self._path(rank, FAILED).read_text():
-                        raise AnotherRank(f"rank {rank} failed: {why}")
-                raise AnotherRank(f"rank {rank} failed to write its part of {self._target.path}; it knows why")
+                        raise _AnotherRank(f"rank {rank} failed: {why}")
+                raise _AnotherRank(f"rank {rank} failed to write its part of {self._target.path}; it knows why")
 
     def _refuse_silence(self, watched: Collection[int], states: dict[int, str]) -> None:
         now = time.monotonic()
