@@ -178,16 +178,16 @@ def test_a_checkpoint_beside_training(after, offload, tmp_path, monkeypatch):
     est, at_the_cut = compopt.SogCLREstimator(N, offload=offload, **options), compopt.SogCLREstimator(N)
     train(est, DEVICE, range(8))
     at_the_cut.load_state_dict(est.state_dict())
-    look, reached, go = snapshot.copies, threading.Event(), threading.Event()
+    name = "on_host" if after else "copies"
+    look, reached, go = getattr(snapshot, name), threading.Event(), threading.Event()
 
     def held(*args):
-        if after:
-            blocks = list(look(*args))
+        blocks = look(*args) if after else None
         reached.set()
         assert go.wait(30)
         return blocks if after else look(*args)
 
-    monkeypatch.setattr(snapshot, "copies", held)
+    monkeypatch.setattr(snapshot, name, held)
     batches = [batch(seed, DEVICE) for seed in range(8, 16)]
     handle = compopt.save(est, tmp_path / "files", blocking=False)
     assert reached.wait(30)
@@ -208,7 +208,7 @@ def test_rows_move_when_they_are_read(tmp_path, monkeypatch):
     handle = compopt.save(est, tmp_path, blocking=False)
     thread = threading.Thread(target=est.to, args=(DEVICE,))
     thread.start()
-    thread.join(0.1)
+    thread.join(1)
     assert thread.is_alive() and est.device.type == "cpu"
     go.set()
     thread.join(30)
