@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="kills per setting")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
+    parser.add_argument("--beside", action="store_true", help="save with blocking=False")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
     parser.add_argument("--output", type=Path, default=RESULTS / "faults.md")
     args = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
     env, lines = environment(), []
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         for offload in args.offload:
-            setting = Setting(offload=None if offload == "none" else offload)
+            setting = Setting(offload=None if offload == "none" else offload, blocking=not args.beside)
             started = time.perf_counter()
             outcome = torture(setting, args.kills, args.seed, Path(folder), say=show)
             lines.append((setting, outcome, time.perf_counter() - started))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import compopt
+from compopt.estimator.save_handle import SaveHandle
 
 DIM, BATCH = 8, 32
 SAVED, INSIDE = 1, 2  # what a run tells of itself: bytes of shared memory
@@ -26,6 +27,7 @@ class Setting:
     steps: int = 24
     save_every: int = 1
     keep: int = 2
+    blocking: bool = True
 
 
 class Training:
@@ -48,6 +50,7 @@ class Training:
         else:
             self.est = compopt.ISogCLREstimator(setting.n, gamma=0.7, rho=1.0, tau_init=0.1, **options)
         self.est.attach(self.optimizer)
+        self.handle: SaveHandle | None = None
 
     def step(self, number: int) -> None:
         """One update; its batch is a function of its number."""
@@ -67,7 +70,16 @@ class Training:
         partial = models / "partial"
         torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
         os.replace(partial, models / f"{self.est.t}.pt")
-        compopt.save(self.est, self.directory / "checkpoints", keep=self.setting.keep)
+        folder, keep = self.directory / "checkpoints", self.setting.keep
+        if self.setting.blocking:
+            compopt.save(self.est, folder, keep=keep)
+        else:
+            self.handle = compopt.save(self.est, folder, keep=keep, blocking=False)
+
+    @property
+    def saving(self) -> bool:
+        """A save goes on beside training."""
+        return self.handle is not None and not self.handle.done
 
     def load(self) -> None:
         """Load the newest complete checkpoint."""
@@ -101,7 +113,9 @@ def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> 
                 flags[INSIDE] = 1
             run.save()
             if flags is not None:
-                flags[INSIDE], flags[SAVED] = 0, 1
+                flags[SAVED] = 1
+        if flags is not None:
+            flags[INSIDE] = run.saving
         if flags is None:
             digests[run.est.t] = run.digest()
     return {**digests, setting.steps: run.digest()}

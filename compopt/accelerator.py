@@ -66,6 +66,12 @@ def new_stream(device: torch.device) -> Any:
     return None if module is None else module.Stream(device)
 
 
+def current_stream(device: torch.device) -> Any:
+    """The stream to which this thread gives a device's work; ``None`` where there are no streams."""
+    module = _streams(device)
+    return None if module is None else module.current_stream(device)
+
+
 @contextlib.contextmanager
 def current(device: torch.device, stream: Any = None) -> Iterator[None]:
     """Inside, the device and one of its streams are this thread's current ones."""

@@ -10,9 +10,10 @@ from benchmarks import faults
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
 @pytest.mark.parametrize("offload", [None, "disk"])
-def test_killed_runs_recover(offload, tmp_path):
-    setting = faults.Setting(offload=offload, n=20_000, steps=8)
+def test_killed_runs_recover(offload, blocking, tmp_path):
+    setting = faults.Setting(offload=offload, n=20_000, steps=8, blocking=blocking)
     outcome = faults.torture(setting, kills=3, seed=1, root=tmp_path)
     assert outcome.kills >= 3 and outcome.ends >= 1
 

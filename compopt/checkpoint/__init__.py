@@ -1,5 +1,6 @@
 """``save`` and ``load``: checkpoints of tables that are larger than memory."""
 
 from compopt.checkpoint.saving import load, save
+from compopt.estimator.save_handle import SaveHandle
 
-__all__ = ["load", "save"]
+__all__ = ["SaveHandle", "load", "save"]

@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from compopt import checks
 from compopt.checkpoint import manifest
+from compopt.checkpoint.background import Job, Rows
 from compopt.checkpoint.manifest import STATE, Checkpoint
+from compopt.checkpoint.parts import Parts
 from compopt.checkpoint.reading import Contents
-from compopt.checkpoint.writing import write_rows, write_tensors
+from compopt.checkpoint.writing import hold_rows, write_rows, write_tensors
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
+from compopt.estimator.save_handle import SaveHandle
 
 
-def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2, incremental: bool = True) -> Path:
+@overload
+def save(
+    est: Estimator,
+    directory: str | os.PathLike[str],
+    keep: int = ...,
+    incremental: bool = ...,
+    blocking: Literal[True] = ...,
+) -> Path: ...
+
+
+@overload
+def save(
+    est: Estimator,
+    directory: str | os.PathLike[str],
+    keep: int = ...,
+    incremental: bool = ...,
+    *,
+    blocking: Literal[False],
+) -> SaveHandle: ...
+
+
+@overload
+def save(
+    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
+) -> Path | SaveHandle: ...
+
+
+def save(
+    est: Estimator,
+    directory: str | os.PathLike[str],
+    keep: int = 2,
+    incremental: bool = True,
+    blocking: bool = True,
+) -> Path | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in blocks of 2^20, and holds a few copies of one block in memory. A
@@ -30,8 +66,18 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2, incre
     one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
-    One rank may save in a thread beside training: what is written is the state between two commits, and the next commit
-    waits until it is written. Several ranks save in the thread that calls the estimator; elsewhere that is refused.
+    *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
+    that is not rows is copied and the ranks agree on what each writes; a thread of each rank writes it. What is
+    committed meanwhile is not part of the checkpoint: a commit keeps the former values of the rows that it overwrites
+    until they are written. That takes memory for at most two values of each row that is overwritten before it is
+    written, and of 2^18 rows more. The next save waits for this one, and so do ``load``, ``load_state_dict``,
+    ``add_sample_group`` and the end of the interpreter. What goes wrong is raised by ``wait()`` of the handle or, if
+    nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave the
+    others waiting.
+
+    One rank may also save in a thread of its own beside training: what is written is the state between two commits,
+    and without ``blocking=False`` the next commit waits until it is written. Several ranks save in the thread that
+    calls the estimator; elsewhere that is refused.
 
     Args:
         est: the estimator.
@@ -40,32 +86,41 @@ def save(est: Estimator, directory: str | os.PathLike[str], keep: int = 2, incre
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
             damage to it is damage to all of them.
+        blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint.
+        The directory of the new checkpoint; with ``blocking=False`` a handle with ``wait()``, which returns that
+        directory once it is complete, and ``done``.
 
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
         ValueError: the directory is itself a checkpoint, or has those of another method.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls.
+        Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
-    Communicates: collective; a few small messages.
+    Communicates: collective; a few small messages, all of them before it returns. Beside training the ranks learn
+    from files in the new directory when all of them have written.
     """
     checks.count("keep", keep)
+    checks.flag("blocking", blocking)
     with doing("compopt.save()", est.t):
         est._ranks.agree(lambda: _begin(est))
         with est._state.copying():
-            return _save(est, Path(directory), keep, incremental)
+            return _save(est, Path(directory), keep, incremental, blocking)
 
 
-def _save(est: Estimator, root: Path, keep: int, incremental: bool) -> Path:
-    ranks = est._ranks
+def _save(est: Estimator, root: Path, keep: int, incremental: bool, blocking: bool) -> Path | SaveHandle:
+    ranks, table = est._ranks, est._table
     content = ranks.agree(lambda: _describe(est))
     state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
-    made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
-    target: Checkpoint = ranks.gather_objects(made)[0]
+    target = _fresh(est, root, content, blocking)
+    parts = Parts(target, ranks.rank, ranks.size)
     try:
-        files = [] if est._table is None else write_rows(est._table, ranks, target, incremental)
+        if not blocking:
+            ranks.agree(parts.begin)
+            rows = None if table is None else Rows(table, *hold_rows(table, ranks, target, incremental))
+            return _start(est, Job(ranks.rank, target, parts, root, keep, content, state, rows))
+        files = [] if table is None else write_rows(table, ranks, target, incremental)
         others = ranks.agree(lambda: [write_tensors(target, STATE, state)] if ranks.rank == 0 else [])
         everyone = [file for own in ranks.gather_objects([*files, *others]) for file in own]
         ranks.agree(lambda: manifest.write(target, everyone, content) if ranks.rank == 0 else None)
@@ -75,6 +130,29 @@ def _save(est: Estimator, root: Path, keep: int, incremental: bool) -> Path:
         raise
     ranks.agree(lambda: manifest.prune(root, keep) if ranks.rank == 0 else None)
     return target.path
+
+
+def _fresh(est: Estimator, root: Path, content: dict[str, Any], blocking: bool) -> Checkpoint:
+    """The directory of a new save, which rank 0 makes."""
+    ranks = est._ranks
+    modes = ranks.gather_objects(blocking)
+    if len(set(modes)) > 1:
+        raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
+    made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
+    target: Checkpoint = ranks.gather_objects(made)[0]
+    return target
+
+
+def _start(est: Estimator, job: Job) -> SaveHandle:
+    """Give a job to a thread."""
+    try:
+        abandon = None if job.rows is None else job.rows.snapshot.abandon
+        est._saving = SaveHandle(job.target.path, job.run, abandon)
+    except BaseException as error:  # no more threads can be had
+        job.release()
+        job.parts.failed(error)
+        raise
+    return est._saving
 
 
 def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None) -> Path:
@@ -102,6 +180,7 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
     est.stand_alone()
+    est._await_save()
     with doing("compopt.load()", est.t), est._state.writing():
         path = _load(est, Path(directory), t)
     est._run("load_state_dict_post")
@@ -127,6 +206,10 @@ def _load(est: Estimator, root: Path, t: int | None) -> Path:
 
 def _begin(est: Estimator) -> None:
     est.stand_alone()
+    est._await_save()
+    running, est._saving = est._saving, None
+    if running is not None:
+        running.raise_untold()
     est._run("state_dict_pre")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,11 @@ from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.distributed.ranks import Ranks
 from compopt.stores import table as tables
 from compopt.stores.base import RowStore
+from compopt.stores.snapshot import Snapshot, copies, on_host
 from compopt.stores.table import RowTable, Saved
+
+# From some chunks to their rows, a block for each, on the host.
+Read = Callable[[Sequence[int]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,20 +40,64 @@ class Base:
     files: list[File]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What this rank's part of a checkpoint is, as the ranks agreed between two commits.
+
+    Attributes:
+        kept: files of an earlier checkpoint, linked already.
+        packs: what it writes: by number of the file, the chunks in it; ascending.
+        known: chunks that the earlier checkpoint has.
+        saved: the checkpoint, once it is complete.
+    """
+
+    kept: list[File]
+    packs: dict[int, list[int]]
+    known: Chunks
+    saved: Saved
+
+    def write(self, table: RowTable, target: Checkpoint, read: Read) -> list[File]:
+        """All files of this rank."""
+        return [*self.kept, *_write_packs(table, target, self, read)]
+
+
 def write_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> list[File]:
     """Write or link this rank's row files, of the rows between two commits. Collective."""
     with table.at_rest() as store:
-        accelerator.synchronize(store.device)  # commits of other streams: a cut must not miss them
-        period = store.changes.cut()
-        base = _choose_base(table, ranks, target, table.saved if incremental else [])
-        kept, write, known = _plan(table, ranks, base)
-        if base is not None and not all(ranks.gather_objects(_link(kept, base, target))):
-            _unlink(kept, target)
-            _warn_of_links(target)
-            kept, write, known = _plan(table, ranks, None)
-        files = ranks.agree(lambda: _write_packs(table, ranks, target, write, known))
-    table.remember(Saved(target.path.resolve(), target.t, target.save_id, period))
-    return [*kept, *files]
+        cut = _cut(table, ranks, target, incremental, range(ranks.size))
+        files: list[File] = ranks.agree(lambda: cut.write(table, target, lambda chunks: on_host(copies(store, chunks))))
+    table.remember(cut.saved)
+    return files
+
+
+def hold_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> tuple[Cut, Snapshot]:
+    """Link row files, and hold the rows that are to be written as they are between two commits. Collective.
+
+    Of a file that ranks share its writer alone writes: it alone knows what its commits overwrite.
+    """
+    with ExitStack() as undo:
+        with table.at_rest() as store:
+            writers = [rank for rank, writes in enumerate(ranks.gather_objects(table.rows.writes)) if writes]
+            cut = _cut(table, ranks, target, incremental, writers)
+            snapshot = Snapshot(store, [chunk for pack in cut.packs.values() for chunk in pack])
+            undo.callback(snapshot.release)
+        undo.pop_all()
+    return cut, snapshot
+
+
+def _cut(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool, writers: Sequence[int]) -> Cut:
+    """Agree on what is linked and who writes what; the rows are at rest."""
+    changes = table.store.changes
+    accelerator.synchronize(table.store.device)  # commits of other streams: a cut must not miss them
+    period = changes.cut()
+    base = _choose_base(table, ranks, target, table.saved if incremental else [])
+    kept, write, known = _plan(table, ranks, base)
+    if base is not None and not all(ranks.gather_objects(_link(kept, base, target))):
+        _unlink(kept, target)
+        _warn_of_links(target)
+        kept, write, known = _plan(table, ranks, None)
+    packs = _share(table, ranks.rank, writers, write)
+    return Cut(kept, packs, known, Saved(target.path.resolve(), target.t, target.save_id, period))
 
 
 # -- what the save before had --------------------------------------------------------------------------------------
@@ -115,21 +163,28 @@ def _warn_of_links(target: Checkpoint) -> None:
     warnings.warn(
         f"{target.path.parent}: files of an earlier checkpoint could not be linked there, so that every save writes "
         f"all rows; keep checkpoints on a file system with hard links",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
 # -- what is written -----------------------------------------------------------------------------------------------
 
 
-def _write_packs(table: RowTable, ranks: Ranks, target: Checkpoint, write: Chunks, known: Chunks) -> list[File]:
-    """This rank's new files: of a shard, or, where every rank has all rows, its part of them."""
+def _share(table: RowTable, rank: int, writers: Sequence[int], write: Chunks) -> dict[int, list[int]]:
+    """The files that a rank writes: those of its shard, or, where every rank has all rows, its part of them."""
     chunks = np.flatnonzero(write)
     full = _full(table.store.changes.chunk_rows)
-    packs = [chunks[first : first + full] for first in range(0, len(chunks), full)]
+    packs = [chunks[first : first + full].tolist() for first in range(0, len(chunks), full)]
+    if table.sharded:
+        return dict(enumerate(packs))
+    return {number: pack for number, pack in enumerate(packs) if writers[number % len(writers)] == rank}
+
+
+def _write_packs(table: RowTable, target: Checkpoint, cut: Cut, read: Read) -> list[File]:
+    """This rank's new files."""
     files = []
-    for number in range(len(packs)) if table.sharded else range(ranks.rank, len(packs), ranks.size):
-        blocks, spans = _read_chunks(table.store, packs[number].tolist(), known)
+    for number, chunks in cut.packs.items():
+        blocks, spans = _without_zeros(table.store, chunks, read(chunks), cut.known)
         if blocks:
             name = f"rows-{table.first:05d}-{number:05d}-{target.save_id}.safetensors"
             columns = table.layout.unpack(torch.cat(blocks))
@@ -137,16 +192,15 @@ def _write_packs(table: RowTable, ranks: Ranks, target: Checkpoint, write: Chunk
     return files
 
 
-def _read_chunks(
-    store: RowStore, chunks: Sequence[int], known: Chunks
+def _without_zeros(
+    store: RowStore, chunks: Sequence[int], read: Sequence[Tensor], known: Chunks
 ) -> tuple[list[Tensor], tuple[tuple[int, int], ...]]:
     """Rows of some chunks, and which they are; without chunks of zeros that the save before did not have either."""
     blocks: list[Tensor] = []
     spans: list[tuple[int, int]] = []
     size = store.changes.chunk_rows
-    for chunk in chunks:
-        start, stop = chunk * size, min((chunk + 1) * size, store.n)
-        block = store.block(start, stop).cpu()
+    for chunk, block in zip(chunks, read, strict=True):
+        start, stop = chunk * size, chunk * size + len(block)
         if known[chunk] or block.view(torch.int64).any():
             blocks.append(block)
             if spans and spans[-1][1] == start:

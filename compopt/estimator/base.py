@@ -63,7 +63,8 @@ class Estimator(Commits):
     State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
 
     Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
-    meanwhile, and sees the state between two commits; a commit waits for it. What communicates with other ranks must
+    meanwhile, and sees the state between two commits; a commit waits for it, and does not for a save with
+    ``blocking=False``. What communicates with other ranks must
     run in the thread that calls, and is refused elsewhere with a ``RuntimeError``.
 
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
@@ -121,6 +122,7 @@ class Estimator(Commits):
         is as it was. With several ranks collective.
         """
         self.stand_alone()
+        self._await_save()
         with doing("add_sample_group()", self.t), self._state.writing():
             self._groups.add(group)
             try:
@@ -362,6 +364,7 @@ class Estimator(Commits):
         self.stand_alone()
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
+        self._await_save()
         with doing("load_state_dict()", self.t), self._state.writing():
             states.load_state_dict(self, state_dict)
         self._run("load_state_dict_post")
@@ -369,10 +372,11 @@ class Estimator(Commits):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
         hooks: dict[str, Any] = {family: OrderedDict() for family in self._hooks}
-        return {**self.__dict__, "_hooks": hooks, "_reader": None, "_handshake": None, "_async_checks": None}
+        own = {"_reader": None, "_handshake": None, "_async_checks": None, "_saving": None}
+        return {**self.__dict__, "_hooks": hooks, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_state": Exclusive(), **state})
+        self.__dict__.update({"_state": Exclusive(), "_saving": None, **state})
         self._connect()
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.hooks import Hooks
+from compopt.estimator.save_handle import SaveHandle
 from compopt.stores.table import RowTable
 
 
@@ -37,6 +38,7 @@ class Commits(Hooks):
         self._state = Exclusive()
         self._attachments = Attachments()
         self._forgotten = Forgotten()
+        self._saving: SaveHandle | None = None
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """What the user's optimizer must learn (a learned temperature); usually empty."""
@@ -68,6 +70,8 @@ class Commits(Hooks):
 
     @outside_of_graphs
     def _commit(self, found_inf: Tensor | None) -> None:
+        if self._saving is not None:
+            self._saving.warn()
         self._drop_skipped()
         self._forgotten.updated(list(self.parameters()))
         if not self._pending:
@@ -119,6 +123,11 @@ class Commits(Hooks):
         """
         self.stand_alone()
         return self._attachments.add(optimizer, self._commit)
+
+    def _await_save(self) -> None:
+        """Whatever a save beside training reads may be replaced from here on."""
+        if self._saving is not None:
+            self._saving.settle()
 
     def between_commits(self) -> AbstractContextManager[None]:
         """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""

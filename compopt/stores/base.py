@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compopt.stores.changes import Changes
+
+
+class Keeper(Protocol):
+    """Who needs rows as they were: a checkpoint that is written beside commits."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows ``(R,)`` will be written."""
+
+    def wait(self) -> None:
+        """Until the store may be moved or closed."""
 
 
 class RowStore(ABC):
@@ -22,6 +33,8 @@ class RowStore(ABC):
     words: int
     #: Which rows were written when; whoever writes marks them.
     changes: Changes
+    #: Whoever writes rows tells it before.
+    snapshot: Keeper | None = None
     #: So many rows are gathered in less time than it takes to hand the work to a thread.
     instant_rows: int = 0
 
@@ -61,6 +74,11 @@ class RowStore(ABC):
     @abstractmethod
     def overwriting(self) -> AbstractContextManager[None]:
         """Forget all rows; within, :meth:`write_block` says what they are now, and the others are zeros."""
+
+    def await_snapshot(self) -> None:
+        """Wait until nobody reads the rows where they are."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.wait()
 
     def ready(self) -> None:
         """Raise if rows may not be read or written now (a table file that an earlier run left)."""

@@ -278,6 +278,7 @@ class DiskStore(TensorStore):
 
     def close(self) -> None:
         """Unmap the file, which stays."""
+        self.await_snapshot()
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         self._close_fd()
         if self.writer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,8 @@ class TensorStore(RowStore):
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         self.changes.mark(rows)  # first: a write that is interrupted has changed some of them
+        if (snapshot := self.snapshot) is not None:
+            snapshot.keep(rows)
         self._table.index_copy_(0, rows, self._as_stored(block))
 
     def block(self, start: int, stop: int) -> Tensor:
@@ -70,6 +73,8 @@ class TensorStore(RowStore):
 
     def write_block(self, start: int, block: Tensor) -> None:
         self.changes.mark_range(start, start + len(block))
+        if (snapshot := self.snapshot) is not None:
+            snapshot.keep(torch.arange(start, start + len(block), device=self.device))
         self._table[start : start + len(block)].copy_(self._as_stored(block))
 
 
@@ -86,6 +91,9 @@ class MemoryStore(TensorStore):
     def __init__(self, n: int, words: int) -> None:
         self.n, self.words = n, words
         self._table, self.changes = self._zeros(n, torch.device("cpu")), Changes(n)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "snapshot": None}  # of a copy nobody wants one
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         with self._claim(n, device):
@@ -136,6 +144,7 @@ class MemoryStore(TensorStore):
 
     def to(self, device: torch.device) -> None:
         if device != self._table.device:
+            self.await_snapshot()
             with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
                 table = self._moved(device)
                 self.changes.to(device)
