@@ -38,7 +38,7 @@ class Contents:
             states.compare(est, content["config"])
         except ValueError as error:
             raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
-        _check_data(est, source, content.get("data_fingerprint"))
+        check_data(est, str(source.path / manifest.MANIFEST), content.get("data_fingerprint"))
         self._source, self._chunk_rows = source, content["chunk_rows"]
         self._files = [file for file in files if file.name != STATE]
         _check_spans(source, self._files, 0 if est._table is None else est._table.n, self._chunk_rows)
@@ -129,11 +129,11 @@ def _open(path: Path) -> Any:
 # -- verification --------------------------------------------------------------------------------------------------
 
 
-def _check_data(est: Estimator, source: Checkpoint, saved: str | None) -> None:
+def check_data(est: Estimator, where: str, saved: str | None) -> None:
     """Rows of other samples would be taken for those of these."""
     if None not in (saved, est.data_fingerprint) and saved != est.data_fingerprint:
         raise ValueError(
-            f"{source.path / manifest.MANIFEST}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
+            f"{where}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
             f"{est.data_fingerprint!r}: an index would be another sample. Data that grew: load with the old index, "
             f"then add_sample_group and set the fingerprint of the new one"
         )
