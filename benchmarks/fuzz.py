@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import fuzz_damage
-from benchmarks.saved import save
+from benchmarks import fuzz_damage, saved
 from recipes.report import environment, heading, table
 
 NAMES = {
@@ -28,15 +27,17 @@ NAMES = {
     "swap": "two files exchanged",
     "mix": "files of the save before",
 }
-ABOUT = """Two checkpoints ({checkpoints}) were damaged, one trial at a time, in every file in turn, and loaded into an
-estimator with a state of its own. Noticed: loading raised an error. Named: a `ValueError` or a `FileNotFoundError` with
-the name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s."""
+ABOUT = """Two checkpoints were damaged, one trial at a time, in every file in turn, and loaded into an estimator with a
+state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with the
+name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s, commit {commit},
+{date}."""
+KEYS = ("seed", "seconds", "commit", "date")
 
 
 def damage_page(results: dict) -> str:
     """Say what became of the trials."""
     held = [f"{name}: {size['files']} files, {size['bytes']:,} bytes" for name, size in results["checkpoints"].items()]
-    about = ABOUT.format(checkpoints="; ".join(held), seed=results["seed"], seconds=results["seconds"])
+    about = ABOUT.format(checkpoints="; ".join(held), **{key: results.get(key) for key in KEYS})
     body = []
     for kind, title in NAMES.items():
         for file, count in sorted(results["counts"].get(kind, {}).items()):
@@ -62,11 +63,23 @@ def run_damage(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         env = environment()
         results = fuzz_damage.damage(Path(folder), args.seed, args.flips, args.others)
-    page = damage_page(results)
-    print(page)
+    print(damage_page({**env, **results}))
     if not args.quick:
-        save("fuzz", "\n".join([*heading("Fuzzing", env), page]), env, {"damage": results})
+        write("damage", results, env)
     return failures(results)
+
+
+PAGES = {"damage": damage_page}
+
+
+def write(kind: str, results: dict, env: dict) -> None:
+    """Write the page anew, with what it has of the other kinds."""
+    everything = saved.stored("fuzz", saved.RESULTS)["results"] if (saved.RESULTS / "fuzz.json").exists() else {}
+    everything[kind] = {"commit": env["commit"], "date": env["date"], **results}
+    sections = [PAGES[name](everything[name]) for name in PAGES if name in everything]
+    saved.save(
+        "fuzz", "\n\n".join(["\n".join(heading("Fuzzing", env)).rstrip(), *sections]), env, everything, saved.RESULTS
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -45,13 +48,14 @@ class Case:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    """Give a few hundred rows several files."""
-    sizes = tables.BLOCK_ROWS, changes.CHUNK_ROWS
-    tables.BLOCK_ROWS, changes.CHUNK_ROWS = 128, 32
-    try:
+    """Give a few hundred rows several files, with the same names in every run, so that a seed says all."""
+    numbers = count(1)
+    with (
+        patch.object(tables, "BLOCK_ROWS", 128),
+        patch.object(changes, "CHUNK_ROWS", 32),
+        patch.object(secrets, "token_hex", lambda length: f"{next(numbers):0{2 * length}x}"),
+    ):
         yield
-    finally:
-        tables.BLOCK_ROWS, changes.CHUNK_ROWS = sizes
 
 
 def rows() -> compopt.ContrastiveEstimator:
@@ -206,13 +210,13 @@ def damage(folder: Path, seed: int, flips: int, others: int) -> dict:
         cases = [prepare(build, folder / build.__name__) for build in (rows, network)]
         sizes = {build.__name__: held(case) for build, case in zip((rows, network), cases, strict=True)}
         for kind, file, wrong in run(cases, flips, others, rng):
-            count = counts.setdefault(kind, {}).setdefault(file, Count())
-            count.trials += 1
+            tally = counts.setdefault(kind, {}).setdefault(file, Count())
+            tally.trials += 1
             if wrong is not None:
-                count.wrong[wrong] += 1
+                tally.wrong[wrong] += 1
         for case in cases:  # mended each time
             compopt.load(case.est, case.path)
-    found = {kind: {file: asdict(count) for file, count in by_file.items()} for kind, by_file in counts.items()}
+    found = {kind: {file: asdict(tally) for file, tally in by_file.items()} for kind, by_file in counts.items()}
     return {"seed": seed, "checkpoints": sizes, "counts": found, "seconds": round(time.perf_counter() - started, 1)}
 
 

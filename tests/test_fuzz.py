@@ -14,13 +14,13 @@ FILES = {"manifest", "rows", "state"}
 
 
 def test_damage_is_noticed(tmp_path):
-    results = fuzz_damage.damage(tmp_path, seed=1, flips=100, others=150)
+    results = fuzz_damage.damage(tmp_path, seed=1, flips=100, others=300)
     assert fuzz.failures(results) == 0
     assert results["counts"].keys() == fuzz.NAMES.keys()
     assert all(by_file.keys() == FILES for by_file in results["counts"].values())
     trials = [count["trials"] for by_file in results["counts"].values() for count in by_file.values()]
-    assert sum(trials) == 250
-    assert "| all |  | 250 | 250 | 250 | 250 |" in fuzz.damage_page(results)
+    assert sum(trials) == 400
+    assert "| all |  | 400 | 400 | 400 | 400 |" in fuzz.damage_page(results)
 
 
 def test_trials_are_those_of_the_seed(tmp_path):
@@ -89,9 +89,11 @@ def test_a_change_of_one_bit_of_the_estimator_is_told(tmp_path, monkeypatch):
 
 
 def test_the_program_ends_with_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saved.save, "__defaults__", (tmp_path, 1))
+    monkeypatch.setattr(saved, "RESULTS", tmp_path)
+    (tmp_path / "fuzz.json").write_text(json.dumps({"results": {"another kind": 1}}))
     fuzz.main(["damage", "--flips", "3", "--others", "0"])
-    assert json.loads((tmp_path / "fuzz.json").read_text())["results"]["damage"]["seed"] == 0
+    results = json.loads((tmp_path / "fuzz.json").read_text())["results"]
+    assert results["damage"]["seed"] == 0 and results["another kind"] == 1
     assert capsys.readouterr().out.strip() in (tmp_path / "fuzz.md").read_text()
     monkeypatch.setattr(reading, "_check_file", lambda source, file, table: None)
     with pytest.raises(SystemExit, match="trials went wrong"):
