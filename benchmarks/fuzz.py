@@ -28,8 +28,8 @@ NAMES = {
     "mix": "files of the save before",
 }
 ABOUT = """Two checkpoints were damaged, one trial at a time, in every file in turn, and loaded into an estimator with a
-state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with the
-name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s, commit {commit},
+state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with
+the name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s, commit {commit},
 {date}."""
 KEYS = ("seed", "seconds", "commit", "date")
 

@@ -235,7 +235,7 @@ LAYOUTS = [{}, {"shard": True}, {"shard": True, "offload": "disk"}, {"offload": 
 @pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
 def test_saved_by_two_ranks_loaded_by_any_number(options, kind, tmp_path):
     saved = the_pool().run(on_ranks, 2, "save", str(tmp_path), options, kind)
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         for other in LAYOUTS:
             for state, t in the_pool().run(on_ranks, ranks, "load", str(tmp_path), other, kind):
                 assert t == 4
