@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compopt
-from compopt.checkpoint import manifest
+from compopt.checkpoint import manifest, strict
 from compopt.stores import changes, table
 from tests.database import DATABASE
 from tests.helpers import assert_same_bits, batches, make, run, snapshot
@@ -245,6 +245,16 @@ def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
         refused(tmp_path, "not as it was written")
     file.write_text(text)
     compopt.load(trained(seed=3), tmp_path)
+
+
+def test_a_manifest_too_long_to_be_read_is_not_written(tmp_path, monkeypatch):
+    compopt.save(trained(), tmp_path)
+    monkeypatch.setattr(strict, "_MOST", 100)
+    with pytest.raises(ValueError, match=r"manifest\.json.* bytes: too many sample groups"):
+        compopt.save(trained(), tmp_path)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    compopt.load(trained(), tmp_path)
 
 
 # tensors ------------------------------------------------------------------------------------------
