@@ -64,12 +64,13 @@ def state_dict(estimator: Saved) -> dict[str, Any]:
 def rest(estimator: Saved) -> dict[str, Any]:
     """All of it but the rows."""
     extra = {role: part.saved_state() for role, part in estimator._components.items()}
+    entries = {role: sorted(extra[role]) for role, part in estimator._components.items() if part.state_grows}
     return {
         "version": FORMAT_VERSION,
         "config": config(estimator),
         "sample_groups": estimator._groups.saved(),
         "extra": extra,
-        "entries": {role: sorted(state) for role, state in extra.items()},
+        **({"entries": entries} if entries else {}),
         "t": estimator.t,
     }
 
