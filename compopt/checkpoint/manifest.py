@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compopt.checkpoint import strict
+
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
@@ -55,7 +57,7 @@ class File:
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> File:
         """From an entry of a manifest."""
-        return cls(**{**entry, "spans": tuple((int(start), int(stop)) for start, stop in entry["spans"])})
+        return cls(**{**entry, "spans": tuple((start, stop) for start, stop in entry["spans"])})
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,13 @@ def fresh(directory: Path, t: int, config: Mapping[str, Any]) -> Checkpoint:
 def _refuse_another_method(present: list[Checkpoint], config: Mapping[str, Any]) -> None:
     """Two estimators that save into one directory would remove each other's checkpoints."""
     complete = [c for c in present if c.complete]
+    found = config
     try:
-        found = json.loads((complete[-1].path / MANIFEST).read_bytes())["config"] if complete else config
-    except (ValueError, KeyError, TypeError):  # a damaged one says nothing
+        if complete:
+            content = strict.load(complete[-1].path / MANIFEST)
+            strict.check(content)
+            found = content["config"]
+    except (ValueError, KeyError):  # a damaged one says nothing
         return
     common = min(len(found.get("n", [])), len(config["n"]))  # groups may have been added since, or not yet
     found, config = ({**c, "n": list(c.get("n", []))[:common]} for c in (found, config))
@@ -131,7 +137,7 @@ def _damage(path: Path) -> Iterator[None]:
     """What goes wrong in taking a manifest apart means that it is damaged."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
 
 
@@ -142,8 +148,9 @@ def _named(directory: Path) -> Checkpoint | None:
     if own is not None or not (real / MANIFEST).is_file():
         return own if own is not None and own.path.is_dir() else None
     with _damage(real / MANIFEST):
-        content = json.loads((real / MANIFEST).read_bytes())
-        return Checkpoint(real, 0, int(content["t"]), str(content["save_id"]))
+        content = strict.load(real / MANIFEST)
+        strict.check(content)
+        return Checkpoint(real, 0, content["t"], content["save_id"])
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
@@ -211,7 +218,10 @@ def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any])
     body["crc32"] = _body_crc(body)
     sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
     partial = checkpoint.path / f"{MANIFEST}.partial"
-    write_file(partial, json.dumps(body, indent=1).encode())
+    text = json.dumps(body, indent=1).encode()
+    if len(text) > strict.room(checkpoint.path):  # not to be read again
+        raise ValueError(f"{partial} would have {len(text)} bytes: too many sample groups")
+    write_file(partial, text)
     os.replace(partial, checkpoint.path / MANIFEST)
     sync_directory(checkpoint.path)
     sync_directory(checkpoint.path.parent)
@@ -230,20 +240,24 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     """
     path = checkpoint.path / MANIFEST
     with _damage(path):
-        content = json.loads(path.read_bytes())
+        content = strict.load(path)
         version = content["version"]
-    if version not in (2, FORMAT_VERSION):  # first: another version may describe its files otherwise
+    if type(version) is not int or version not in (
+        2,
+        FORMAT_VERSION,
+    ):  # first: another version may describe its files otherwise
         raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
-    crc = _body_crc(content)
     with _damage(path):
+        crc = _body_crc(content)
         if version == 2:
             _upgrade(content)
+        strict.check(content)
         files = [File.parse(file) for file in content["files"]]
         missing = {"save_id", "t", "config", "sample_groups", "chunk_rows"} - content.keys()
     if missing or sum(file.name == STATE for file in files) != 1:
         lacks = ", ".join(sorted(missing)) or STATE
         raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")
-    if any(Path(file.name).name != file.name for file in files) or content.get("crc32") != crc:
+    if content.get("crc32") != crc:
         raise ValueError(f"{path} is damaged: its own checksum does not fit; load another checkpoint")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
         raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")

@@ -21,6 +21,8 @@ from compopt.stores.table import RowTable, Saved
 # safetensors makes what it reads on the default device, which may be another one.
 _HOST = torch.device("cpu")
 _OPEN_FILES = 32
+_HEADER = 1 << 20  # bytes of a file that say what is in it
+_CHUNKS = 1 << 22  # of which it is kept where they are
 
 
 class Contents:
@@ -38,12 +40,13 @@ class Contents:
             states.compare(est, content["config"])
         except ValueError as error:
             raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
-        _check_data(est, source, content.get("data_fingerprint"))
+        check_data(est, str(source.path / manifest.MANIFEST), content.get("data_fingerprint"))
         self._source, self._chunk_rows = source, content["chunk_rows"]
         self._files = [file for file in files if file.name != STATE]
-        _check_spans(source, self._files, 0 if est._table is None else est._table.n, self._chunk_rows)
+        _check_spans(source, self._files, est._table, self._chunk_rows)
+        _check_extra(est, source, next(file for file in files if file.name == STATE))
         for file in files[est._ranks.rank :: est._ranks.size]:
-            _check_file(source, file)
+            _check_file(source, file, est._table)
         self.t, self.sample_groups = int(content["t"]), content["sample_groups"]
         self.extra = _read_extra(est, source)
 
@@ -120,45 +123,81 @@ class _Block:
             store.write_block(self._start + first * size, part)
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, framework: str = "pt") -> Any:
     from safetensors import safe_open
 
-    return safe_open(path, framework="pt")
+    with open(path, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > _HEADER:
+        raise ValueError(f"{path} is damaged: it has a header of {header} bytes; load another checkpoint")
+    try:
+        return safe_open(path, framework=framework)
+    except Exception as error:  # safetensors has its own; all of them mean the same here
+        raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
 
 # -- verification --------------------------------------------------------------------------------------------------
 
 
-def _check_data(est: Estimator, source: Checkpoint, saved: str | None) -> None:
+def check_data(est: Estimator, where: str, saved: str | None) -> None:
     """Rows of other samples would be taken for those of these."""
     if None not in (saved, est.data_fingerprint) and saved != est.data_fingerprint:
         raise ValueError(
-            f"{source.path / manifest.MANIFEST}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
+            f"{where}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
             f"{est.data_fingerprint!r}: an index would be another sample. Data that grew: load with the old index, "
             f"then add_sample_group and set the fingerprint of the new one"
         )
 
 
-def _check_file(source: Checkpoint, file: File) -> None:
+def _check_size(source: Checkpoint, file: File) -> Path:
+    """Refuse a file that is not there or of another size; nothing of it is read."""
     path = source.path / file.name
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
-    found = manifest.checksum(path)
-    if found != (file.bytes, file.crc32):
+    size = path.stat().st_size
+    if size != file.bytes:
         raise ValueError(
-            f"{path} is damaged: it has {found[0]} bytes with crc32 {found[1]:08x}, the manifest says {file.bytes} "
-            f"bytes with {file.crc32:08x}; load another checkpoint"
+            f"{path} is damaged: it has {size} bytes, the manifest says {file.bytes}; load another checkpoint"
         )
-    metadata = _open(path).metadata() or {}
+    return path
+
+
+def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
+    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
+    path = _check_size(source, file)
+    _, crc = manifest.checksum(path)
+    if crc != file.crc32:
+        raise ValueError(
+            f"{path} is damaged: it has crc32 {crc:08x}, the manifest says {file.crc32:08x}; load another checkpoint"
+        )
+    opened = _open(path)
+    metadata = opened.metadata() or {}
     if metadata.get("save_id") != file.save_id:
         raise ValueError(f"{path} belongs to save {metadata.get('save_id')}, the manifest says {file.save_id}")
+    if table is not None and file.name != STATE:
+        _check_columns(path, opened, table, sum(stop - start for start, stop in file.spans))
 
 
-def _check_spans(source: Checkpoint, files: list[File], n: int, chunk_rows: int) -> None:
-    """The files are of rows that this estimator has."""
-    path = source.path / manifest.MANIFEST
-    if not isinstance(chunk_rows, int) or chunk_rows < 1:
+def _check_columns(path: Path, opened: Any, table: RowTable, rows: int) -> None:
+    """The tensors of a file are the columns of so many rows, in their own number format."""
+    slices = {name: opened.get_slice(name) for name in list(opened.keys())}
+    found = {name: (*part.get_shape(), part[:0].dtype if part.get_shape() else None) for name, part in slices.items()}
+    needed = {c.name: (rows, c.width, c.dtype) for c in table.layout.columns}
+    for name in {**needed, **found}:
+        if found.get(name) != needed.get(name):
+            raise ValueError(
+                f"{path}: column {name!r} is {found.get(name)}, this estimator needs {needed.get(name)}; load another "
+                f"checkpoint"
+            )
+
+
+def _check_spans(source: Checkpoint, files: list[File], table: RowTable | None, chunk_rows: int) -> None:
+    """The files are of rows that this estimator has, and as large as these are."""
+    path, n = source.path / manifest.MANIFEST, 0 if table is None else table.n
+    if chunk_rows < 1:
         raise ValueError(f"{path} is damaged: chunks of {chunk_rows!r} rows; load another checkpoint")
+    if table is not None and chunk_rows < table.store.changes.chunk_rows and n > _CHUNKS * chunk_rows:
+        raise ValueError(f"{path} is damaged: chunks of {chunk_rows!r} rows of {n}; load another checkpoint")
     for file in files:
         if not (0 <= file.first < file.stride == files[0].stride):
             raise ValueError(f"{path} is damaged: {file.name} is of rank {file.first} of {file.stride}")
@@ -170,21 +209,36 @@ def _check_spans(source: Checkpoint, files: list[File], n: int, chunk_rows: int)
                     f"{file.stride}, which has {count}; this estimator has n={n}"
                 )
             end = stop
+        rows = sum(stop - start for start, stop in file.spans)
+        if file.bytes > 8 + _HEADER + rows * (0 if table is None else table.layout.row_bytes):
+            raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {rows} rows")
+
+
+def _check_extra(est: Estimator, source: Checkpoint, file: File) -> None:
+    """State that is not rows has the names and shapes of this estimator's; none of it is read."""
+    path = _check_size(source, file)
+    opened = _open(path, "np")  # torch maps a file as memory of its own, which may be more than there is
+    shapes = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in list(opened.keys())}
+    for role, state in _by_role(est, path, shapes).items():
+        try:
+            est._components[role].check_state(state)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tensor]]:
-    """State that is not rows, by role; checked against the estimator's."""
-    from safetensors.torch import load_file
+    """State that is not rows, by role."""
+    path = source.path / STATE
+    with _HOST:
+        opened = _open(path)
+        return _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
 
-    try:
-        with _HOST:
-            tensors = load_file(source.path / STATE)
-    except Exception as error:  # safetensors has its own; all of them mean the same here
-        raise ValueError(f"{source.path / STATE} cannot be read ({error}); load another checkpoint") from None
-    extra: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
+
+def _by_role(est: Estimator, path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
     for key, value in tensors.items():
-        role, name = key.split(".", 1)
-        extra.setdefault(role, {})[name] = value
-    for role, part in est._components.items():
-        part.check_state(extra[role])
-    return extra
+        role, _, name = key.partition(".")
+        if role not in found:
+            raise ValueError(f"{path} has {key!r}, which this estimator has not; load another checkpoint")
+        found[role][name] = value
+    return found

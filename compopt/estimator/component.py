@@ -35,6 +35,7 @@ class Component(ABC):
     """
 
     learnable: torch.nn.Module | None = None
+    state_grows = False  # some of it is made later, so that its names are saved too
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse methods that are never called any more, since they have other names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -57,18 +57,28 @@ def compare(estimator: Saved, given: Mapping[str, Any]) -> None:
 
 def state_dict(estimator: Saved) -> dict[str, Any]:
     """See :meth:`Estimator.state_dict`."""
+    rows = {} if estimator._table is None else estimator._table.state_dict()
+    return {**rest(estimator), "rows": rows}
+
+
+def rest(estimator: Saved) -> dict[str, Any]:
+    """All of it but the rows."""
+    extra = {role: part.saved_state() for role, part in estimator._components.items()}
+    entries = {role: sorted(extra[role]) for role, part in estimator._components.items() if part.state_grows}
     return {
         "version": FORMAT_VERSION,
         "config": config(estimator),
         "sample_groups": estimator._groups.saved(),
-        "rows": {} if estimator._table is None else estimator._table.state_dict(),
-        "extra": {role: part.saved_state() for role, part in estimator._components.items()},
+        "extra": extra,
+        **({"entries": entries} if entries else {}),
         "t": estimator.t,
     }
 
 
-def load_state_dict(estimator: Saved, state: Mapping[str, Any]) -> None:
-    """See :meth:`Estimator.load_state_dict`."""
+def load_state_dict(
+    estimator: Saved, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
+) -> None:
+    """See :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
     missing = [key for key in KEYS if key not in state]
@@ -83,17 +93,32 @@ def load_state_dict(estimator: Saved, state: Mapping[str, Any]) -> None:
     for role, part in estimator._components.items():
         if role not in state["extra"]:
             raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(state['extra'])}")
+        _check_entries(role, state)
         part.check_state(state["extra"][role])
-    if estimator._table is not None:
+    if estimator._table is not None and load_rows is None:
         estimator._table.check_state(state["rows"])
     estimator._groups.replace(state["sample_groups"])
     estimator._forget_prefetched()
     if estimator._table is not None:
-        estimator._table.load_state_dict(state["rows"])
+        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(estimator._table)
     for role, part in estimator._components.items():
         part.restore_state(state["extra"][role])
     estimator.t = t
     estimator.discard()
+
+
+def _check_entries(role: str, state: Mapping[str, Any]) -> None:
+    """Refuse a state of which only a part was read; early versions did not keep the names.
+
+    torch.distributed.checkpoint reads what there is before: nothing of an optimizer that has made no step.
+    """
+    given = sorted(state["extra"][role])
+    saved = state.get("entries", {}).get(role, given)
+    if saved != given:
+        raise ValueError(
+            f"the checkpoint has the entries {saved} of the {role}, {given} were read; with "
+            f"torch.distributed.checkpoint save and load compopt.integrations.dcp.Stateful(est)"
+        )
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:

@@ -6,6 +6,7 @@ of the optimizer cannot see, and checkpoints of frameworks that would keep one r
 - :mod:`compopt.integrations.amp`: a ``GradScaler`` that skips an update without touching the optimizer.
 - :mod:`compopt.integrations.accelerate`: ``attach``, ``register_for_checkpointing``.
 - :mod:`compopt.integrations.deepspeed`: ``save_checkpoint``, ``load_checkpoint``.
+- :mod:`compopt.integrations.dcp`: ``Stateful`` for ``torch.distributed.checkpoint``.
 - :mod:`compopt.integrations.transformers`: ``EstimatorCallback`` for the ``Trainer`` of transformers.
 - :mod:`compopt.integrations.lightning`: ``EstimatorCallback`` for Lightning's.
 - :mod:`compopt.integrations.sentence_transformers`: losses for its trainer, and ``add_index`` for its data sets.

@@ -90,6 +90,8 @@ class NeuralNormalizer(Normalizer):
         >>> est.step()
     """
 
+    state_grows = True  # by the optimizer's
+
     def __init__(
         self,
         dim: int,

@@ -75,6 +75,8 @@ class ResidualNormalizer(Normalizer):
         >>> est.step()
     """
 
+    state_grows = True  # by the optimizer's
+
     def __init__(
         self,
         neural: NeuralNormalizer,

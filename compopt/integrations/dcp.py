@@ -1,0 +1,175 @@
+"""``torch.distributed.checkpoint``: each rank writes a part of the rows, with checksums.
+
+An estimator is a ``Stateful`` by itself: in ``dcp.save({"compopt": est}, ...)`` its state is whole on every rank, of
+which dcp writes one. :class:`Stateful` makes each of K ranks copy and write n / K rows, and adds what dcp lacks: it
+notices values that changed on the disk, and carries a network's optimizer to an estimator that has not trained yet.
+Tables beyond memory are for :func:`compopt.save`. It needs torch 2.5.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from compopt.checkpoint import reading
+from compopt.distributed.control import doing
+from compopt.distributed.ranks import Ranks
+from compopt.estimator import state_dict as states
+from compopt.estimator.base import Estimator
+from compopt.stores import contiguous
+from compopt.stores import table as tables
+
+# Odd 64-bit constants (2^64 over the golden ratio; of splitmix64): a multiplication loses no bit.
+_SPREAD, _MIX = -7046029254386353131, -4658895280553007687
+
+
+class Stateful:
+    """What ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take for an estimator.
+
+    ``dcp.save({"model": ..., "compopt": Stateful(est)}, checkpoint_id=...)``. The number of ranks, ``shard`` and
+    ``offload`` may differ between writer and reader. Rows go into DTensors on the CPU, a contiguous part per rank, in
+    dcp's own format; the rest is one value of bytes: configuration, groups, state that is not rows, checksums.
+
+    ``dcp.load`` reads into a copy; the estimator takes it over if all of it fits, on every rank, and is as it was
+    otherwise. Errors that dcp itself finds (another n, a column that is not there) are its ``CheckpointException``,
+    which ``except Exception`` does not catch.
+
+    Args:
+        est: the estimator.
+    """
+
+    def __init__(self, est: Estimator) -> None:
+        self.est = est
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all committed state, this rank's part of the rows; ``state_dict`` pre-hooks run. Collective."""
+        est = self.est
+        est.stand_alone()
+        est._run("state_dict_pre")
+        with doing("state_dict()", est.t), est._state.copying():
+            about = states.rest(est)
+            parts = {} if est._table is None else contiguous.columns(est._table)
+        extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
+        with doing("state_dict()", est.t):
+            about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, parts)}
+        return {"rows": _distributed(est, parts), "rest": _packed(about, extra)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fill the estimator; drops anything pending; ``load_state_dict`` post-hooks run. Collective.
+
+        Raises:
+            ValueError: another mode, method, dtype, option or data_fingerprint, with both values; rows that are not
+                those that were saved, with their column.
+        """
+        est = self.est
+        est.stand_alone()
+        parts = {name: _local(value) for name, value in state_dict["rows"].items()}
+        with doing("load_state_dict()", est.t), est._state.writing():
+            state = est._ranks.agree(lambda: _checked(est, state_dict["rest"]))
+            found = _checksums(est, parts)
+            est._ranks.agree(lambda: _compare(state["checksums"], found))
+            states.load_state_dict(est, state, load_rows=lambda table: contiguous.load(table, parts))
+        est._run("load_state_dict_post")
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parts of all ranks as one tensor per column."""
+    ranks = est._ranks
+    if ranks.size == 1:
+        return dict(parts)
+    assert ranks.group is not None
+    mesh = DeviceMesh.from_group(ranks.group, "cpu")
+    shapes = {name: torch.Size((est.n or 0, part.shape[1])) for name, part in parts.items()}
+    return {
+        name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shapes[name], stride=(part.shape[1], 1))
+        for name, part in parts.items()
+    }
+
+
+def _local(value: Any) -> Tensor:
+    """This rank's part of a column."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
+    """By column, a number that says which values are in which rows, however they are divided. Collective."""
+    if not parts:
+        return {}
+    start = contiguous.share(est.n or 0, est._ranks.rank, est._ranks.size).start
+    sums = torch.stack([_checksum(part, start) for part in parts.values()])
+    return dict(zip(parts, _added(est._ranks, sums).tolist(), strict=True))
+
+
+def _added(ranks: Ranks, sums: Tensor) -> Tensor:
+    """Sums of all ranks; integers that run over keep their last 64 bits."""
+    everyone = ranks.gather_objects(sums.tolist())
+    return torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)
+
+
+def _checksum(part: Tensor, first: int) -> Tensor:
+    """Sum over all values of their bits, mixed with their places: any one bit that flips changes it."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for start in range(0, len(part), tables.BLOCK_ROWS):
+        block = part[start : start + tables.BLOCK_ROWS].contiguous()
+        words = block.view(torch.int32 if block.itemsize == 4 else torch.int64).to(torch.int64).flatten()
+        place = (first + start) * part.shape[1] + torch.arange(len(words), device="cpu")
+        mixed = (words ^ (place * _SPREAD)) * _MIX
+        mixed = (mixed ^ ((mixed >> 29) & ((1 << 35) - 1))) * _SPREAD
+        total += mixed.sum()
+    return total
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
+    """Its checksum in eight hexadecimal digits, then a safetensors file whose metadata say everything else."""
+    from safetensors.torch import save as to_bytes
+
+    tensors = {name: value.detach().cpu().contiguous() for name, value in extra.items()}
+    content = to_bytes(tensors, {"about": json.dumps(about)})
+    return f"{zlib.crc32(content):08x}".encode() + content
+
+
+def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
+    """The rest as ``est.state_dict()`` has it, compared with the estimator as far as it says what that must be."""
+    from safetensors.torch import load as from_bytes
+
+    if not isinstance(packed, bytes) or packed[:8] != f"{zlib.crc32(packed[8:]):08x}".encode():
+        raise ValueError(
+            "'rest' of the estimator's state is damaged: its checksum does not fit; load another checkpoint"
+        )
+    content = packed[8:]
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    state = json.loads(header["__metadata__"]["about"])
+    states.compare(est, state["config"])
+    reading.check_data(est, "the checkpoint", state["data_fingerprint"])
+    extra: dict[str, dict[str, Tensor]] = {role: {} for role in state["config"]["method"]}
+    with torch.device("cpu"):
+        for key, value in from_bytes(content).items():
+            role, name = key.split(".", 1)
+            extra[role][name] = value
+    for role, part in est._components.items():
+        part.check_state(extra[role])
+    return {**state, "rows": {}, "extra": extra}
+
+
+def _compare(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Refuse rows that are not those that were saved."""
+    for name in found:
+        if saved.get(name) != found[name]:
+            raise ValueError(
+                f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
+                f"load another checkpoint"
+            )

@@ -1,0 +1,323 @@
+"""torch.distributed.checkpoint: whole estimators and parts of them, resharded, compared, checked."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import compopt
+from compopt.estimator.state_dict import KEYS
+from compopt.integrations.dcp import Stateful
+from compopt.stores import table
+from tests.database import BY_NAME, DATABASE, MODES
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.pool import the_pool
+
+N = 23
+PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
+KINDS = {"whole": lambda est: est, "parts": Stateful}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks for a handful of rows."""
+    monkeypatch.setattr(table, "BLOCK_ROWS", 5)
+
+
+def train(est, data):
+    for batch in data:
+        run(est, *batch)
+        est.step()
+
+
+def trained(steps=3, seed=70, **options):
+    est = compopt.ISogCLREstimator(N, gamma=0.6, **options)
+    train(est, batches(N, steps, seed=seed, dtype=torch.float32))
+    return est
+
+
+# one process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering("info mode")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_every_estimator_goes_on_bit_for_bit(info, mode, tmp_path):
+    data = batches(N, 4, seed=3)
+    est, other = (make(info, mode, N, gamma=0.6)[0] for _ in range(2))
+    train(est, data[:2])
+    dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
+    run(other, *data[0])  # a pending deposit, which load drops
+    dcp.load({"compopt": Stateful(other)}, checkpoint_id=tmp_path)
+    assert (other.t, other.pending) == (est.t, 0)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    for batch in data[2:]:
+        assert [bits(x) for x in run(est, *batch)] == [bits(x) for x in run(other, *batch)]
+        est.step(), other.step()
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+def names(est):
+    return {role: set(state) for role, state in est.state_dict()["extra"].items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_a_bare_estimator_goes_on_or_is_refused(info, mode, tmp_path):
+    """dcp reads what the estimator has before: no sums of an optimizer that has not stepped yet."""
+    data = batches(N, 3, seed=3)
+    est, other = (make(info, mode, N, gamma=0.6)[0] for _ in range(2))
+    train(est, data[:2])
+    dcp.save({"compopt": est}, checkpoint_id=tmp_path)
+    if names(est) != names(other):
+        before = snapshot(other, N)
+        with pytest.raises(ValueError, match=r"optimizer\..*were read; .*compopt\.integrations\.dcp\.Stateful"):
+            dcp.load({"compopt": other}, checkpoint_id=tmp_path)
+        assert_same_bits(before, snapshot(other, N))
+        train(other, data[:1])  # now it has them
+    dcp.load({"compopt": other}, checkpoint_id=tmp_path)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    assert [bits(x) for x in run(est, *data[2])] == [bits(x) for x in run(other, *data[2])]
+
+
+def test_some_bare_estimators_are_refused():
+    """The case of the test above is there; and a state of an early version has no names of entries."""
+    est, _ = make(BY_NAME["neural"], "bimodal", N)
+    fresh, _ = make(BY_NAME["neural"], "bimodal", N)
+    train(est, batches(N, 1))
+    state = est.state_dict()
+    assert names(est) != names(fresh)
+    fresh.load_state_dict({key: state[key] for key in KEYS})
+    assert_same_bits(snapshot(est, N), snapshot(fresh, N))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("writer", PLACEMENTS, ids=["device", "cpu", "disk"])
+@pytest.mark.parametrize("reader", PLACEMENTS, ids=["device", "cpu", "disk"])
+def test_any_placement_reads_any_other(writer, reader, kind, tmp_path):
+    def placed(options, name):
+        return {**options, "offload_dir": tmp_path / name} if options.get("offload") == "disk" else options
+
+    est, other = trained(**placed(writer, "a")), trained(seed=99, **placed(reader, "b"))
+    dcp.save({"compopt": KINDS[kind](est)}, checkpoint_id=tmp_path / "c")
+    dcp.load({"compopt": KINDS[kind](other)}, checkpoint_id=tmp_path / "c")
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+def test_rows_are_columns_in_the_format_of_dcp(tmp_path):
+    """Other tools read them: one tensor per column, in the order of the rows."""
+    est = trained()
+    dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
+    columns = {f"compopt.rows.{name}": torch.zeros_like(value) for name, value in est.state_dict()["rows"].items()}
+    dcp.load(columns, checkpoint_id=tmp_path)
+    assert_same_bits({f"compopt.rows.{k}": v for k, v in est.state_dict()["rows"].items()}, columns)
+
+
+def test_hooks_run(tmp_path):
+    est, seen = trained(), []
+    est.register_state_dict_pre_hook(lambda e: seen.append("save"))
+    est.register_load_state_dict_post_hook(lambda e: seen.append("loaded"))
+    dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
+    assert seen == ["save"]
+    dcp.load({"compopt": Stateful(est)}, checkpoint_id=tmp_path)  # asks what there is before
+    assert seen == ["save", "save", "loaded"]
+
+
+# what is refused ----------------------------------------------------------------------------------
+
+
+def refused(est, path, match, error=ValueError, kind=Stateful):
+    before, t = snapshot(est, N), est.t
+    with pytest.raises(error, match=match):
+        dcp.load({"compopt": kind(est)}, checkpoint_id=path)
+    assert_same_bits(before, snapshot(est, N))
+    assert est.t == t
+
+
+OTHERS = [
+    (lambda: compopt.ISogCLREstimator(N, dtype=torch.float64), ValueError, "dtype.*float32.*float64"),
+    (lambda: compopt.SogCLREstimator(N), ValueError, "method.temperature.*TemperatureDual.*FixedTemperature"),
+    (lambda: compopt.ISogCLREstimator(N, multiply_tau=False), ValueError, "options.multiply_tau.*True.*False"),
+    (lambda: compopt.ISogCLREstimator(N + 1), CheckpointException, r"\[23, 2\].*\[24, 2\].*compopt\.rows"),
+    (lambda: compopt.ISogCLREstimator(N, mode="unimodal"), CheckpointException, r"\[23, 2\].*\[23, 1\]"),
+    (lambda: compopt.EMC2Estimator(N), CheckpointException, "Missing key.*compopt.rows"),
+]
+
+
+@pytest.mark.parametrize("other, error, match", OTHERS, ids=[match for _, _, match in OTHERS])
+def test_another_configuration(other, error, match, tmp_path):
+    dcp.save({"compopt": Stateful(trained())}, checkpoint_id=tmp_path / "parts")
+    refused(other(), tmp_path / "parts", f"(?s){match}", error)
+    dcp.save({"compopt": trained()}, checkpoint_id=tmp_path / "whole")  # dcp may see first that a key is missing
+    refused(other(), tmp_path / "whole", None, (ValueError, CheckpointException), KINDS["whole"])
+
+
+def test_rows_of_other_data(tmp_path):
+    est, other = trained(), trained(seed=4)
+    est.data_fingerprint, other.data_fingerprint = "one", "two"
+    dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
+    refused(other, tmp_path, "'one'.*'two'")
+    other.data_fingerprint = None
+    dcp.load({"compopt": Stateful(other)}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["log_u", "tau", "count"])
+@pytest.mark.parametrize("bit", range(0, 8 * 4 * 2, 7))
+def test_a_flipped_bit_of_a_column(name, bit, tmp_path):
+    est = trained()
+    dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
+    column = bits(est.state_dict()["rows"][name])
+    (file,) = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    at = content.index(column) + 8 * (bit % N)  # of some row
+    content[at + bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+    refused(trained(seed=4), tmp_path, f"column '{name}' is damaged")
+
+
+def test_a_flipped_bit_of_the_rest(tmp_path):
+    dcp.save({"compopt": Stateful(trained())}, checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    content = file.read_bytes()
+    assert content.count(b'gamma\\": 0.6') == 1
+    file.write_bytes(content.replace(b'gamma\\": 0.6', b'gamma\\": 0.7'))
+    refused(trained(seed=4), tmp_path, "'rest' of the estimator's state is damaged")
+
+
+def test_two_rows_that_changed_places():
+    """Each value is right, and in the wrong row."""
+    est, other = trained(), trained(seed=4)
+    state, before = Stateful(est).state_dict(), snapshot(other, N)
+    a, b = torch.nonzero(state["rows"]["count"].amax(1))[:2, 0].tolist()
+    state["rows"]["log_u"][[a, b]] = state["rows"]["log_u"][[b, a]]
+    with pytest.raises(ValueError, match="'log_u' is damaged"):
+        Stateful(other).load_state_dict(state)
+    assert_same_bits(before, snapshot(other, N))
+
+
+# several ranks ------------------------------------------------------------------------------------
+
+
+def build(group, directory, action, options):
+    table.BLOCK_ROWS = 5
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": os.path.join(directory, f"rows-{action}")}
+    return compopt.ISogCLREstimator(N, gamma=0.6, process_group=group, **options)
+
+
+def train_on_ranks(est, group, seed):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for z1, z2, index in batches(N, 4, batch=8, seed=seed, dtype=torch.float32):
+        own = slice(rank, 8, size)
+        run(est, z1[own], z2[own], index[own])
+        est.step()
+
+
+def on_ranks(group, action, directory, options, kind):
+    est = build(group, directory, action, options)
+    states, path = {"compopt": KINDS[kind](est)}, os.path.join(directory, kind)
+    if action == "save":
+        train_on_ranks(est, group, 8)
+        dcp.save(states, checkpoint_id=path, process_group=group)
+    else:
+        dcp.load(states, checkpoint_id=path, process_group=group)
+    return snapshot(est, N), est.t
+
+
+LAYOUTS = [{}, {"shard": True}, {"shard": True, "offload": "disk"}, {"offload": "disk"}]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+def test_saved_by_two_ranks_loaded_by_any_number(options, kind, tmp_path):
+    saved = the_pool().run(on_ranks, 2, "save", str(tmp_path), options, kind)
+    for ranks in (1, 2, 3):
+        for other in LAYOUTS:
+            for state, t in the_pool().run(on_ranks, ranks, "load", str(tmp_path), other, kind):
+                assert t == 4
+                assert_same_bits(saved[0][0], state)
+            shutil.rmtree(tmp_path / "rows-load", ignore_errors=True)
+    alone = compopt.ISogCLREstimator(N, offload="cpu")
+    dcp.load({"compopt": KINDS[kind](alone)}, checkpoint_id=tmp_path / kind)
+    assert_same_bits(saved[0][0], snapshot(alone, N))
+
+
+def parts_of(group, options):
+    est = build(group, "", "none", options)
+    return {name: len(value.to_local()) for name, value in Stateful(est).state_dict()["rows"].items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+def test_each_rank_writes_a_part(options):
+    assert [own["log_u"] for own in the_pool().run(parts_of, 3, options)] == [8, 8, 7]
+
+
+def save_beside_training(group, directory, options):
+    """Save while training goes on, over a group of its own; the state at the call, and at the end."""
+    apart = dist.new_group(backend="gloo")
+    est = build(group, directory, "save", options)
+    train_on_ranks(est, group, 8)
+    at_call = snapshot(est, N)
+    saving = dcp.async_save({"compopt": Stateful(est)}, checkpoint_id=directory, process_group=apart)
+    train_on_ranks(est, group, 9)
+    getattr(saving, "upload_completion", saving).result()
+    at_end = snapshot(est, N)
+    dcp.load({"compopt": Stateful(est)}, checkpoint_id=directory, process_group=group)
+    return at_call, at_end, snapshot(est, N), est.t
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+def test_async_save_keeps_the_state_of_its_call(options, tmp_path):
+    for at_call, at_end, loaded, t in the_pool(2).run(save_beside_training, 2, str(tmp_path), options):
+        assert t == 4 and not torch.equal(at_call["log_u"], at_end["log_u"])
+        assert_same_bits(at_call, loaded)
+
+
+def load_damaged(group, directory):
+    est = build(group, directory, "load", {"shard": True})
+    try:
+        dcp.load({"compopt": Stateful(est)}, checkpoint_id=directory, process_group=group)
+    except (ValueError, RuntimeError) as error:
+        return str(error), int(est.read(torch.arange(N))["count"].sum())
+    return "loaded", -1
+
+
+@pytest.mark.distributed
+def test_damage_is_refused_by_every_rank(tmp_path):
+    state, _ = the_pool().run(on_ranks, 2, "save", str(tmp_path), {"shard": True}, "parts")[0]
+    column = bits(state["log_u"])[-16:]  # of the last rows, which the second rank writes
+    (file,) = (f for f in (tmp_path / "parts").glob("*.distcp") if column in f.read_bytes())
+    content = file.read_bytes()
+    file.write_bytes(content.replace(column, bytes([column[0] ^ 1]) + column[1:]))
+    for message, rows in the_pool().run(load_damaged, 3, str(tmp_path / "parts")):
+        assert "column 'log_u' is damaged" in message and rows == 0
+
+
+# the page -----------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "dcp.save" in b)
+    monkeypatch.chdir(tmp_path)
+    est = trained()
+    model = torch.nn.Linear(2, 2)
+    expected, weight = snapshot(est, N), model.weight.detach().clone()
+    saving, loading = block.split("# to resume\n")
+    scope = {"est": est, "model": model, "optimizer": torch.optim.SGD(model.parameters()), "step": 7}
+    exec(saving, scope)
+    train(est, batches(N, 2, dtype=torch.float32))
+    model.weight.data.zero_()
+    exec(loading, scope)
+    assert_same_bits(expected, snapshot(est, N))
+    assert torch.equal(model.weight, weight)

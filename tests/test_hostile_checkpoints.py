@@ -1,0 +1,428 @@
+"""Checkpoints that somebody else may have written: no code comes out of them, nor do sizes that they make up."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import compopt
+from compopt.checkpoint import manifest, strict
+from compopt.stores import changes, table
+from tests.database import DATABASE
+from tests.helpers import assert_same_bits, batches, make, run, snapshot
+
+N = 23
+LIBRARY = Path(compopt.__file__).parent
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(table, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(changes, "CHUNK_ROWS", 5)
+
+
+def trained(seed=70, build=compopt.ISogCLREstimator, **options):
+    est = build(N, gamma=0.6, **options)
+    for batch in batches(N, 3, seed=seed, dtype=torch.float32):
+        run(est, *batch)
+        est.step()
+    return est
+
+
+def refused(path, match, est=None):
+    est = est or trained(seed=3)
+    before, t = snapshot(est, N), est.t
+    with pytest.raises((ValueError, TypeError), match=match):
+        compopt.load(est, path)
+    assert_same_bits(before, snapshot(est, N))
+    assert est.t == t
+
+
+def edit(path, change):
+    """Change a manifest as somebody who knows the format."""
+    content = json.loads((path / "manifest.json").read_text())
+    content = change(content) or content
+    content["crc32"] = manifest._body_crc(content)
+    (path / "manifest.json").write_text(json.dumps(content, indent=1))
+
+
+# code ---------------------------------------------------------------------------------------------
+
+
+def test_no_module_unpickles_a_file():
+    """What ranks send each other is pickled; nothing else is."""
+    suspects = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    found = set()
+    for path in LIBRARY.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            loads = isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "eval", "exec")
+            pickles = isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only")
+            if suspects & {name.split(".")[0] for name in names} or loads or pickles:
+                found.add(path.relative_to(LIBRARY).as_posix())
+    assert found == {"distributed/collectives.py"}
+
+
+@pytest.mark.parametrize("name", ["state", "rows", "manifest"])
+def test_a_pickle_in_the_place_of_a_file_is_not_run(name, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "boom"),)
+
+    path = compopt.save(trained(), tmp_path / "c")
+    bomb = pickle.dumps(Bomb())
+    file = next(path.glob(f"{name}*"))
+    file.write_bytes(bomb)
+    if name != "manifest":
+
+        def vouch(content):
+            entry = next(f for f in content["files"] if f["name"] == file.name)
+            entry.update(bytes=len(bomb), crc32=zlib.crc32(bomb))
+
+        edit(path, vouch)
+    refused(path, file.name)
+    assert not (tmp_path / "boom").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_state_dict_survives_weights_only(info, tmp_path):
+    est, other = (make(info, "bimodal", N)[0] for _ in range(2))
+    for batch in batches(N, 2, seed=1):
+        run(est, *batch)
+        est.step()
+    torch.save(est.state_dict(), tmp_path / "est.pt")
+    other.load_state_dict(torch.load(tmp_path / "est.pt", weights_only=True))
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+# values -------------------------------------------------------------------------------------------
+
+BAD_NUMBERS = [-1, 1.0, "1", True, None, [1], {}, float("nan"), float("inf"), 10**18, 10**30]
+
+
+KEYS = ("version", "t", "chunk_rows", "crc32 of the file", "bytes", "first", "stride", "span")
+# chunks larger than n are one chunk, whatever their size
+ABSURD = [(key, value) for key in KEYS for value in BAD_NUMBERS if (key, value) != ("chunk_rows", 10**18)]
+
+
+@pytest.mark.parametrize("key, value", ABSURD, ids=str)
+def test_absurd_numbers(key, value, tmp_path):
+    def change(content):
+        file = content["files"][0]
+        if key == "span":
+            file["spans"][0][1] = value
+        elif key in file:
+            file[key] = value
+        elif key.startswith("crc32"):
+            file["crc32"] = value
+        else:
+            content[key] = value
+
+    path = compopt.save(trained(), tmp_path)
+    edit(path, change)
+    shown = "digits" if value == 10**30 else str(value).replace("[", r"\[") if value is not True else "True"
+    refused(tmp_path, rf"(?s)checkpoint-.*(manifest\.json|rows-).*{shown}")
+
+
+KINDS = ("config", "sample_groups", "files", "save_id", "data_fingerprint", "spans", "file", "group")
+FALSE = [("data_fingerprint", value) for value in (None, "x", [])]  # as good as none
+OF_KINDS = [(key, value) for key in KINDS for value in (5, "x", [], None, True, {"a": 1}) if (key, value) not in FALSE]
+
+
+@pytest.mark.parametrize("key, value", OF_KINDS, ids=str)
+def test_values_of_another_kind(key, value, tmp_path):
+    def change(content):
+        if key == "spans":
+            content["files"][0]["spans"] = value
+        elif key == "file":
+            content["files"].append(value)
+        elif key == "group":
+            content["sample_groups"] = [value]
+        else:
+            content[key] = value
+
+    edit(compopt.save(trained(), tmp_path), change)
+    refused(tmp_path, r"manifest\.json|rows-")
+
+
+CONFIGS = [
+    ({"n": [10**15]}, "1000000000000000.*23"),
+    ({"n": [-23]}, "-23"),
+    ({"n": [23.5]}, "23.5"),
+    ({"n": 23}, "n of config is 23"),
+    ({"mode": None}, "mode differs"),
+    ({"columns": {"log_u": [10**9, "torch.float32"]}}, "1000000000"),
+    ({"columns": 5}, "columns differs"),
+    ({"method": []}, "method differs"),
+    ({"other": 1}, "other differs"),
+]
+
+
+@pytest.mark.parametrize("values, match", CONFIGS, ids=[match for _, match in CONFIGS])
+def test_absurd_configurations(values, match, tmp_path):
+    edit(compopt.save(trained(), tmp_path), lambda c: c["config"].update(values))
+    refused(tmp_path, rf"manifest\.json.*{match}")
+
+
+GROUPS = [{"n": 10**15}, {"n": True}, {"gamma": float("nan")}, {"gamma": "0.5"}, {"lr": 10**30}, {"other": 1}]
+
+
+@pytest.mark.parametrize("values", GROUPS, ids=str)
+def test_absurd_groups(values, tmp_path):
+    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(values))
+    refused(tmp_path, r"manifest\.json")
+
+
+NAMES = ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", ".hidden.safetensors", "a\\b.safetensors"]
+NAMES += ["a\0.safetensors", "x" * 5000 + ".safetensors", "rows.txt", "C:x.safetensors", "rows\n.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
+def test_names_that_leave_the_directory(name, tmp_path):
+    path = compopt.save(trained(), tmp_path / "c")
+    shutil.copy(next(path.glob("rows-*")), tmp_path / "c" / "x.safetensors")
+    edit(path, lambda c: c["files"][0].update(name=name))
+    refused(path, r"manifest\.json.*name of a file is")
+
+
+def test_a_file_that_is_listed_twice(tmp_path):
+    edit(compopt.save(trained(), tmp_path), lambda c: c["files"].append(c["files"][0]))
+    refused(tmp_path, "rows-.*is there twice")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    file = next(path.glob("rows-*"))
+    file.unlink()
+    os.mkfifo(file)
+    refused(tmp_path, f"{file.name} is missing")
+
+
+# text ---------------------------------------------------------------------------------------------
+
+TEXTS = {
+    "deep": ("[" * 10**6, "nested"),
+    "deep inside": ('{"version": 3, "files": ' + '{"a":' * 10**5 + "1" + "}" * 10**5 + "}", "nested"),
+    "not an object": ("[1, 2]", "list"),
+    "digits": ('{"version": ' + "9" * 10**6 + "}", "1000000 digits"),
+    "not text": (b"\xff\xfe\x00", "codec"),
+    "empty": ("", "Expecting value"),
+}
+
+
+@pytest.mark.parametrize("text, match", TEXTS.values(), ids=TEXTS)
+def test_texts_that_are_no_manifest(text, match, tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    (path / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(tmp_path, rf"manifest\.json is damaged.*{match}")
+    copy = shutil.copytree(path, tmp_path / "renamed")  # its name is in its manifest
+    refused(copy, rf"manifest\.json is damaged.*{match}")
+
+
+def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
+    """The checksum is of the content: a number in other letters, a space, a key that is there twice."""
+    path = compopt.save(trained(), tmp_path)
+    file = path / "manifest.json"
+    text = file.read_text()
+    for old, new in (('"t": 3', '"t":  3'), ('"t": 3', '"t": 5,\n "t": 3'), ("0.01", "1e-2"), ("\n", "\n\n")):
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        refused(tmp_path, "not as it was written")
+    file.write_text(text)
+    compopt.load(trained(seed=3), tmp_path)
+
+
+def test_a_manifest_too_long_to_be_read_is_not_written(tmp_path, monkeypatch):
+    compopt.save(trained(), tmp_path)
+    monkeypatch.setattr(strict, "_MOST", 100)
+    with pytest.raises(ValueError, match=r"manifest\.json.* bytes: too many sample groups"):
+        compopt.save(trained(), tmp_path)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    compopt.load(trained(), tmp_path)
+
+
+# tensors ------------------------------------------------------------------------------------------
+
+
+def replace(path, name, tensors):
+    """Another file in the place of one, vouched for by the manifest."""
+    file = next(path.glob(f"{name}*"))
+
+    def vouch(content):
+        entry = next(f for f in content["files"] if f["name"] == file.name)
+        file.unlink()
+        if isinstance(tensors, bytes):
+            file.write_bytes(tensors)
+        else:
+            save_file(tensors, file, {"save_id": entry["save_id"]})
+        size, crc = manifest.checksum(file)
+        entry.update(bytes=size, crc32=crc)
+
+    edit(path, vouch)
+    return file.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop("tau"),
+        lambda t: t.update(other=t["tau"].clone()),
+        lambda t: t.update(tau=t["tau"][:-1].clone()),
+        lambda t: t.update(tau=t["tau"][:, :1].clone()),
+        lambda t: t.update(tau=t["tau"].double()),
+        lambda t: t.update(tau=t["tau"].view(torch.int32)),
+        lambda t: t.update(tau=torch.zeros(())),
+        lambda t: t.update(tau=t["tau"].T.contiguous()),
+        lambda t: t.update(count=t["count"].float()),
+        lambda t: t.clear(),
+    ],
+)
+def test_other_columns(change, tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    tensors = load_file(next(path.glob("rows-*")))
+    change(tensors)
+    refused(tmp_path, f"{replace(path, 'rows-', tensors)}: column")
+
+
+@pytest.mark.parametrize("name, shape", [("temperature.log_inverse_tau", (10**6,)), ("other.x", (1,)), ("x", (1,))])
+def test_other_state(name, shape, tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    tensors = {**load_file(path / "state.safetensors"), name: torch.zeros(shape)}
+    refused(tmp_path, replace(path, "state", tensors))
+
+
+HEADERS = {
+    "of 2^63 bytes": struct.pack("<Q", 1 << 63) + b"{}",
+    "of 100 MB": struct.pack("<Q", 10**8) + b"{}",
+    "longer than the file": struct.pack("<Q", 1000) + b"{}",
+    "cut": b"\1\0",
+    "no JSON": struct.pack("<Q", 4) + b"abcd",
+    "a tensor of 2^60": (lambda h: struct.pack("<Q", len(h)) + h)(
+        b'{"tau":{"dtype":"F32","shape":[1152921504606846976],"data_offsets":[0,4611686018427387904]}}'
+    ),
+    "a negative shape": (lambda h: struct.pack("<Q", len(h)) + h)(
+        b'{"tau":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}' + b" " * 16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["rows-", "state"])
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
+def test_headers(content, name, tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    refused(tmp_path, f"{replace(path, name, content)} is damaged")
+
+
+def test_a_header_that_is_longer_than_any(tmp_path):
+    """A valid one, of nothing but spaces."""
+    path = compopt.save(trained(), tmp_path)
+    content = struct.pack("<Q", 2 << 20) + b"{}".ljust(2 << 20)
+    refused(tmp_path, f"{replace(path, 'state', content)} is damaged: it has a header of {2 << 20} bytes")
+
+
+# memory -------------------------------------------------------------------------------------------
+
+
+def header(name, count):
+    """The beginning of a file of 4 * count bytes with one tensor of float32."""
+    text = b""
+    for _ in range(3):  # its own length is in it
+        end = 4 * count - 8 - len(text)
+        end -= end % 4
+        tensor = {name: {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}}
+        text = json.dumps(tensor).encode()
+        text += b" " * (4 * count - 8 - end - len(text))
+    return struct.pack("<Q", len(text)) + text
+
+
+LIMITED = """
+import json, resource, sys, torch, compopt
+from pathlib import Path
+place = dict(offload="disk", offload_dir=sys.argv[2]) if {n} > 23 else dict()
+est = compopt.ISogCLREstimator({n}, **place)
+torch.set_num_threads(1)
+compopt.save(est, Path(sys.argv[2]) / "warm")
+used = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20),) * 2)
+try:
+    compopt.load(est, sys.argv[1])
+except ValueError as error:
+    print(str(error)[:300])
+"""
+
+
+def in_little_memory(path, folder, n=23):
+    """What a process says that may take 200 MiB more, in place of the default sizes of chunks."""
+    command = [sys.executable, "-c", LIMITED.replace("{n}", str(n)), str(path), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=LIBRARY.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def sparse(path, size):
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
+@pytest.mark.parametrize(
+    "case", ["a gigabyte", "a million entries", "spans", "rows of 64 GiB", "a state of 64 GiB", "chunks of one row"]
+)
+def test_memory_is_not_taken(case, tmp_path):
+    path = compopt.save(trained(), tmp_path / "c")
+    file, n = path / "manifest.json", 23
+    if case == "a gigabyte":
+        sparse(file, GIB)
+        match = f"manifest.json is damaged.*{GIB} bytes"
+    elif case == "a million entries":
+        entry = {
+            "name": "rows.safetensors",
+            "bytes": 1,
+            "crc32": 1,
+            "save_id": "0" * 8,
+            "first": 0,
+            "stride": 1,
+            "spans": [],
+        }
+        edit(path, lambda c: c.update(files=[entry] * 10**6))
+        match = "manifest.json is damaged.*bytes"
+    elif case == "spans":
+        edit(path, lambda c: c["files"][0].update(spans=[[0, 1 << 62]]))
+        match = f"manifest.json: .*rows 0 to {1 << 62}"
+    elif case == "rows of 64 GiB":
+        edit(path, lambda c: c["files"][0].update(bytes=64 * GIB))
+        sparse(next(path.glob("rows-*")), 64 * GIB)
+        match = f"manifest.json is damaged: rows-.* has {64 * GIB} bytes for"
+    elif case == "a state of 64 GiB":
+        replace(path, "state", header("normalizer.x", 16 * GIB))
+        edit(path, lambda c: next(f for f in c["files"] if f["name"][0] == "s").update(bytes=64 * GIB))
+        sparse(path / "state.safetensors", 64 * GIB)
+        match = "state.safetensors: the state of .* must have the entries"
+    else:
+        n = 10**9
+
+        def absurd(content):
+            content["chunk_rows"] = 1
+            content["config"]["n"] = [n]
+            content["files"][0]["spans"] = [[0, 5], [n - 5, n]]
+
+        edit(path, absurd)
+        match = "manifest.json is damaged: chunks of 1 rows"
+    said = in_little_memory(path, tmp_path, n)
+    assert re.search(match, said), said
