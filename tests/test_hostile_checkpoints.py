@@ -380,6 +380,7 @@ def sparse(path, size):
         file.truncate(size)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
 @pytest.mark.parametrize(
     "case", ["a gigabyte", "a million entries", "spans", "rows of 64 GiB", "a state of 64 GiB", "chunks of one row"]
