@@ -42,11 +42,13 @@ class Arm:
     Attributes:
         first: settings to begin with.
         grids: setting -> values; one setting after another is chosen, the others stay.
+        widen: setting -> factor; while the best value is the grid's first or last, the grid gets one more beyond it.
         as_arm: take what was chosen for another arm.
     """
 
     first: Mapping[str, Any] = field(default_factory=dict)
     grids: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    widen: Mapping[str, float] = field(default_factory=dict)
     as_arm: str = ""
 
 
@@ -107,10 +109,16 @@ class Search(Generic[A]):
         """The best settings so far, and the runs that the present grid still lacks."""
         chosen = dict(self.arms[arm].first)
         for name, values in self.arms[arm].grids.items():
-            jobs = [Job(arm, {**chosen, name: value}, TUNE_SEED) for value in values]
-            if missing := [job for job in jobs if job.key not in results]:
-                return chosen, missing
-            chosen = max(jobs, key=lambda job: self.score(results[job.key])).options
+            while True:
+                jobs = [Job(arm, {**chosen, name: value}, TUNE_SEED) for value in values]
+                if missing := [job for job in jobs if job.key not in results]:
+                    return chosen, missing
+                best = max(jobs, key=lambda job: self.score(results[job.key])).options
+                wider = _beyond(values, best[name], self.arms[arm].widen.get(name))
+                if wider == values:
+                    break
+                values = wider
+            chosen = best
         return chosen, []
 
     def carry_out(
@@ -150,6 +158,13 @@ class Search(Generic[A]):
                 final_run = result["job"]["seed"] in SEEDS  # and has no validation
                 bar.set_postfix_str(result["job"]["arm"] + ("" if final_run else f" {self.score(result):.4f}"))
                 bar.update()
+
+
+def _beyond(values: tuple[Any, ...], best: Any, factor: float | None) -> tuple[Any, ...]:
+    """The values and one more, if the best is the smallest or the largest."""
+    if factor is None or min(values) < best < max(values):
+        return values
+    return (*values, float(f"{best * factor if best == max(values) else best / factor:.3g}"))
 
 
 def run_job(module: str, key: str, threads: int, flags: Sequence[str] = ()) -> dict[str, Any]:

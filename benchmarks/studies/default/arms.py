@@ -13,6 +13,7 @@ DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
+WIDEN = {"lr": 2.0, "tau": 1.5}
 BATCHES = (8, 16, 64, 256, 1024)
 # beside learning rate and temperature
 FIRST: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def _cell(task: str, loss: str, batch: int, accumulate: int = 1, forward: int = 
     first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss]}
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
     where = {"batch": batch, "accumulate": accumulate, "forward": forward}
-    return Cell(task=task, loss=loss, first=first, grids={"lr": rates, **taus}, **where)
+    return Cell(task=task, loss=loss, first=first, grids={"lr": rates, **taus}, widen=WIDEN, **where)
 
 
 def _default(task: str, batch: int, accumulate: int = 1) -> Cell:

@@ -1,0 +1,31 @@
+"""The search of the studies: one setting after another, on grids that grow while the best value is at an end."""
+
+import pytest
+
+from benchmarks.studies.search import SEEDS, Arm, Search
+
+
+def searched(tmp_path, arm, score):
+    """Carry out a search without training; -> what was chosen, and every setting that was tried."""
+    study = Search({"a": arm}, tmp_path / "runs.jsonl", lambda run: run["score"])
+    results, tried = {}, []
+    while jobs := study.next_jobs("a", results):
+        for job in jobs:
+            tried.append(job.options)
+            results[job.key] = {"job": {"arm": "a"}, "score": score(**job.options)}
+    return study.best("a", results), tried, study.next_jobs("a", results, final=True)
+
+
+@pytest.mark.parametrize("best", [1e-4, 2e-3, 6.4e-2])
+def test_a_grid_grows_past_the_best_value(tmp_path, best):
+    arm = Arm(first={"tau": 0.1}, grids={"lr": (1e-3, 2e-3, 4e-3), "tau": (0.05, 0.1)}, widen={"lr": 2.0, "tau": 2.0})
+    chosen, tried, final = searched(tmp_path, arm, lambda lr, tau: -abs(lr - best) - abs(tau - 0.1))
+    rates = {options["lr"] for options in tried}
+    assert min(rates) < chosen["lr"] < max(rates) and best / 1.5 < chosen["lr"] < 1.5 * best
+    assert chosen["tau"] == 0.1 and {options["tau"] for options in tried} == {0.05, 0.1, 0.2}
+    assert [job.seed for job in final] == list(SEEDS)
+
+
+def test_without_a_factor_a_grid_stays(tmp_path):
+    chosen, tried, _ = searched(tmp_path, Arm(first={}, grids={"lr": (1.0, 2.0)}), lambda lr: lr)
+    assert chosen == {"lr": 2.0} and tried == [{"lr": 1.0}, {"lr": 2.0}]
