@@ -35,8 +35,8 @@ def write(results: Results) -> None:
         f"(faces: 6,167 characters). Recall in per cent on the test half, mean ± standard deviation of the seeds "
         f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
         f"seed, for every loss in every cell, from grids that reach past the best value on both sides; for "
-        f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is 0.001 "
-        f"times the square root of the samples per update. `16 x 16`: micro-batches of 16, accumulated to 256. "
+        f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
+        f"0.001 times the square root of the samples per update. `16 x 16`: micro-batches of 16, accumulated to 256. "
         f"`256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache has it. An empty cell has not "
         f"been run.",
         "",
