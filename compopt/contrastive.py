@@ -66,6 +66,11 @@ DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 _FAR = 1 << 40
 
 
+def _at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """A temperature no less exact than what is computed with it: ``1 / tau`` of half precision has three digits."""
+    return tau.to(torch.promote_types(tau.dtype, dtype))
+
+
 class ContrastiveEstimator(Estimator):
     r"""Large-batch contrastive gradients from small batches.
 
@@ -224,8 +229,8 @@ class ContrastiveEstimator(Estimator):
                 ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
 
         Returns:
-            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
-            keep their values and a warning says how many feature rows are to blame).
+            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the rows of all
+            anchors that it reaches keep their values and a warning says how many feature rows are to blame).
 
         Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
         ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
@@ -245,6 +250,8 @@ class ContrastiveEstimator(Estimator):
             own = Features.of(z1, z2, normalize=self.normalize)
             extras = Features.of(more[0], normalize=self.normalize) if more else None
             values = dict(zip(("z1", "z2"), own.unit.unbind(), strict=True))
+            if isinstance(tau, Tensor):
+                tau = _at_least(tau, own.unit.dtype)
             if isinstance(tau, Tensor) and tau.dim():
                 values["tau"] = tau.detach().to(z1.device)
             facts = {**tau_facts(tau), "encode": int(encode is not None), "extra": extra_fact(more)}
@@ -254,8 +261,6 @@ class ContrastiveEstimator(Estimator):
             graph = torch.is_grad_enabled()
             with torch.no_grad():
                 value, gradients = self._evaluate(batch, own, extras, candidates, temperature, encoder, graph)
-        prepared = (own, extras, None if encoder is None else encoder.encoded)
-        self._async_checks.watch_features(value, *(features.unit for features in prepared if features is not None))
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     @outside_of_graphs
@@ -374,7 +379,9 @@ class ContrastiveEstimator(Estimator):
         if tau is None:
             tau = self.temperature.value(batch.columns, self._hyper("temperature", batch), batch.depositing)
             refuse_tangent("the temperature", tau)
-        return tau.to(batch.rows.device) if isinstance(tau, Tensor) else tau
+        if not isinstance(tau, Tensor):
+            return tau
+        return _at_least(tau.to(batch.rows.device), batch.values["z1"].dtype)
 
     def _hyper(self, role: str, batch: Batch) -> Hyper:
         """Hyper-parameters of one part for the samples of a batch."""
@@ -414,10 +421,13 @@ class ContrastiveEstimator(Estimator):
         objective = Objective(
             batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, self._ranks.size
         )
+        value = objective.value().to(own.unit.dtype)
+        prepared = (own, extras, None if encoder is None else encoder.encoded)
+        units = [features.unit for features in prepared if features is not None]
+        self._async_checks.watch_features(value, *units)  # a warning may be an error, and this call counts from here on
         if batch.depositing:
             moved = self.temperature.update(call, objective.tau_gradients()) if self.temperature.learns else {}
             self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
-        value = objective.value().to(own.unit.dtype)
         elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
         gradients = objective.feature_gradients(own, extras, graph, elsewhere)
         if learned and isinstance(temperature, Tensor):
