@@ -305,6 +305,10 @@ class ContrastiveEstimator(Estimator):
         refuse_transforms()
         for name, z in (("z1", z1), ("z2", z2), ("extra", extra)):  # before detach drops it
             refuse_tangent(name, z)
+        with self._handshake.guard():  # before anything is asked of them
+            check_features(z1, z2, least=0)
+            if extra is not None:
+                check_extra(extra, extra_index, z1)
         with torch.enable_grad():
             z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
             leaves = [z1, z2]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
-
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # what is computed in float32 must be a number there
 
@@ -20,6 +19,8 @@ def number(name: str, value: Any) -> float:
     if not abs(value) <= FLOAT32_MAX:  # NaN included; an integer may be too large for math.isfinite
         known = isinstance(value, float) and not math.isfinite(value)
         raise ValueError(f"{name} must be finite{'' if known else ' in float32'}, got {value!r}")
+    if isinstance(value, Integral) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name} must be an integer of 64 bits or a float, got {value!r}; pass {float(value)!r}")
     return float(value)
 
 

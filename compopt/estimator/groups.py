@@ -231,8 +231,7 @@ class SampleGroups:
             known = self._snapshot[number].get("n") if self._snapshot else group.get("n")
             if group.get("n") != known or type(group.get("n")) is not type(known):
                 raise ValueError(
-                    f"n of {what} is fixed at {known}, got {group.get('n')!r}; append rows "
-                    f"with add_sample_group"
+                    f"n of {what} is fixed at {known}, got {group.get('n')!r}; append rows with add_sample_group"
                 )
             for role, part in self._components.items():
                 part.check(self._own(role, group))
