@@ -77,12 +77,12 @@ def run_damage(args: argparse.Namespace) -> int:
     return failures(results)
 
 
-CALLS = """{trials:,} trials, each an estimator of `tests/database.py` with its float64 twin, nine samples and one to four
-calls, commits, edits of hyper-parameters and hooks that fail; about half of the calls break a rule. By the last change
-made to a call: refused by an error that the library raises itself, with every bit of the state and of what was pending
-kept; the twin's loss and gradients (and its rows after every commit); a loss of NaN with the rows kept; or with no twin
-to compare (an anchor without negatives, extreme but legal values, what draws or trains in lower precision). Seed {seed},
-{seconds} s, commit {commit}, {date}."""
+CALLS = """{trials:,} trials, each an estimator of `tests/database.py` with its float64 twin, nine samples and one to
+four calls, commits, edits of hyper-parameters and hooks that fail; about half of the calls break a rule. By the last
+change made to a call: refused by an error that the library raises itself, with every bit of the state and of what was
+pending kept; the twin's loss and gradients (and its rows after every commit); a loss of NaN with the rows kept; or
+with no twin to compare (an anchor without negatives, extreme but legal values, what draws or trains in lower
+precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
 OUTCOMES = ("calls", "refused", "agreed", "nan", "uncompared")
 
 

@@ -54,7 +54,7 @@ from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.features import Encode, Encoder, Features
+from compopt.kernel.features import Encode, Encoder, Features, working_dtype
 from compopt.kernel.local import Pairs
 from compopt.kernel.statistics import Extra, PairStatistics
 from compopt.objective import Objective, Summary
@@ -68,7 +68,13 @@ _FAR = 1 << 40
 
 def _at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature no less exact than what is computed with it: ``1 / tau`` of half precision has three digits."""
-    return tau.to(torch.promote_types(tau.dtype, dtype))
+    wanted = working_dtype(tau.dtype, dtype)
+    return tau if tau.dtype == wanted else tau.to(wanted)
+
+
+def _leaf(z: Tensor) -> Tensor:
+    """Features without their graph that want a gradient; autograd follows a tensor of inference mode only as a copy."""
+    return (z.clone() if z.is_inference() else z.detach()).requires_grad_()
 
 
 class ContrastiveEstimator(Estimator):
@@ -310,10 +316,10 @@ class ContrastiveEstimator(Estimator):
             if extra is not None:
                 check_extra(extra, extra_index, z1)
         with torch.enable_grad():
-            z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
+            z1, z2 = _leaf(z1), _leaf(z2)
             leaves = [z1, z2]
             if extra is not None:
-                extra = extra.detach().requires_grad_()
+                extra = _leaf(extra)
                 leaves.append(extra)
             given: dict[str, Any] = {"tau": tau, "labels": labels, "extra": extra, "extra_index": extra_index}
             loss = self(z1, z2, index, index2, group, **given)

@@ -16,10 +16,11 @@ def number(name: str, value: Any) -> float:
     """A finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not abs(value) <= FLOAT32_MAX:  # NaN included; an integer may be too large for math.isfinite
+    size: Any = abs(value)  # an integer may be too large for math.isfinite
+    if not size <= FLOAT32_MAX:
         known = isinstance(value, float) and not math.isfinite(value)
         raise ValueError(f"{name} must be finite{'' if known else ' in float32'}, got {value!r}")
-    if isinstance(value, Integral) and not -(1 << 63) <= value < 1 << 63:
+    if isinstance(value, Integral) and int(value).bit_length() > 63:
         raise ValueError(f"{name} must be an integer of 64 bits or a float, got {value!r}; pass {float(value)!r}")
     return float(value)
 

@@ -235,6 +235,7 @@ class SampleGroups:
                 )
             for role, part in self._components.items():
                 part.check(self._own(role, group))
+            self._fill(group)  # None may have been put in
         self._snapshot = [dict(group) for group in self.groups]
 
     def _unchanged(self) -> bool:
