@@ -1,10 +1,18 @@
 """Things that should go wrong loudly, at random and in numbers.
 
     python -m benchmarks.fuzz damage --seed 0 --flips 10000 --others 1000
+    python -m benchmarks.fuzz calls --seed 0 --count 100000
 
 ``damage``: a bit of a checkpoint flips, a file is cut, lengthened, blanked, removed, exchanged with another or with one
 of another save. Each trial loads the checkpoint: that must raise, name a damaged file, and leave every bit of the
-estimator's state. Anything else ends the program with an error, after the page is written.
+estimator's state.
+
+``calls``: random calls of every estimator, most with a few changes, between commits and edits. Each must be refused by
+the library with an error that its contract names, with every bit of the state kept, or agree with the float64 twin of
+``tests/reference``; a feature that is no number makes the loss NaN and keeps the rows that it reaches. ``--trial K``
+repeats one.
+
+Anything else ends the program with an error, after the page is written.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import fuzz_damage, saved
+from benchmarks import fuzz_calls, fuzz_damage, saved
 from recipes.report import environment, heading, table
 
 NAMES = {
@@ -69,7 +77,46 @@ def run_damage(args: argparse.Namespace) -> int:
     return failures(results)
 
 
-PAGES = {"damage": damage_page}
+CALLS = """{trials:,} trials, each an estimator of `tests/database.py` with its float64 twin, nine samples and one to
+four calls, commits, edits of hyper-parameters and hooks that fail; about half of the calls break a rule. By the last
+change made to a call: refused by an error that the library raises itself, with every bit of the state and of what was
+pending kept; the twin's loss and gradients (and its rows after every commit); a loss of NaN with the rows kept; or
+with no twin to compare (an anchor without negatives, extreme but legal values, what draws or trains in lower
+precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
+OUTCOMES = ("calls", "refused", "agreed", "nan", "uncompared")
+
+
+def calls_page(results: dict) -> str:
+    """Say what became of the calls."""
+    body = [
+        [kind.replace("_", " "), *(f"{count[key]:,}" for key in OUTCOMES), f"{sum(count['wrong'].values()):,}"]
+        for kind, count in results["counts"].items()
+    ]
+    totals = [sum(int(line[i].replace(",", "")) for line in body) for i in range(1, 7)]
+    body.append(["all", *(f"{total:,}" for total in totals)])
+    head = ["last change", "calls", "refused", "the twin's", "NaN", "no twin", "wrong"]
+    about = CALLS.format(**{key: results.get(key) for key in ("trials", *KEYS)})
+    return "\n".join(["## Random calls", "", about, "", table(head, body)])
+
+
+def calls_failures(results: dict) -> int:
+    """Count the trials that went wrong."""
+    return len(results["findings"])
+
+
+def run_calls(args: argparse.Namespace) -> int:
+    """Call estimators at random, write the page, and count what went wrong."""
+    env = environment()
+    results = fuzz_calls.calls(args.seed, args.count, args.trial, args.seconds)
+    for number, kind, wrong, text in results["findings"]:
+        print(f"{kind}: {wrong}: {text}\npython -m benchmarks.fuzz calls --seed {args.seed} --trial {number}\n")
+    print(calls_page({**env, **results}))
+    if not args.quick and args.trial is None:
+        write("calls", results, env)
+    return calls_failures(results)
+
+
+PAGES = {"damage": damage_page, "calls": calls_page}
 
 
 def write(kind: str, results: dict, env: dict) -> None:
@@ -93,6 +140,13 @@ def main(arguments: list[str] | None = None) -> None:
     damage.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
     damage.add_argument("--quick", action="store_true", help="printed only")
     damage.set_defaults(run=run_damage)
+    calls = kinds.add_parser("calls", help="random calls of every estimator")
+    calls.add_argument("--seed", type=int, default=0)
+    calls.add_argument("--count", type=int, default=10_000, help="trials")
+    calls.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    calls.add_argument("--trial", type=int, help="only this one, printed only")
+    calls.add_argument("--quick", action="store_true", help="printed only")
+    calls.set_defaults(run=run_calls)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     wrong = args.run(args)

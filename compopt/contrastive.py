@@ -54,7 +54,7 @@ from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.features import Encode, Encoder, Features
+from compopt.kernel.features import Encode, Encoder, Features, working_dtype
 from compopt.kernel.local import Pairs
 from compopt.kernel.statistics import Extra, PairStatistics
 from compopt.objective import Objective, Summary
@@ -64,6 +64,17 @@ MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 # Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
 _FAR = 1 << 40
+
+
+def _at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """A temperature no less exact than what is computed with it: ``1 / tau`` of half precision has three digits."""
+    wanted = working_dtype(tau.dtype, dtype)
+    return tau if tau.dtype == wanted else tau.to(wanted)
+
+
+def _leaf(z: Tensor) -> Tensor:
+    """Features without their graph that want a gradient; autograd follows a tensor of inference mode only as a copy."""
+    return (z.clone() if z.is_inference() else z.detach()).requires_grad_()
 
 
 class ContrastiveEstimator(Estimator):
@@ -224,8 +235,8 @@ class ContrastiveEstimator(Estimator):
                 ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
 
         Returns:
-            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the batch's rows
-            keep their values and a warning says how many feature rows are to blame).
+            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the rows of all
+            anchors that it reaches keep their values and a warning says how many feature rows are to blame).
 
         Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
         ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
@@ -245,6 +256,8 @@ class ContrastiveEstimator(Estimator):
             own = Features.of(z1, z2, normalize=self.normalize)
             extras = Features.of(more[0], normalize=self.normalize) if more else None
             values = dict(zip(("z1", "z2"), own.unit.unbind(), strict=True))
+            if isinstance(tau, Tensor):
+                tau = _at_least(tau, own.unit.dtype)
             if isinstance(tau, Tensor) and tau.dim():
                 values["tau"] = tau.detach().to(z1.device)
             facts = {**tau_facts(tau), "encode": int(encode is not None), "extra": extra_fact(more)}
@@ -254,8 +267,6 @@ class ContrastiveEstimator(Estimator):
             graph = torch.is_grad_enabled()
             with torch.no_grad():
                 value, gradients = self._evaluate(batch, own, extras, candidates, temperature, encoder, graph)
-        prepared = (own, extras, None if encoder is None else encoder.encoded)
-        self._async_checks.watch_features(value, *(features.unit for features in prepared if features is not None))
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     @outside_of_graphs
@@ -300,11 +311,15 @@ class ContrastiveEstimator(Estimator):
         refuse_transforms()
         for name, z in (("z1", z1), ("z2", z2), ("extra", extra)):  # before detach drops it
             refuse_tangent(name, z)
+        with self._handshake.guard():  # before anything is asked of them
+            check_features(z1, z2, least=0)
+            if extra is not None:
+                check_extra(extra, extra_index, z1)
         with torch.enable_grad():
-            z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
+            z1, z2 = _leaf(z1), _leaf(z2)
             leaves = [z1, z2]
             if extra is not None:
-                extra = extra.detach().requires_grad_()
+                extra = _leaf(extra)
                 leaves.append(extra)
             given: dict[str, Any] = {"tau": tau, "labels": labels, "extra": extra, "extra_index": extra_index}
             loss = self(z1, z2, index, index2, group, **given)
@@ -374,7 +389,9 @@ class ContrastiveEstimator(Estimator):
         if tau is None:
             tau = self.temperature.value(batch.columns, self._hyper("temperature", batch), batch.depositing)
             refuse_tangent("the temperature", tau)
-        return tau.to(batch.rows.device) if isinstance(tau, Tensor) else tau
+        if not isinstance(tau, Tensor):
+            return tau
+        return _at_least(tau.to(batch.rows.device), batch.values["z1"].dtype)
 
     def _hyper(self, role: str, batch: Batch) -> Hyper:
         """Hyper-parameters of one part for the samples of a batch."""
@@ -414,10 +431,13 @@ class ContrastiveEstimator(Estimator):
         objective = Objective(
             batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, self._ranks.size
         )
+        value = objective.value().to(own.unit.dtype)
+        prepared = (own, extras, None if encoder is None else encoder.encoded)
+        units = [features.unit for features in prepared if features is not None]
+        self._async_checks.watch_features(value, *units)  # a warning may be an error, and this call counts from here on
         if batch.depositing:
             moved = self.temperature.update(call, objective.tau_gradients()) if self.temperature.learns else {}
             self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
-        value = objective.value().to(own.unit.dtype)
         elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
         gradients = objective.feature_gradients(own, extras, graph, elsewhere)
         if learned and isinstance(temperature, Tensor):

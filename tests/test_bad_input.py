@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -838,3 +839,75 @@ def test_the_meta_device():
     with refused(ValueError, "device", "meta", est=est):
         est.to("meta")
     still_works(est)
+
+
+# found by random calls ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["z1", "index", "tau", "extra"])
+def test_sparse_tensors_are_refused_by_name(name):
+    est, (z1, z2, index) = make(), batch()
+    args = {"z1": z1, "z2": z2, "index": index, "tau": torch.full((B,), 0.1), "extra": z1}
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
+        est(**{**args, name: args[name].to_sparse()})
+
+
+@pytest.mark.parametrize("value", [object(), "x", None, float(N), np.ones(3), torch.ones(3)])
+def test_an_edited_n_is_refused(value):
+    est, (z1, z2, index) = make(), batch()
+    est.sample_groups[0]["n"] = value
+    with pytest.raises((TypeError, ValueError), match=r"^n (of|must)"):
+        est(z1, z2, index)
+
+
+@pytest.mark.parametrize("value", [1e300, 1 << 70, 1 << 2000])
+def test_what_float32_cannot_hold_is_refused(value):
+    est, (z1, z2, index) = make("isogclr"), batch()
+    est.sample_groups[0]["lr"] = value
+    with pytest.raises(ValueError, match="lr must be"):
+        est(z1, z2, index)
+    with pytest.raises(ValueError, match="tau must be greater than 0 in float32"):
+        make()(z1, z2, index, tau=1e-300)
+
+
+def test_none_is_a_default():
+    est, (z1, z2, index) = make("isogclr"), batch()
+    est.sample_groups[0]["rho"] = None
+    est(z1, z2, index)
+    assert est.sample_groups[0]["rho"] == 6.0
+
+
+def test_feature_gradients_refuses_as_a_call_does():
+    est, (z1, z2, index) = make(), batch()
+    for bad in (z1.long(), z1.tolist(), 1.0):
+        with pytest.raises(TypeError, match="z1 must"):
+            est.feature_gradients(bad, z2, index)
+        with pytest.raises(TypeError, match="extra must"):
+            est.feature_gradients(z1, z2, index, extra=bad)
+
+
+def test_feature_gradients_takes_tensors_of_inference_mode():
+    z1, z2, index = batch()
+    want = make().feature_gradients(z1, z2, index)
+    with torch.inference_mode():
+        given = z1.clone(), z2.clone()
+    assert all(torch.equal(a, b) for a, b in zip(make().feature_gradients(*given, index), want, strict=True))
+
+
+def test_a_warning_that_is_an_error_deposits_nothing():
+    est, (z1, z2, index) = make(), batch()
+    z1[0, 0] = math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="1 feature rows"):
+            est(z1, z2, index)
+    assert est.pending == 0
+
+
+def test_half_precision_of_tau_is_not_that_of_gradients():
+    z1, z2, index = batch(dtype=torch.float64)
+    tau = torch.tensor(0.21, dtype=torch.float16)
+    make_one = lambda: BY_NAME["sogclr-not-multiplied"].build("bimodal", N, torch.float64, TAU, GAMMA)  # noqa: E731
+    want = make_one().feature_gradients(z1, z2, index, tau=tau.double())
+    got = make_one().feature_gradients(z1, z2, index, tau=tau)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import compopt
-from benchmarks import fuzz, fuzz_damage, saved
+from benchmarks import fuzz, fuzz_calls, fuzz_damage, saved
 from compopt.checkpoint import reading
+from compopt.estimator import reader
+from compopt.kernel.statistics import PairStatistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:rho=")
 FILES = {"manifest", "rows", "state"}
@@ -98,3 +100,53 @@ def test_the_program_ends_with_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reading, "_check_file", lambda source, file, table: None)
     with pytest.raises(SystemExit, match="trials went wrong"):
         fuzz.main(["damage", "--flips", "40", "--others", "0", "--quick"])
+
+
+# calls -------------------------------------------------------------------------------------------
+
+
+def test_calls_are_refused_or_right():
+    results = fuzz_calls.calls(seed=1, count=200)
+    assert results["findings"] == [] and results["trials"] == 200
+    counts = results["counts"].values()
+    assert min(sum(count[key] for count in counts) for key in ("refused", "agreed", "nan")) > 5
+    assert "| all | " in fuzz.calls_page(results)
+
+
+def found(seed, count):
+    """What went wrong, by kind."""
+    return {what for _, _, what, _ in fuzz_calls.calls(seed, count)["findings"]}
+
+
+def test_a_check_that_is_skipped_is_told(monkeypatch):
+    monkeypatch.setattr(reader, "check_range", lambda name, value, n: None)
+    assert found(0, 300) & {"not refused", "unclear error", "program failed"}
+
+
+def test_other_numbers_are_told(monkeypatch):
+    real = PairStatistics.real
+    monkeypatch.setattr(PairStatistics, "real", lambda self, terms: real(self, terms * 1.01))
+    assert "other numbers" in found(0, 30)
+
+
+def test_a_refusal_that_deposits_is_told(monkeypatch):
+    call = compopt.ContrastiveEstimator.__call__
+
+    def careless(est, *args, **kwargs):
+        try:
+            return call(est, *args, **kwargs)
+        except (ValueError, TypeError):
+            est.discard()
+            raise
+
+    monkeypatch.setattr(compopt.ContrastiveEstimator, "__call__", careless)
+    assert "state changed" in found(0, 150)
+
+
+def test_the_program_repeats_a_trial(monkeypatch, capsys):
+    fuzz.main(["calls", "--trial", "3"])
+    assert "1 trials" in capsys.readouterr().out
+    monkeypatch.setattr(reader, "check_range", lambda name, value, n: None)
+    with pytest.raises(SystemExit, match="trials went wrong"):
+        fuzz.main(["calls", "--count", "300", "--quick"])
+    assert "--trial" in capsys.readouterr().out

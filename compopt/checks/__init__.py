@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
+
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # what is computed in float32 must be a number there
 
 
 def number(name: str, value: Any) -> float:
     """A finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+    size: Any = abs(value)  # an integer may be too large for math.isfinite
+    if not size <= FLOAT32_MAX:
+        known = isinstance(value, float) and not math.isfinite(value)
+        raise ValueError(f"{name} must be finite{'' if known else ' in float32'}, got {value!r}")
+    if isinstance(value, Integral) and int(value).bit_length() > 63:
+        raise ValueError(f"{name} must be an integer of 64 bits or a float, got {value!r}; pass {float(value)!r}")
     return float(value)
 
 
@@ -23,6 +29,8 @@ def positive(name: str, value: Any) -> None:
     """Greater than 0."""
     if number(name, value) <= 0:
         raise ValueError(f"{name} must be greater than 0, got {value!r}")
+    if value < FLOAT32_MIN:
+        raise ValueError(f"{name} must be greater than 0 in float32, got {value!r}")
 
 
 def non_negative(name: str, value: Any) -> None:

@@ -18,10 +18,18 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def check_strided(name: str, value: Tensor) -> None:
+    """Values in memory, with strides: no sparse or nested layout."""
+    if value.layout != torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{name} must be a dense tensor, got layout {layout}; pass {name}.to_dense()")
+
+
 def check_vector(name: str, value: Any, batch: int) -> Tensor:
     """A 1-D integer tensor of ``batch`` entries, as int64."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
+    check_strided(name, value)
     if value.dtype not in INTEGERS:
         raise TypeError(f"{name} must hold integers (int64 data-set positions), got {value.dtype}")
     if value.dim() != 1:
@@ -37,6 +45,7 @@ def check_index(name: str, value: Any) -> Tensor:
     """A 1-D integer tensor of any length, as int64."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}; see torch.as_tensor")
+    check_strided(name, value)  # a nested tensor has no len
     if value.dim() != 1:
         raise ValueError(f"{name} must have shape (B,), got {tuple(value.shape)}; one entry per sample")
     return check_vector(name, value, len(value))
@@ -76,6 +85,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
     for name, z in (("z1", z1), ("z2", z2)):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
+        check_strided(name, z)
         if z.dtype not in _FLOATS:
             raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
         if z.dim() != 2 or z.shape[1] == 0:
@@ -104,6 +114,7 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
     """Further candidates ``(M, d)`` as the features ``like``, and their positions, ``(M,)`` int64."""
     if not isinstance(extra, Tensor):
         raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}")
+    check_strided("extra", extra)
     if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
         raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
     if extra.dtype != like.dtype:
@@ -118,6 +129,7 @@ def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
     if not isinstance(tau, Tensor):
         checks.positive("tau", tau)
         return float(tau)
+    check_strided("tau", tau)
     if not tau.is_floating_point():
         raise TypeError(f"tau must be a floating-point tensor, got {tau.dtype}")
     if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, directions)):

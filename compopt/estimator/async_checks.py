@@ -81,7 +81,7 @@ def _warn_features(bad: int) -> None:
         warnings.warn(
             f"{bad} feature rows of a batch are NaN, infinite or too large to compute similarities of: its loss is "
             f"not finite and the rows of its samples keep their previous values",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

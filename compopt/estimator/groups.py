@@ -198,8 +198,9 @@ class SampleGroups:
 
     @property
     def n(self) -> int | None:
-        """Samples in all groups; ``None`` without rows."""
-        return sum(group["n"] for group in self.groups) if "n" in self.groups[0] else None
+        """Samples in all groups, as they were made: edits of ``n`` are refused; ``None`` without rows."""
+        groups = self._snapshot or self.groups
+        return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
     def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of one component, under its own names."""
@@ -226,14 +227,15 @@ class SampleGroups:
             lost = next((key for key in self.defaults if key not in group), None)
             if lost is not None:
                 raise ValueError(f"{what} has lost its hyper-parameter {lost!r}; put it back")
-            if self._snapshot and group.get("n") != self._snapshot[number].get("n"):
-                raise ValueError(
-                    f"n of {what} is fixed at {self._snapshot[number].get('n')}, got {group.get('n')!r}; append rows "
-                    f"with add_sample_group"
-                )
             plain(group)
+            known = self._snapshot[number].get("n") if self._snapshot else group.get("n")
+            if group.get("n") != known or type(group.get("n")) is not type(known):
+                raise ValueError(
+                    f"n of {what} is fixed at {known}, got {group.get('n')!r}; append rows with add_sample_group"
+                )
             for role, part in self._components.items():
                 part.check(self._own(role, group))
+            self._fill(group)  # None may have been put in
         self._snapshot = [dict(group) for group in self.groups]
 
     def _unchanged(self) -> bool:
