@@ -37,8 +37,6 @@ class RemotePath:
     url: str
 
     def __post_init__(self) -> None:
-        if "::" in self.url:
-            raise ValueError(f"{self.url}: chained URLs cannot be saved to or loaded from; pass the store's own URL")
         object.__setattr__(self, "url", self.url.rstrip("/") if not self.url.endswith("://") else self.url)
 
     def __str__(self) -> str:
@@ -206,6 +204,8 @@ def folder(directory: str | os.PathLike[str] | RemotePath) -> Folder:
     if isinstance(directory, RemotePath):
         return directory
     text = os.fspath(directory)
+    if "::" in text and "://" in text:
+        raise ValueError(f"directory={text!r} is a chained URL, caches and archives may be stale; pass the store's own")
     if (match := _URL.match(text)) is None:
         if _COLLAPSED.match(text):
             raise ValueError(f"directory={directory!r} was a URL before it became a path; pass the URL as a string")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 import uuid
 
@@ -92,7 +93,8 @@ def test_the_files_are_those_of_a_directory(url, tmp_path, monkeypatch):
     est = trained()
     here, there = compopt.save(est, tmp_path), compopt.save(est, url)
     assert here.name == there.name
-    assert {f.name: f.read_bytes() for f in here.iterdir()} == {f.name: f.read_bytes() for f in there.iterdir()}
+    assert {file.name: file.stat().st_size for file in here.iterdir()} == there.sizes()
+    loads(here, est), loads(there, est)
 
 
 def test_keep_and_t(url):
@@ -122,7 +124,7 @@ def test_what_did_not_change_is_copied_by_the_store(url, monkeypatch):
     second = compopt.save(est, url, keep=1)
     monkeypatch.undo()
     assert save_ids(second) == {manifest.parse(first).save_id, manifest.parse(second).save_id}
-    assert set(rows_files(first)) == set() and len([name for name in put if name.startswith("rows-")]) == 1
+    assert not first.exists() and len([name for name in put if name.startswith("rows-")]) == 1
     other = loads(url, est)
     visit(other, [7])
     third = compopt.save(other, url)  # goes on from what it loaded
@@ -252,6 +254,7 @@ def test_a_tensor_is_read_in_pieces(url, monkeypatch):
 # -- kills and failures --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*could not be copied")
 @pytest.mark.parametrize("operation", ["pipe_file", "cp_file", "rm_file", "rm", "info", "ls"])
 def test_a_failure_at_any_operation_leaves_the_old_or_the_new(operation, monkeypatch):
     """As a kill at the k-th operation, for every k."""
@@ -278,8 +281,6 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new(operation, monkeyp
         except OSError as error:
             failed = True
             assert url in str(error) and f"operation {k}" in str(error)
-        except UserWarning:
-            pass
         monkeypatch.setattr(MemoryFileSystem, operation, original)
         again = sogclr()
         compopt.load(again, url)
@@ -330,7 +331,7 @@ def test_file_urls_are_paths(tmp_path):
     path = compopt.save(est, f"file://{tmp_path}")
     assert path.parent == tmp_path
     loads(path, est)
-    assert folder(tmp_path) is tmp_path and folder("a/b") == folder("file://a/b")
+    assert folder(tmp_path) == tmp_path and folder("a/b") == folder("file://a/b")
 
 
 def test_urls_that_are_refused(tmp_path):
@@ -345,8 +346,8 @@ def test_urls_that_are_refused(tmp_path):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    known = {"protocol": {"class": "no_such_driver.Store", "err": "Install no_such_driver to access it"}}
-    monkeypatch.setattr("fsspec.registry.known_implementations", {"nosuch": known["protocol"]})
+    known = {"nosuch": {"class": "no_such_driver.Store", "err": "Install no_such_driver to access it"}}
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "known_implementations", known)
     for call in (compopt.save, compopt.load):
         with pytest.raises(ImportError, match="nosuch://b/run: Install no_such_driver"):
             call(sogclr(), "nosuch://b/run")
@@ -378,8 +379,8 @@ class Shared(LocalFileSystem):
         return super()._strip_protocol(str(path).removeprefix("shared://"))
 
 
-def of_ranks(group, url, shard, refused):
-    """Save and load on every rank; the bits of the rows, and what was said of ``blocking=False``."""
+def of_ranks(group, url, shard):
+    """Save and load on every rank; the path, and the rows before and after."""
     fsspec.register_implementation("shared", Shared, clobber=True)
     changes.CHUNK_ROWS, table.BLOCK_ROWS = CHUNK, BLOCK
     options = {"process_group": group, "shard": shard, "offload": "cpu"}
@@ -389,9 +390,8 @@ def of_ranks(group, url, shard, refused):
     compopt.save(est, url)
     visit(est, [200 + rank], seed=rank)
     path = compopt.save(est, url, keep=1)
-    if refused:
-        with pytest.raises(ValueError, match="signs of life"):
-            compopt.save(est, url, blocking=False)
+    with pytest.raises(ValueError, match="signs of life"):
+        compopt.save(est, url, blocking=False)
     other = sogclr(**options)
     assert compopt.load(other, url) == path
     return str(path), snapshot(est, N), snapshot(other, N)
@@ -401,8 +401,8 @@ def of_ranks(group, url, shard, refused):
 @pytest.mark.parametrize("shard", [True, False], ids=["shard", "whole"])
 def test_two_ranks(shard, tmp_path):
     fsspec.register_implementation("shared", Shared, clobber=True)
-    results = the_pool().run(of_ranks, 2, f"shared://{tmp_path}/run", shard, True)
-    for path, saved, loaded in results:
+    results = the_pool().run(of_ranks, 2, f"shared://{tmp_path}/run", shard)
+    for _, saved, loaded in results:
         assert_same_bits(saved, loaded)
     path, saved, _ = results[0]
     files = rows_files(RemotePath(path))
@@ -438,8 +438,6 @@ def bucket(monkeypatch, tmp_path):
 
 
 def await_server(server, address):
-    import time
-
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for _ in range(200):
         assert server.poll() is None, "the server ended"

@@ -12,8 +12,8 @@
 Where two files have the same chunk, the later one in the manifest counts. A chunk that is in none has only zeros:
 none of its rows was ever visited.
 
-On a remote store the files are objects. There are no links: one that is unchanged is a copy of the earlier one, which the
-store makes. A put is all or nothing: the manifest needs no rename.
+On a remote store the files are objects. There are no links: one that is unchanged is a copy of the earlier one, which
+the store makes. A put is all or nothing: the manifest needs no rename.
 """
 
 from __future__ import annotations

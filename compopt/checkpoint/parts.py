@@ -87,6 +87,8 @@ class Parts:
 
     def collect(self) -> list[File]:
         """On rank 0: the files of the others, once all of them are on the disk."""
+        if self._size == 1:
+            return []
         others = range(1, self._size)
         self._wait(lambda: self._in(WRITTEN).issuperset(others), others)
         paths = [self._path(rank, WRITTEN) for rank in others]

@@ -118,9 +118,9 @@ def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: 
     content = ranks.agree(lambda: _describe(est))
     state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
     target = _fresh(est, root, content, blocking)
-    parts = Parts(target, ranks.rank, ranks.size)
     try:
         if not blocking:
+            parts = Parts(target, ranks.rank, ranks.size)
             ranks.agree(parts.begin)
             rows = None if table is None else Rows(table, *hold_rows(table, ranks, target, incremental))
             return _start(est, Job(ranks.rank, target, parts, root, keep, content, state, rows))
