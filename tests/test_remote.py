@@ -93,7 +93,9 @@ def test_the_files_are_those_of_a_directory(url, tmp_path, monkeypatch):
     est = trained()
     here, there = compopt.save(est, tmp_path), compopt.save(est, url)
     assert here.name == there.name
-    assert {file.name: file.stat().st_size for file in here.iterdir()} == there.sizes()
+    local, remote = {file.name: file.stat().st_size for file in here.iterdir()}, there.sizes()
+    assert abs(local.pop(manifest.MANIFEST) - remote.pop(manifest.MANIFEST)) < 50  # digits of checksums
+    assert local == remote and len(local) > 2
     loads(here, est), loads(there, est)
 
 
@@ -119,14 +121,14 @@ def test_what_did_not_change_is_copied_by_the_store(url, monkeypatch):
     first = compopt.save(est, url, keep=1)
     visit(est, [200, 202])
     put = []
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse_rows(MemoryFileSystem.cat_file))
-    monkeypatch.setattr(RemotePath, "write_bytes", noting(put, RemotePath.write_bytes))
-    second = compopt.save(est, url, keep=1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", refuse_rows(MemoryFileSystem.cat_file))
+        patch.setattr(RemotePath, "write_bytes", noting(put, RemotePath.write_bytes))
+        second = compopt.save(est, url, keep=1)
     assert save_ids(second) == {manifest.parse(first).save_id, manifest.parse(second).save_id}
     assert not first.exists() and len([name for name in put if name.startswith("rows-")]) == 1
     other = loads(url, est)
-    visit(other, [7])
+    visit(other, [7, 8])
     third = compopt.save(other, url)  # goes on from what it loaded
     assert save_ids(third) >= save_ids(second)
     loads(url, other)
@@ -460,7 +462,7 @@ def test_s3(bucket):
     assert str(second).startswith(url) and not first.exists()
     assert len(save_ids(second)) == 2
     other = loads(url, est, offload="cpu")
-    visit(other, [9])
+    visit(other, [9, 11])
     compopt.save(other, url, keep=9)
     assert [c.complete for c in manifest.checkpoints(folder(url))] == [True, True]
     damaged = next(file for file in second.iterdir() if file.name.startswith("rows-"))

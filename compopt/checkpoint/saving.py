@@ -70,6 +70,10 @@ def save(
     one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
+    *Remote stores.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes
+    ``pip install "compopt[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
+    unchanged files are copied by the store. ``blocking=False`` is for one rank there.
+
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
     that is not rows is copied and the ranks agree on what each writes; a thread of each rank writes it. What is
     committed meanwhile is not part of the checkpoint: a commit keeps the former values of the rows that it overwrites
@@ -85,7 +89,7 @@ def save(
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, on a file system that all ranks see; created if need be. One directory
+        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. One directory
             serves one estimator of one run: two that save there would remove each other's checkpoints.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
@@ -93,12 +97,14 @@ def save(
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint; with ``blocking=False`` a handle with ``wait()``, which returns that
+        The directory of the new checkpoint, a ``Path``, or a ``RemotePath`` of which ``str()`` is the URL; with ``blocking=False`` a handle with ``wait()``, which returns that
         directory once it is complete, and ``done``.
 
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
-        ValueError: the directory is itself a checkpoint, or has those of another method.
+        ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
+            with ``blocking=False``.
+        ImportError: fsspec or the driver for a URL is missing.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
@@ -168,7 +174,8 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
 
     Args:
         est: the estimator to fill.
-        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned.
+        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned. From a
+            URL the parts of files that are needed are read, at most a block at a time.
         t: take the newest checkpoint with so many commits instead.
 
     Returns:
@@ -176,6 +183,8 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
 
     Raises:
         FileNotFoundError: no complete checkpoint.
+        OSError: the store does not answer; the message names the URL.
+        ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
             and both values, and the estimator is as it was.
 
