@@ -30,6 +30,8 @@ _DTYPES = {
 class RangedFile:
     """A file of which the header was read.
 
+    What safetensors refuses in a header is refused here: every byte belongs to one tensor, and none is beyond the file.
+
     Args:
         path: of the file.
         longest: bytes that a header may have.
@@ -40,7 +42,7 @@ class RangedFile:
     """
 
     def __init__(self, path: RemotePath, longest: int, ahead: int) -> None:
-        self._path, self._ahead = path, ahead
+        self._path, self.ahead = path, ahead
         size = path.stat().st_size
         length = int.from_bytes(path.read_range(0, min(8, size)), "little")
         if length > min(longest, size - 8):
@@ -83,11 +85,6 @@ class RangedFile:
         if len(content) != stop - start:
             raise ValueError(f"{self._path} became shorter while it was read; load another checkpoint")
         return torch.frombuffer(content, dtype=place.dtype)
-
-    @property
-    def ahead(self) -> int:
-        """Rows that are read at once."""
-        return self._ahead
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ def save(
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint, a ``Path``, or a ``RemotePath`` of which ``str()`` is the URL; with ``blocking=False`` a handle with ``wait()``, which returns that
-        directory once it is complete, and ``done``.
+        The directory of the new checkpoint, a ``Path``, or a ``RemotePath`` of which ``str()`` is the URL; with
+        ``blocking=False`` a handle with ``wait()``, which returns that directory once it is complete, and ``done``.
 
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
