@@ -17,7 +17,7 @@ import compopt.contrastive
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the ground up. A room imports rooms of lower floors, and no others.
 FLOORS = [
-    {"accelerator", "batch", "checks", "functional", "rng"},
+    {"accelerator", "batch", "checks", "functional", "remote", "rng"},
     {"distributed", "data"},
     {"kernel", "stores"},
     {"estimator"},
@@ -29,7 +29,7 @@ FLOORS = [
 ]
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class
 # of theirs, and nothing imports these modules.
-OPTIONAL = {"accelerate", "deepspeed", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
+OPTIONAL = {"accelerate", "deepspeed", "fsspec", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
 OPTIONAL |= {"sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 

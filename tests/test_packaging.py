@@ -64,7 +64,7 @@ def test_import_costs_at_most_a_fifth_of_importing_torch():
 @pytest.mark.launch
 def test_import_loads_no_optional_package():
     optional = """PIL matplotlib sklearn scipy tqdm accelerate deepspeed transformers lightning safetensors pytest
-        hypothesis sentence_transformers datasets""".split()
+        fsspec hypothesis sentence_transformers datasets""".split()
     code = "import sys, torch; before = set(sys.modules); import compopt; print(*(set(sys.modules) - before))"
     loaded = {name.partition(".")[0] for name in run_python(code).split()}
     assert not loaded & set(optional)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.checkpoint.parts import Parts
 from compopt.checkpoint.writing import Cut, write_tensors
+from compopt.remote import Folder
 from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
 
@@ -45,7 +45,7 @@ class Job:
     rank: int
     target: Checkpoint
     parts: Parts
-    root: Path
+    root: Folder
     keep: int
     content: Mapping[str, Any]
     state: Mapping[str, Tensor]

@@ -11,6 +11,9 @@
 
 Where two files have the same chunk, the later one in the manifest counts. A chunk that is in none has only zeros:
 none of its rows was ever visited.
+
+On a remote store the files are objects. There are no links: one that is unchanged is a copy of the earlier one, which
+the store makes. A put is all or nothing: the manifest needs no rename.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from compopt.checkpoint import strict
+from compopt.remote import Folder, RemotePath
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -64,7 +68,7 @@ class File:
 class Checkpoint:
     """One directory of one save."""
 
-    path: Path
+    path: Folder
     number: int
     t: int
     save_id: str
@@ -75,20 +79,20 @@ class Checkpoint:
         return (self.path / MANIFEST).is_file()
 
 
-def parse(path: Path) -> Checkpoint | None:
+def parse(path: Folder) -> Checkpoint | None:
     """The checkpoint that a directory name says, or ``None``."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else Checkpoint(path, int(match[1]), int(match[2]), match[3])
 
 
-def checkpoints(directory: Path) -> list[Checkpoint]:
+def checkpoints(directory: Folder) -> list[Checkpoint]:
     """All checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
     paths = directory.iterdir() if directory.is_dir() else ()
     found = [parse(path) for path in paths if path.is_dir() and not path.is_symlink()]
     return sorted((c for c in found if c is not None), key=lambda c: c.number)
 
 
-def fresh(directory: Path, t: int, config: Mapping[str, Any]) -> Checkpoint:
+def fresh(directory: Folder, t: int, config: Mapping[str, Any]) -> Checkpoint:
     """Create the directory of a new save.
 
     Raises:
@@ -129,11 +133,15 @@ def _refuse_another_method(present: list[Checkpoint], config: Mapping[str, Any])
 
 def remove(checkpoint: Checkpoint) -> None:
     """An unfinished one, as far as possible."""
+    if isinstance(checkpoint.path, RemotePath):
+        with suppress(OSError):
+            checkpoint.path.remove()
+        return
     shutil.rmtree(checkpoint.path, ignore_errors=True)
 
 
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _damage(path: Folder) -> Iterator[None]:
     """What goes wrong in taking a manifest apart means that it is damaged."""
     try:
         yield
@@ -141,7 +149,7 @@ def _damage(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
 
 
-def _named(directory: Path) -> Checkpoint | None:
+def _named(directory: Folder) -> Checkpoint | None:
     """The checkpoint that a directory is, under its own name, through a link, or renamed; ``None`` if it is none."""
     real = directory.resolve()
     own = parse(real)
@@ -153,7 +161,7 @@ def _named(directory: Path) -> Checkpoint | None:
         return Checkpoint(real, 0, content["t"], content["save_id"])
 
 
-def choose(directory: Path, t: int | None) -> Checkpoint:
+def choose(directory: Folder, t: int | None) -> Checkpoint:
     """The newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one.
 
     Raises:
@@ -175,7 +183,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
     return wanted[-1]
 
 
-def prune(directory: Path, keep: int) -> None:
+def prune(directory: Folder, keep: int) -> None:
     """Remove all but the newest complete ones, and what unfinished saves before them left."""
     found = checkpoints(directory)
     complete = [c for c in found if c.complete]
@@ -189,8 +197,11 @@ def prune(directory: Path, keep: int) -> None:
 # -- files -----------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Folder, content: bytes) -> None:
     """Write a new file, and make it durable."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     with open(path, "xb") as file:  # never into one that other checkpoints share
         file.write(content)
         file.flush()
@@ -207,7 +218,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any]) -> None:
-    """The manifest, by renaming: it is there as a whole or not at all."""
+    """The manifest: it is there as a whole or not at all."""
     body = {
         "version": FORMAT_VERSION,
         "save_id": checkpoint.save_id,
@@ -216,11 +227,14 @@ def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any])
         "files": [asdict(file) for file in files],
     }
     body["crc32"] = _body_crc(body)
-    sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
-    partial = checkpoint.path / f"{MANIFEST}.partial"
     text = json.dumps(body, indent=1).encode()
     if len(text) > strict.room(checkpoint.path):  # not to be read again
-        raise ValueError(f"{partial} would have {len(text)} bytes: too many sample groups")
+        raise ValueError(f"{checkpoint.path / MANIFEST} would have {len(text)} bytes: too many sample groups")
+    if isinstance(checkpoint.path, RemotePath):
+        write_file(checkpoint.path / MANIFEST, text)
+        return
+    sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
+    partial = checkpoint.path / f"{MANIFEST}.partial"
     write_file(partial, text)
     os.replace(partial, checkpoint.path / MANIFEST)
     sync_directory(checkpoint.path)
@@ -273,10 +287,15 @@ def _upgrade(content: dict[str, Any]) -> None:
         file |= {"save_id": content["save_id"], "spans": [(start, start + count)] if count else []}
 
 
-def checksum(path: Path) -> tuple[int, int]:
+def checksum(path: Folder) -> tuple[int, int]:
     """``(bytes, crc32)`` of a file, read in pieces."""
     size, crc = 0, 0
+    for piece in path.pieces(_READ) if isinstance(path, RemotePath) else _pieces(path):
+        size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while piece := file.read(_READ):
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return size, crc
+            yield piece

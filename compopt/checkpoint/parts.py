@@ -44,10 +44,12 @@ class Parts:
 
     def __init__(self, target: Checkpoint, rank: int, size: int) -> None:
         self._target, self._rank, self._size = target, rank, size
-        self._own = self._path(rank, WRITING)
+        if size > 1:
+            self._own = self._path(rank, WRITING)
         self._signs: dict[int, tuple[int, float]] = {}
 
     def _path(self, rank: int, state: str) -> Path:
+        assert isinstance(self._target.path, Path)  # on a remote store one rank alone writes beside training
         return self._target.path / f"rank-{rank:05d}.{state}"
 
     # -- telling -------------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ class Parts:
     def written(self, files: Sequence[File]) -> None:
         """This rank's files are on the disk."""
         content = json.dumps([asdict(file) for file in files]).encode()
-        partial = self._target.path / f"rank-{self._rank:05d}.partial"
+        partial = self._path(self._rank, "partial")
         manifest.write_file(partial, content)
         os.replace(partial, self._path(self._rank, WRITTEN))
         self._own.unlink()
@@ -85,6 +87,8 @@ class Parts:
 
     def collect(self) -> list[File]:
         """On rank 0: the files of the others, once all of them are on the disk."""
+        if self._size == 1:
+            return []
         others = range(1, self._size)
         self._wait(lambda: self._in(WRITTEN).issuperset(others), others)
         paths = [self._path(rank, WRITTEN) for rank in others]
@@ -104,6 +108,8 @@ class Parts:
 
     def await_end(self) -> None:
         """On rank 0, which failed: until the others write no more and know why, but no longer than :data:`SILENCE`."""
+        if self._size == 1:
+            return
         end = time.monotonic() + SILENCE
         for _ in _pauses():
             if self._in(FAILED, STOPPED).issuperset(range(1, self._size)) or time.monotonic() > end:
@@ -128,7 +134,7 @@ class Parts:
 
     def _names(self) -> list[str]:
         try:
-            return os.listdir(self._target.path)
+            return [path.name for path in self._path(self._rank, WRITING).parent.iterdir()]
         except FileNotFoundError:
             raise RuntimeError(f"{self._target.path} was removed while it was written: by another run?") from None
 

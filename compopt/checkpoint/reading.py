@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 from compopt.checkpoint import manifest
 from compopt.checkpoint.chunks import Owners, Run, by_rank
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
+from compopt.checkpoint.ranged import RangedFile
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
+from compopt.remote import Folder, RemotePath
 from compopt.stores import table as tables
 from compopt.stores.table import RowTable, Saved
 
@@ -123,7 +124,9 @@ class _Block:
             store.write_block(self._start + first * size, part)
 
 
-def _open(path: Path, framework: str = "pt") -> Any:
+def _open(path: Folder, framework: str = "pt") -> Any:
+    if isinstance(path, RemotePath):
+        return _open_remote(path)
     from safetensors import safe_open
 
     with open(path, "rb") as file:
@@ -133,6 +136,13 @@ def _open(path: Path, framework: str = "pt") -> Any:
     try:
         return safe_open(path, framework=framework)
     except Exception as error:  # safetensors has its own; all of them mean the same here
+        raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
+
+
+def _open_remote(path: RemotePath) -> RangedFile:
+    try:
+        return RangedFile(path, _HEADER, ahead=tables.BLOCK_ROWS // _OPEN_FILES)  # of all that are open, one block
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
 
@@ -149,7 +159,7 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
         )
 
 
-def _check_size(source: Checkpoint, file: File) -> Path:
+def _check_size(source: Checkpoint, file: File) -> Folder:
     """Refuse a file that is not there or of another size; nothing of it is read."""
     path = source.path / file.name
     if not path.is_file():
@@ -178,7 +188,7 @@ def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
         _check_columns(path, opened, table, sum(stop - start for start, stop in file.spans))
 
 
-def _check_columns(path: Path, opened: Any, table: RowTable, rows: int) -> None:
+def _check_columns(path: Folder, opened: Any, table: RowTable, rows: int) -> None:
     """The tensors of a file are the columns of so many rows, in their own number format."""
     slices = {name: opened.get_slice(name) for name in list(opened.keys())}
     found = {name: (*part.get_shape(), part[:0].dtype if part.get_shape() else None) for name, part in slices.items()}
@@ -234,7 +244,7 @@ def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tenso
         return _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
 
 
-def _by_role(est: Estimator, path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def _by_role(est: Estimator, path: Folder, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
     for key, value in tensors.items():
         role, _, name = key.partition(".")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -19,22 +18,23 @@ from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.estimator.save_handle import SaveHandle
+from compopt.remote import Folder, RemotePath, folder
 
 
 @overload
 def save(
     est: Estimator,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | RemotePath,
     keep: int = ...,
     incremental: bool = ...,
     blocking: Literal[True] = ...,
-) -> Path: ...
+) -> Folder: ...
 
 
 @overload
 def save(
     est: Estimator,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | RemotePath,
     keep: int = ...,
     incremental: bool = ...,
     *,
@@ -44,17 +44,21 @@ def save(
 
 @overload
 def save(
-    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
-) -> Path | SaveHandle: ...
+    est: Estimator,
+    directory: str | os.PathLike[str] | RemotePath,
+    keep: int = ...,
+    incremental: bool = ...,
+    blocking: bool = ...,
+) -> Folder | SaveHandle: ...
 
 
 def save(
     est: Estimator,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | RemotePath,
     keep: int = 2,
     incremental: bool = True,
     blocking: bool = True,
-) -> Path | SaveHandle:
+) -> Folder | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in blocks of 2^20, and holds a few copies of one block in memory. A
@@ -65,6 +69,10 @@ def save(
     estimator wrote or was loaded from, are not written again: the new directory has hard links to the files of that
     one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
+
+    *Remote stores.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes
+    ``pip install "compopt[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
+    unchanged files are copied by the store. ``blocking=False`` is for one rank there.
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
     that is not rows is copied and the ranks agree on what each writes; a thread of each rank writes it. What is
@@ -81,7 +89,7 @@ def save(
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, on a file system that all ranks see; created if need be. One directory
+        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. One directory
             serves one estimator of one run: two that save there would remove each other's checkpoints.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
@@ -89,12 +97,14 @@ def save(
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint; with ``blocking=False`` a handle with ``wait()``, which returns that
-        directory once it is complete, and ``done``.
+        The directory of the new checkpoint, a ``Path``, or a ``RemotePath`` of which ``str()`` is the URL; with
+        ``blocking=False`` a handle with ``wait()``, which returns that directory once it is complete, and ``done``.
 
     Raises:
         OSError: a file could not be written; the previous checkpoints are as they were.
-        ValueError: the directory is itself a checkpoint, or has those of another method.
+        ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
+            with ``blocking=False``.
+        ImportError: fsspec or the driver for a URL is missing.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
@@ -104,19 +114,19 @@ def save(
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
     with doing("compopt.save()", est.t):
-        est._ranks.agree(lambda: _begin(est))
+        root: Folder = est._ranks.agree(lambda: _begin(est, directory, blocking))
         with est._state.copying():
-            return _save(est, Path(directory), keep, incremental, blocking)
+            return _save(est, root, keep, incremental, blocking)
 
 
-def _save(est: Estimator, root: Path, keep: int, incremental: bool, blocking: bool) -> Path | SaveHandle:
+def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: bool) -> Folder | SaveHandle:
     ranks, table = est._ranks, est._table
     content = ranks.agree(lambda: _describe(est))
     state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
     target = _fresh(est, root, content, blocking)
-    parts = Parts(target, ranks.rank, ranks.size)
     try:
         if not blocking:
+            parts = Parts(target, ranks.rank, ranks.size)
             ranks.agree(parts.begin)
             rows = None if table is None else Rows(table, *hold_rows(table, ranks, target, incremental))
             return _start(est, Job(ranks.rank, target, parts, root, keep, content, state, rows))
@@ -132,7 +142,7 @@ def _save(est: Estimator, root: Path, keep: int, incremental: bool, blocking: bo
     return target.path
 
 
-def _fresh(est: Estimator, root: Path, content: dict[str, Any], blocking: bool) -> Checkpoint:
+def _fresh(est: Estimator, root: Folder, content: dict[str, Any], blocking: bool) -> Checkpoint:
     """The directory of a new save, which rank 0 makes."""
     ranks = est._ranks
     modes = ranks.gather_objects(blocking)
@@ -155,7 +165,7 @@ def _start(est: Estimator, job: Job) -> SaveHandle:
     return est._saving
 
 
-def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None) -> Path:
+def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None = None) -> Folder:
     """Fill an estimator of the same configuration from a checkpoint; drops anything pending.
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Everything is verified before
@@ -164,7 +174,8 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 
     Args:
         est: the estimator to fill.
-        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned.
+        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned. From a
+            URL the parts of files that are needed are read, at most a block at a time.
         t: take the newest checkpoint with so many commits instead.
 
     Returns:
@@ -172,6 +183,8 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 
     Raises:
         FileNotFoundError: no complete checkpoint.
+        OSError: the store does not answer; the message names the URL.
+        ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
             and both values, and the estimator is as it was.
 
@@ -182,14 +195,14 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     est.stand_alone()
     est._await_save()
     with doing("compopt.load()", est.t), est._state.writing():
-        path = _load(est, Path(directory), t)
+        path = _load(est, directory, t)
     est._run("load_state_dict_post")
     return path
 
 
-def _load(est: Estimator, root: Path, t: int | None) -> Path:
+def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None) -> Folder:
     ranks = est._ranks
-    chosen = ranks.agree(lambda: manifest.choose(root, t) if ranks.rank == 0 else None)
+    chosen = ranks.agree(lambda: _choose(directory, t, ranks.rank))
     source: Checkpoint = ranks.gather_objects(chosen)[0]
     contents: Contents = ranks.agree(lambda: Contents(est, source))
     est._forget_prefetched()
@@ -204,13 +217,25 @@ def _load(est: Estimator, root: Path, t: int | None) -> Path:
     return source.path
 
 
-def _begin(est: Estimator) -> None:
+def _choose(directory: str | os.PathLike[str] | RemotePath, t: int | None, rank: int) -> Checkpoint | None:
+    root = folder(directory)  # on every rank: each needs the driver
+    return manifest.choose(root, t) if rank == 0 else None
+
+
+def _begin(est: Estimator, directory: str | os.PathLike[str] | RemotePath, blocking: bool) -> Folder:
+    root = folder(directory)
+    if isinstance(root, RemotePath) and not blocking and est._ranks.size > 1:
+        raise ValueError(
+            f"blocking=False with {est._ranks.size} ranks needs a directory on a file system, where the ranks see each "
+            f"other's signs of life; got {root}: leave blocking=False out, or save to a path and copy that"
+        )
     est.stand_alone()
     est._await_save()
     running, est._saving = est._saving, None
     if running is not None:
         running.raise_untold()
     est._run("state_dict_pre")
+    return root
 
 
 def _describe(est: Estimator) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from compopt.remote import Folder, RemotePath
 
 # Bytes of a manifest: some for configuration and groups, some for what lists rows, and never more than the last.
 _ROOM, _ROOM_PER_BYTE, _MOST = 8 << 20, 16, 1 << 29
@@ -19,7 +20,7 @@ _KINDS = {"t": int, "save_id": str, "chunk_rows": int, "config": dict, "sample_g
 _FILE_KINDS = {"name": str, "bytes": int, "crc32": int, "save_id": str, "first": int, "stride": int, "spans": list}
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Folder) -> dict[str, Any]:
     """The content of a manifest, if its text can be one.
 
     Raises:
@@ -41,11 +42,17 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def room(directory: Path) -> int:
+def room(directory: Folder) -> int:
     """How long a manifest may be: a span of rows takes some bytes in it, and more in a file of rows."""
+    return min(_MOST, _ROOM + _ROOM_PER_BYTE * sum(sizes(directory).values()))
+
+
+def sizes(directory: Folder) -> dict[str, int]:
+    """The bytes of each file of rows or state."""
+    if isinstance(directory, RemotePath):
+        return {name: size for name, size in directory.sizes().items() if _NAME.fullmatch(name)}
     with os.scandir(directory) as entries:
-        held = sum(entry.stat().st_size for entry in entries if _NAME.fullmatch(entry.name))
-    return min(_MOST, _ROOM + _ROOM_PER_BYTE * held)
+        return {entry.name: entry.stat().st_size for entry in entries if _NAME.fullmatch(entry.name)}
 
 
 def _integer(digits: str) -> int:

@@ -1,4 +1,4 @@
-"""The row files of one save: what changed is written, the rest is linked to the files of the save before."""
+"""The row files of one save: what changed is written, the rest is linked to earlier files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.checkpoint import manifest
+from compopt.checkpoint import manifest, strict
 from compopt.checkpoint.chunks import Chunks, Owners, plan
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.distributed.ranks import Ranks
+from compopt.remote import Folder, RemotePath
 from compopt.stores import table as tables
 from compopt.stores.base import RowStore
 from compopt.stores.snapshot import Snapshot, copies, on_host
@@ -121,10 +122,18 @@ def _usable(table: RowTable, saved: Saved, target: Checkpoint) -> Base | None:
         rows = [file for file in files if file.name != STATE]
         fits = content["chunk_rows"] == table.store.changes.chunk_rows
         fits &= all(file.stride == table.stride for file in rows)
-        fits &= saved.path.stat().st_dev == target.path.stat().st_dev
-        if fits and all((saved.path / file.name).stat().st_size == file.bytes for file in rows):
+        fits &= _reach(saved.path, target.path)
+        sizes = strict.sizes(saved.path)
+        if fits and all(sizes.get(file.name) == file.bytes for file in rows):
             return Base(saved, [file for file in rows if file.first == table.first])
     return None
+
+
+def _reach(source: Folder, target: Folder) -> bool:
+    """Files of one can be linked to the other, or copied by the store."""
+    if isinstance(source, RemotePath) or isinstance(target, RemotePath):
+        return isinstance(source, RemotePath) and isinstance(target, RemotePath) and source.shares_store(target)
+    return source.stat().st_dev == target.stat().st_dev
 
 
 def _plan(table: RowTable, ranks: Ranks, base: Base | None) -> tuple[list[File], Chunks, Chunks]:
@@ -147,6 +156,10 @@ def _full(chunk_rows: int) -> int:
 def _link(files: Sequence[File], base: Base, target: Checkpoint) -> bool:
     """Give files another name in the new checkpoint; False where that cannot be done."""
     try:
+        if isinstance(base.saved.path, RemotePath) or isinstance(target.path, RemotePath):
+            assert isinstance(base.saved.path, RemotePath) and isinstance(target.path, RemotePath)
+            base.saved.path.copy_into([file.name for file in files], target.path)
+            return True
         for file in files:  # the file itself, not a symbolic link to it
             os.link(os.path.realpath(base.saved.path / file.name), target.path / file.name)
     except OSError:
@@ -160,9 +173,12 @@ def _unlink(files: Sequence[File], target: Checkpoint) -> None:
 
 
 def _warn_of_links(target: Checkpoint) -> None:
+    how, remedy = "linked", "keep checkpoints on a file system with hard links"
+    if isinstance(target.path, RemotePath):
+        how, remedy = "copied", "allow its credentials to copy objects"
     warnings.warn(
-        f"{target.path.parent}: files of an earlier checkpoint could not be linked there, so that every save writes "
-        f"all rows; keep checkpoints on a file system with hard links",
+        f"{target.path.parent}: files of an earlier checkpoint could not be {how} there, so that every save writes "
+        f"all rows; {remedy}",
         stacklevel=6,
     )
 

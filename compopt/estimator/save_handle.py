@@ -7,7 +7,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+
+from compopt.remote import Folder
 
 _all: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
@@ -26,7 +27,7 @@ class SaveHandle:
         path: that directory; the checkpoint counts once :attr:`done` is true and :meth:`wait` does not raise.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None], abandon: Callable[[], None] | None = None) -> None:
+    def __init__(self, path: Folder, write: Callable[[], None], abandon: Callable[[], None] | None = None) -> None:
         self.path, self._abandon = path, abandon
         self._outcome = _Outcome(path)
         self._ended = threading.Event()
@@ -47,7 +48,7 @@ class SaveHandle:
         """The save has ended, well or with an error."""
         return self._ended.is_set()
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout: float | None = None) -> Folder:
         """Wait until the checkpoint is complete.
 
         Args:
@@ -102,7 +103,7 @@ class SaveHandle:
 class _Outcome:
     """How a save ended, and who knows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Folder) -> None:
         self._path = path
         self.error: BaseException | None = None
         self.told = self.warned = False

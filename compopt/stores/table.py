@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.batch import COUNT, Batch
 from compopt.distributed.ranks import Ranks
+from compopt.remote import Folder
 from compopt.stores import RowAccess, RowStore
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
@@ -28,7 +28,7 @@ REMEMBERED = 4  # directories whose latest checkpoint a table knows
 class Saved:
     """A checkpoint of the rows as they were at the end of a period of their store's ``changes``."""
 
-    path: Path
+    path: Folder
     t: int
     save_id: str
     period: int
