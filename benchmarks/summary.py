@@ -1,4 +1,4 @@
-"""The table of docs/peers.md and the one of benchmarks/README.md, from the result files.
+"""The tables of README.md, docs/peers.md and benchmarks/README.md, from the result files.
 
 python -m benchmarks.summary            # rewrites them
 python -m benchmarks.summary --check    # fails if the pages say something else
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved import HISTORY, ROOT, stored
+from benchmarks.studies.default.report import overview
 from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -174,6 +175,7 @@ def provenance() -> str:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
+    ROOT / "README.md": overview,
     ROOT / "docs" / "peers.md": summary,
     ROOT / "benchmarks" / "README.md": provenance,
 }

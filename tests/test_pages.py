@@ -1,4 +1,4 @@
-"""Tables in docs/peers.md and benchmarks/README.md say what the result files say."""
+"""Tables in README.md, docs/peers.md and benchmarks/README.md say what the result files say."""
 
 from __future__ import annotations
 

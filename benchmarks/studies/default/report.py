@@ -57,6 +57,24 @@ def write(results: Results) -> None:
     (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
 
 
+def overview() -> str:
+    """One line per data set and batch size, one column per loss, of the final runs that there are."""
+    finals = STUDY.finals(STUDY.finished())
+    losses = [
+        loss
+        for loss in (*FIRST, DEFAULT)
+        if any(cell.startswith(tuple(f"{t}: {loss}," for t in SETS)) for cell in finals)
+    ]
+    body = []
+    for task in SETS:
+        for name, column in COLUMNS.items():
+            runs = [finals.get(f"{task}: {loss}, {column}", []) for loss in losses]
+            if any(runs):
+                cells = [mean_spread(list(_recalls(each).values()), 100, 1) if each else "" for each in runs]
+                body.append([f"{task}, {name}", *cells])
+    return table(["", *losses], body)
+
+
 def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
     return {run["job"]["seed"]: run["metrics"]["test/recall"] for run in runs}
 
