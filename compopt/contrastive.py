@@ -391,7 +391,8 @@ class ContrastiveEstimator(Estimator):
             refuse_tangent("the temperature", tau)
         if not isinstance(tau, Tensor):
             return tau
-        return _at_least(tau.to(batch.rows.device), batch.values["z1"].dtype)
+        features = batch.values.get("z1")  # a diagnostic has none
+        return _at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
 
     def _hyper(self, role: str, batch: Batch) -> Hyper:
         """Hyper-parameters of one part for the samples of a batch."""
