@@ -69,8 +69,8 @@ def overview() -> str:
     for task in SETS:
         for name, column in COLUMNS.items():
             runs = [finals.get(f"{task}: {loss}, {column}", []) for loss in losses]
-            if any(runs):
-                cells = [mean_spread(list(_recalls(each).values()), 100, 1) if each else "" for each in runs]
+            if any(complete := [each if len(each) == len(SEEDS) else [] for each in runs]):
+                cells = [mean_spread(list(_recalls(each).values()), 100, 1) if each else "" for each in complete]
                 body.append([f"{task}, {name}", *cells])
     return table(["", *losses], body)
 
