@@ -21,7 +21,7 @@ from compopt.stores.former import Former, Run, merge
 from tests.helpers import assert_same_bits, features, run
 from tests.helpers import snapshot as shown
 from tests.pool import the_pool
-from tests.test_incremental import inodes, own
+from tests.test_incremental import inodes, own, sogclr
 
 N, CHUNK, BLOCK = 203, 4, 16
 WAIT = 20
@@ -32,10 +32,6 @@ PLACEMENTS = {"device": {}, "cpu": {"offload": "cpu"}, "disk": {"offload": "disk
 def small_chunks(monkeypatch):
     monkeypatch.setattr(changes, "CHUNK_ROWS", CHUNK)
     monkeypatch.setattr(table, "BLOCK_ROWS", BLOCK)
-
-
-def sogclr(n=N, **options):
-    return compopt.SogCLREstimator(n, gamma=0.6, tau=0.1, **options)
 
 
 def placed(options, folder):

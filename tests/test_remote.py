@@ -19,8 +19,9 @@ import compopt
 from compopt.checkpoint import manifest, reading
 from compopt.remote import RemotePath, folder
 from compopt.stores import changes, table
-from tests.helpers import assert_same_bits, features, run, snapshot
+from tests.helpers import assert_same_bits, snapshot
 from tests.pool import free_port, the_pool
+from tests.test_incremental import sogclr, visit
 
 N, CHUNK, BLOCK = 203, 4, 16
 
@@ -36,16 +37,6 @@ def url():
     root = f"memory://{uuid.uuid4().hex}"
     yield f"{root}/run"
     fsspec.filesystem("memory").rm(root.removeprefix("memory:/"), recursive=True)
-
-
-def sogclr(n=N, **options):
-    return compopt.SogCLREstimator(n, gamma=0.6, tau=0.1, **options)
-
-
-def visit(est, rows, seed=0):
-    z1, z2 = features(len(rows), 8, seed=seed)
-    run(est, z1, z2, torch.as_tensor(list(rows)))
-    est.step()
 
 
 def trained(rows=range(0, 120, 3), **options):

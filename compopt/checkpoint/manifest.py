@@ -256,10 +256,8 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     with _damage(path):
         content = strict.load(path)
         version = content["version"]
-    if type(version) is not int or version not in (
-        2,
-        FORMAT_VERSION,
-    ):  # first: another version may describe its files otherwise
+    # first: another version may describe its files otherwise
+    if type(version) is not int or version not in (2, FORMAT_VERSION):
         raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
     with _damage(path):
         crc = _body_crc(content)
