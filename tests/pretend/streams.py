@@ -10,10 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.pretend.ledger import LEDGER
+from tests.pretend.ledger import BACKGROUND, LEDGER
 
 STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
 LOCK = threading.RLock()  # one for the whole device: threads of the library and of autograd use it at once
+
+
+def who() -> str:
+    """This thread, if it is the library's; all others, autograd's among them, are the program."""
+    name = threading.current_thread().name
+    return name if name.startswith(BACKGROUND) else ""
 
 
 class Stream:
@@ -22,15 +28,25 @@ class Stream:
     Attributes:
         given: pieces of work so far.
         after: by other stream, up to which number this one comes after it.
-        done: up to which number the host knows it to be done.
+        done: up to which number the host knows it to be done. What a thread of the library has waited for, the others
+            do not know: they may run long before it.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         del device, priority
-        self.given, self.done = 0, 0
+        self.given = 0
+        self._done: dict[str, int] = {}
         STREAMS.add(self)
         self.after: dict[Stream, int] = {}
         self._late: deque[tuple[int, dict[Stream, int], Callable[[], object]]] = deque()
+
+    @property
+    def done(self) -> int:
+        return self._done.get(who(), 0)
+
+    @done.setter
+    def done(self, number: int) -> None:
+        self._done[who()] = number
 
     def launch(self) -> int:
         """The number of the next piece of work."""
