@@ -73,12 +73,12 @@ class Towers(nn.Module):
 class Glyphs(NamedImages):
     """Half of the held-out pairs; most of their names are known from other faces."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, part: str, limit: int = PAIRS) -> None:
         data = glyphs.load()
         split = glyphs.split_pairs(data)
         held_out = split.held_out[torch.randperm(len(split.held_out), generator=torch.Generator().manual_seed(0))]
         half = held_out.chunk(2)[PARTS.index(part)].sort().values
-        train = limited(split.train, PAIRS, 0)
+        train = limited(split.train, limit, 0)
         super().__init__(data.images, data.caption, data.names, train, half, Tokenizer(data.names))
 
     def model(self) -> nn.Module:
@@ -92,8 +92,8 @@ class Glyphs(NamedImages):
 class Icons(IconNames):
     """Families never seen; which of 500 names."""
 
-    def __init__(self, part: str, package: Path | None = None) -> None:
-        super().__init__(icons.load(file=package, progress=False), part, limit=PAIRS)
+    def __init__(self, part: str, limit: int = PAIRS) -> None:
+        super().__init__(icons.load(progress=False), part, limit=limit)
 
     def model(self) -> nn.Module:
         return Towers(self.tokenizer)
@@ -108,8 +108,8 @@ class Words:
 
     mode = BIMODAL
 
-    def __init__(self, part: str, folder: Path) -> None:
-        pairs = text.load(folder, held_out=4096, limit=PAIRS)
+    def __init__(self, part: str, folder: Path, limit: int = PAIRS) -> None:
+        pairs = text.load(folder, held_out=4096, limit=limit)
         sides = [[plain(line) for line in side] for side in (pairs.queries, pairs.documents)]
         self.tokenizer = Tokenizer([side[i] for side in sides for i in pairs.train], min_count=3, length=24)
         train, held_out = torch.from_numpy(pairs.train), torch.from_numpy(getattr(pairs, part))

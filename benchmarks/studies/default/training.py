@@ -51,13 +51,16 @@ class Setting:
     seed: int = 0
 
 
-def train(task: Task, loss_of: Callable[[Task], Loss], setting: Setting) -> tuple[nn.Module, Loss, float]:
-    """The trained model, its loss, and the seconds it took."""
+def train(
+    task: Task, loss_of: Callable[[Task], Loss], setting: Setting, start: nn.Module | None = None
+) -> tuple[nn.Module, Loss, float]:
+    """The trained model, its loss, and the seconds it took; ``start``: a model to go on from, in the mode it is in."""
     torch.manual_seed(setting.seed)
-    model, loss = task.model(), loss_of(task)
+    model = task.model() if start is None else start
+    loss, learned = loss_of(task), [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
-        {"params": [p for p in model.parameters() if p.ndim <= 1] + list(loss.parameters()), "weight_decay": 0.0},
+        {"params": [p for p in learned if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in learned if p.ndim <= 1] + list(loss.parameters()), "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=setting.lr, fused=True)
     updates = setting.samples // (setting.batch * setting.accumulate)

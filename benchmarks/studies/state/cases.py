@@ -1,0 +1,117 @@
+"""Cases that should favour state per sample, and the models that they begin with.
+
+==========  ==================================================================================================
+tuned       glyphs and words: weights that DCL has trained at batch 256 go on at batch 8 and small steps, so that
+            rows stay fresh
+frozen      glyphs: the image tower of that model stays as it is, a new text tower learns (LiT)
+few         glyphs: 1,024 pairs, each seen 24 times at batch 8
+repeats     icons: captions that at least 64 icons bear, so that a batch of 64 is full of false negatives
+noise       glyphs: a fifth of the captions is shuffled
+==========  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import compopt
+from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Task, Words
+from benchmarks.studies.default.training import Setting, train
+from recipes.models import TextTower
+from recipes.tasks import NamedImages, in_chunks
+
+PAIRS = 8192
+OFTEN = 64  # training icons that bear a caption of `repeats`
+NOISE = 0.2
+BEGINNING = Setting(batch=256, lr=1.6e-2, samples=65_536)  # of the models that go on
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set, how it is trained on, and the learning rates to begin with.
+
+    Attributes:
+        task: from the part that is measured and the folder of WordNet's files.
+        start: the model to go on from; ``None``: a new one.
+        tau: temperatures to begin with.
+    """
+
+    task: Callable[[str, Path | None], Any]
+    batch: int
+    samples: int
+    rates: tuple[float, ...]
+    start: Callable[[Task, int], nn.Module] | None = None
+    tau: tuple[float, ...] = (0.05, 0.07, 0.1)
+
+
+def trained(task: Task, seed: int) -> nn.Module:
+    """A model that DCL has trained at batch 256; its batch normalisation stays as it is from here on."""
+    beginning = Setting(BEGINNING.batch, BEGINNING.lr, samples=BEGINNING.samples, seed=seed)
+    return train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), beginning)[0]
+
+
+class HalfFrozen(nn.Module):
+    """Image features that are known, and a new text tower."""
+
+    def __init__(self, image: nn.Module, text: nn.Module) -> None:
+        super().__init__()
+        self.image, self.text = image.requires_grad_(False).eval(), text
+
+    def forward(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return features, self.text(tokens)
+
+
+class FrozenImages(Glyphs):
+    """Glyphs whose images are encoded once, by the tower of a trained model."""
+
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.encoded[index], self.tokens[self.caption[index]]
+
+
+def half_frozen(task: FrozenImages, seed: int) -> nn.Module:
+    whole = trained(Glyphs("validation", PAIRS), seed)
+    task.encoded = in_chunks(whole.image, task.images)
+    torch.manual_seed(seed)
+    return HalfFrozen(whole.image, TextTower(len(task.tokenizer), task.tokenizer.length, DIM))
+
+
+def often_captioned(part: str, folder: Path | None) -> Icons:
+    """Pairs whose caption many others bear too."""
+    task = Icons(part, limit=0)
+    often = (task.caption_frequency() >= OFTEN).nonzero().flatten()
+    chosen = often[torch.randperm(len(often), generator=torch.Generator().manual_seed(0))[:PAIRS]]
+    return restricted(task, chosen.sort().values)
+
+
+def restricted(task: NamedImages, chosen: Tensor) -> Any:
+    """The same task with fewer training pairs."""
+    task.images, task.caption = task.images[chosen], task.caption[chosen]
+    task.n, task.group = len(chosen), task.caption
+    return task
+
+
+def noisy(part: str, folder: Path | None) -> Glyphs:
+    """Some training images have each other's captions."""
+    task = Glyphs(part, PAIRS)
+    wrong = torch.randperm(task.n, generator=torch.Generator().manual_seed(0))[: int(NOISE * task.n)]
+    task.caption = task.caption.clone()
+    task.caption[wrong] = task.caption[wrong.roll(1)]
+    task.group = task.caption
+    return task
+
+
+RATES, SMALL_RATES = (2e-3, 4e-3, 8e-3), (1e-4, 3e-4, 1e-3)
+CASES = {
+    "tuned glyphs": Case(lambda part, _: Glyphs(part, PAIRS), 8, 24_576, SMALL_RATES, trained),
+    "tuned words": Case(lambda part, folder: Words(part, folder, PAIRS), 8, 24_576, SMALL_RATES, trained),
+    "frozen": Case(lambda part, _: FrozenImages(part, PAIRS), 8, 32_768, RATES, half_frozen),
+    "few": Case(lambda part, _: Glyphs(part, 1024), 8, 24_576, (1e-3, 2e-3, 4e-3)),
+    "repeats": Case(often_captioned, 64, 32_768, RATES),
+    "noise": Case(noisy, 16, 32_768, RATES),
+}

@@ -1,0 +1,72 @@
+"""The page of the study of state, from the runs that are finished."""
+
+from __future__ import annotations
+
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.studies.command import provenance
+from benchmarks.studies.search import SEEDS, Results
+from benchmarks.studies.state.arms import ARMS, LOSS, STUDY
+from benchmarks.studies.state.cases import CASES, NOISE, OFTEN, PAIRS
+from recipes.report import mean_spread, table
+
+CONTROL = "DCL"
+TITLES = {
+    "tuned glyphs": f"Glyphs: weights that DCL has trained at batch 256 go on at batch 8 ({PAIRS:,} pairs)",
+    "tuned words": f"Words: the same ({PAIRS:,} pairs)",
+    "frozen": f"Glyphs: that image tower frozen, a new text tower at batch 8 ({PAIRS:,} pairs)",
+    "few": "Glyphs: 1,024 pairs, each seen 24 times at batch 8",
+    "repeats": f"Icons: captions that at least {OFTEN} icons bear, batch 64 ({PAIRS:,} pairs)",
+    "noise": f"Glyphs: {NOISE:.0%} of the captions shuffled, batch 16 ({PAIRS:,} pairs)",
+}
+
+
+def write(results: Results) -> None:
+    """``results/state.md``."""
+    finals = STUDY.finals(results)
+    runs = [run for run in results.values() if run["job"]["arm"] in ARMS]
+    lines = [
+        "# Where state per sample could pay",
+        "",
+        *provenance(runs, "benchmarks/studies/state/__main__.py"),
+        "",
+        "Recall as in the study of the default, in per cent on the test half, mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, gamma and rho are chosen on the validation "
+        f"half and another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. *Error*: "
+        "mean squared error of the log-normalizers that the estimator works with. *Bias*, *spread*: of a sample's "
+        "feature gradient over the batches that it may be in, at the final weights, relative to the exact gradient "
+        "over the whole data set at the estimator's own temperatures.",
+        "",
+        *(line for case in CASES if any(a.startswith(f"{case}:") for a in finals) for line in _of_case(finals, case)),
+        "## Settings",
+        "",
+        "Validation recall, in per cent; the chosen ones are bold.",
+        "",
+        STUDY.tuning_table(results, "recall", 1),
+    ]
+    (FOLDER / "state.md").write_text("\n".join(lines) + "\n")
+
+
+def _of_case(finals: dict[str, list[dict[str, Any]]], case: str) -> list[str]:
+    control = _recalls(finals.get(f"{case}: {CONTROL}", []))
+    body = []
+    for loss in LOSS:
+        runs = finals.get(f"{case}: {loss}", [])
+        if not runs:
+            continue
+        own = _recalls(runs)
+        gaps = [100 * (own[seed] - control[seed]) for seed in own if seed in control]
+        known = loss != CONTROL and len(gaps) > 1
+        gap = f"{mean(gaps):+.1f} ± {stdev(gaps) / len(gaps) ** 0.5:.1f}" if known else ""
+        why = [
+            mean_spread([run["metrics"][name] for run in runs], 1, 2) for name in ("normalizer_error", "bias", "spread")
+        ]
+        body.append([loss, mean_spread(list(own.values()), 100, 1), gap, *why])
+    head = ["", "recall", f"over {CONTROL}", "error", "bias", "spread"]
+    return [f"## {TITLES[case]}", "", table(head, body), ""]
+
+
+def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
+    return {run["job"]["seed"]: run["metrics"]["test/recall"] for run in runs}
