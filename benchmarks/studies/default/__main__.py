@@ -46,7 +46,7 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     cell, part = ARMS[job.arm], "test" if job.seed in SEEDS else "validation"
     task = TASKS[cell.task](part, *([wordnet] if cell.task == "words" else []))
-    where = {"accumulate": cell.accumulate, "forward": cell.forward}
+    where = {"accumulate": cell.accumulate, "forward": cell.forward, "batches": cell.batches}
     setting = Setting(batch=cell.batch, lr=job.options["lr"], seed=job.seed, **where)
     model, _, seconds = train(task, lambda task: loss_of(job, task), setting)
     env = environment()

@@ -21,15 +21,24 @@ FIRST: dict[str, dict[str, Any]] = {
     "CLIP": {},
     "SigLIP": {},
     "DCL": {},
+    "DCLW": {},
     "XBM": {"length": 128, "warmup": 100},
     "XBM, DCL": {"length": 128, "warmup": 100},
+    "MoCo": {"length": 1024, "momentum": 0.99},
+    "MoCo, DCL": {"length": 1024, "momentum": 0.99},
     "SogCLR": {"gamma": 0.8},
+    "SogCLR, positive": {"gamma": 0.8},
     "iSogCLR": {"gamma": 0.8, "rho": 2.0},
     "FastCLIP v3": {"gamma": 0.8, "rho": 1.0},
     "NeuCLIP": {},
     "Residual": {},
     "Memory": {"length": 128},
 }
+# beside those: losses in batches that a sampler chooses
+CHOSEN = {
+    f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in ("ordered", "spectral")
+}
+ROWS = (*FIRST, *CHOSEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,7 @@ class Cell(Arm):
         batch: samples of a call.
         accumulate: calls per update.
         forward: samples of a forward pass, where they are fewer than those of a call (gradient cache).
+        batches: which samples share one.
     """
 
     task: str
@@ -49,13 +59,15 @@ class Cell(Arm):
     batch: int
     accumulate: int = 1
     forward: int = 0
+    batches: str = "random"
 
 
-def _cell(task: str, loss: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
+def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
+    loss, kind = CHOSEN.get(row, (row, "random"))
     rates = LARGE_RATES if batch * accumulate >= 256 else RATES
     first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss]}
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
-    where = {"batch": batch, "accumulate": accumulate, "forward": forward}
+    where = {"batch": batch, "accumulate": accumulate, "forward": forward, "batches": kind}
     return Cell(task=task, loss=loss, first=first, grids={"lr": rates, **taus}, widen=WIDEN, **where)
 
 
@@ -66,7 +78,7 @@ def _default(task: str, batch: int, accumulate: int = 1) -> Cell:
 
 
 def _arms(task: str) -> dict[str, Cell]:
-    losses = [loss for loss in FIRST if (task, loss) != ("faces", "SigLIP")]
+    losses = [loss for loss in ROWS if (task, loss) != ("faces", "SigLIP")]
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,6 +33,35 @@ class SigLIP(nn.Module):
         """It keeps nothing."""
 
 
+class DCLW(nn.Module):
+    """The weighted form of DCL (Yeh et al., ECCV 2022, section 4): positives that are far apart weigh more.
+
+    Its ``w = 2 - exp(<z1, z2> / sigma) / mean exp(<z1, z2> / sigma)``, sigma 0.5 as there, multiplies the positive.
+    """
+
+    sigma = 0.5
+
+    def __init__(self, tau: float, unimodal: bool) -> None:
+        super().__init__()
+        self.tau, self.unimodal = tau, unimodal
+
+    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        z = [F.normalize(z1), F.normalize(z2)]
+        positive = torch.linalg.vecdot(*z)
+        weight = 2 - len(z1) * torch.softmax(positive / self.sigma, 0)
+        negatives = [self._negatives(own, other) for own, other in (z, z[::-1])]
+        return torch.cat(negatives).mean() - (weight * positive).mean()
+
+    def _negatives(self, own: Tensor, other: Tensor) -> Tensor:
+        itself = torch.eye(len(own), dtype=torch.bool)
+        sides = [other, own] if self.unimodal else [other]
+        logits = torch.cat([(own @ side.T / self.tau).masked_fill(itself, -math.inf) for side in sides], 1)
+        return self.tau * logits.logsumexp(1)
+
+    def step(self) -> None:
+        """It keeps nothing."""
+
+
 class CrossBatchMemory(nn.Module):
     """A queue of past features as they were, as further negatives (XBM, Wang et al., CVPR 2020).
 
@@ -51,15 +81,20 @@ class CrossBatchMemory(nn.Module):
 
     def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         z = [F.normalize(z1), F.normalize(z2)]
-        loss = (self._direction(z, 0) + self._direction(z, 1)) / 2
-        new = [side.detach() for side in z]
+        keys = self._keys(z)
+        loss = (self._direction(z, keys, 0) + self._direction(z, keys, 1)) / 2
+        new = [side.detach() for side in keys]
         pairs = zip(self.queue, new, strict=True)
         self.queue = [torch.cat(pair)[-self.length :] for pair in pairs] if self.queue else new
         return loss
 
-    def _direction(self, z: list[Tensor], direction: int) -> Tensor:
-        own, other = z[direction], z[1 - direction]
-        inside = [other, own] if self.unimodal else [other]
+    def _keys(self, z: list[Tensor]) -> list[Tensor]:
+        """What anchors are compared with, of both sides."""
+        return z
+
+    def _direction(self, z: list[Tensor], keys: list[Tensor], direction: int) -> Tensor:
+        own, other = z[direction], keys[1 - direction]
+        inside = [other, keys[direction]] if self.unimodal else [other]
         past = self.queue if self.unimodal else self.queue[1 - direction :][:1]
         itself = torch.eye(len(own), dtype=torch.bool)
         parts = [(own @ side.T).masked_fill(itself, -math.inf) for side in inside]
@@ -73,7 +108,48 @@ class CrossBatchMemory(nn.Module):
         self.updates += 1
 
 
+class MomentumQueue(CrossBatchMemory):
+    """Keys, and a queue of them, from a copy of the model that follows it slowly (MoCo, He et al., CVPR 2020).
+
+    The batch's other keys are negatives too, which they are one step later in MoCo.
+
+    Args:
+        momentum: of the copy.
+    """
+
+    def __init__(self, tau: float, length: int, momentum: float, positive: bool, unimodal: bool) -> None:
+        super().__init__(tau, length, positive, 0, unimodal)
+        self.momentum = momentum
+        self.models: list[nn.Module] = []  # the user's and its copy; neither is a part of the loss
+
+    def watch(self, model: nn.Module) -> None:
+        """See what the model is given from here on."""
+        self.models = [model, copy.deepcopy(model).requires_grad_(False)]
+        model.register_forward_hook(self._encode)
+
+    def _encode(self, model: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        with torch.no_grad():
+            self.encoded = [F.normalize(side) for side in self.models[1](*inputs)]
+
+    def _keys(self, z: list[Tensor]) -> list[Tensor]:
+        return self.encoded
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Let the copy follow."""
+        super().step()
+        followed, follower = (list(model.parameters()) for model in self.models)
+        torch._foreach_lerp_(follower, followed, 1 - self.momentum)
+
+
 Options = Mapping[str, Any]
+
+
+def _momentum_queue(positive: bool) -> Callable[[Task, Options], Loss]:
+    def build(task: Task, o: Options) -> Loss:
+        return MomentumQueue(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
+
+    return build
 
 
 def _queue(positive: bool) -> Callable[[Task, Options], Loss]:
@@ -88,9 +164,15 @@ LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
     "CLIP": lambda task, o: compopt.InfoNCEEstimator(o["tau"], learn_tau=True, multiply_tau=False, mode=task.mode),
     "SigLIP": lambda task, o: SigLIP(o["tau"]),
     "DCL": lambda task, o: compopt.DCLEstimator(o["tau"], mode=task.mode),
+    "DCLW": lambda task, o: DCLW(o["tau"], task.mode == "unimodal"),
     "XBM": _queue(positive=True),
     "XBM, DCL": _queue(positive=False),
+    "MoCo": _momentum_queue(positive=True),
+    "MoCo, DCL": _momentum_queue(positive=False),
     "SogCLR": lambda task, o: compopt.SogCLREstimator(task.n, o["gamma"], o["tau"], mode=task.mode),
+    "SogCLR, positive": lambda task, o: compopt.SogCLREstimator(
+        task.n, o["gamma"], o["tau"], reference="positive", mode=task.mode
+    ),
     "iSogCLR": lambda task, o: compopt.ISogCLREstimator(
         task.n, o["gamma"], o["rho"], tau_init=o["tau"], tau_min=0.01, tau_max=0.5, reference="none", mode=task.mode
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.command import provenance
-from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, FIRST, SETS, STUDY
+from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, ROWS, SETS, STUDY
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results
 from recipes.report import mean_spread, table
@@ -60,10 +60,11 @@ def write(results: Results) -> None:
 def overview() -> str:
     """One line per data set and batch size, one column per loss, of the final runs that there are."""
     finals = STUDY.finals(STUDY.finished())
+    columns = COLUMNS.values()
     losses = [
         loss
-        for loss in (*FIRST, DEFAULT)
-        if any(cell.startswith(tuple(f"{t}: {loss}," for t in SETS)) for cell in finals)
+        for loss in (*ROWS, DEFAULT)
+        if any(f"{task}: {loss}, {column}" in finals for task in SETS for column in columns)
     ]
     body = []
     for task in SETS:
@@ -81,7 +82,7 @@ def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
 
 def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
     body = []
-    for loss in (*FIRST, DEFAULT):
+    for loss in (*ROWS, DEFAULT):
         cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
         if any(cells):
             body.append([loss, *(mean_spread(list(_recalls(runs).values()), 100, 1) if runs else "" for runs in cells)])
@@ -91,7 +92,7 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
 def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
     body = []
     for task in SETS:
-        for loss in FIRST:
+        for loss in ROWS:
             cells = []
             for column in COLUMNS.values():
                 ours, theirs = (_recalls(finals.get(f"{task}: {name}, {column}", [])) for name in (DEFAULT, loss))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.studies.default.tasks import SAMPLES, Task
+from recipes import batches
 from recipes.batches import seeded
 
 WARMUP, DECAY = 0.1, 0.01
@@ -38,6 +38,7 @@ class Setting:
         batch: samples of a call of the loss.
         accumulate: calls per update.
         forward: samples of a forward pass; less than ``batch`` gives the batch that a gradient cache gives.
+        batches: which samples share a batch: ``"random"``, or a kind of :mod:`recipes.batches`.
         lr: the highest one.
         samples: seen.
         seed: of weights and batches.
@@ -47,6 +48,7 @@ class Setting:
     lr: float
     accumulate: int = 1
     forward: int = 0
+    batches: str = batches.RANDOM
     samples: int = SAMPLES
     seed: int = 0
 
@@ -64,31 +66,22 @@ def train(
     ]
     optimizer = torch.optim.AdamW(groups, lr=setting.lr, fused=True)
     updates = setting.samples // (setting.batch * setting.accumulate)
+    order = batches.build({"kind": setting.batches}, task.n, setting.batch, task.n // setting.batch, setting.seed)
+    getattr(loss, "watch", lambda model: None)(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=WARMUP)
     started = time.perf_counter()
     for update in range(updates):
         for number in range(update * setting.accumulate, (update + 1) * setting.accumulate):
-            index = batch_of(task.n, setting, number)
+            index = order(number)
             inputs = task.inputs(index, seeded("augment", setting.seed, number))
-            loss(*features(model, inputs, setting.forward or setting.batch), index).div(setting.accumulate).backward()
+            z1, z2 = features(model, inputs, setting.forward or setting.batch)
+            order.observe(index, z1.detach(), z2.detach())
+            loss(z1, z2, index).div(setting.accumulate).backward()
         optimizer.step()
         schedule.step()
         loss.step()
         optimizer.zero_grad()
     return model.eval(), loss, time.perf_counter() - started
-
-
-def batch_of(n: int, setting: Setting, number: int) -> Tensor:
-    """Samples of a call: epochs are permutations, whose incomplete last batch is left out."""
-    per_epoch = n // setting.batch
-    epoch, place = divmod(number, per_epoch)
-    return epoch_order(n, setting.seed, epoch)[place * setting.batch : (place + 1) * setting.batch]
-
-
-@functools.lru_cache(2)
-def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
-    """The same for every method."""
-    return torch.randperm(n, generator=seeded("order", seed, epoch))
 
 
 def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
