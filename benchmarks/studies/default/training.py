@@ -66,7 +66,7 @@ def train(
     ]
     optimizer = torch.optim.AdamW(groups, lr=setting.lr, fused=True)
     updates = setting.samples // (setting.batch * setting.accumulate)
-    order = batches.build({"kind": setting.batches}, task.n, setting.batch, task.n // setting.batch, setting.seed)
+    order = batches.build(how(setting), task.n, setting.batch, task.n // setting.batch, setting.seed)
     getattr(loss, "watch", lambda model: None)(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=WARMUP)
     started = time.perf_counter()
@@ -82,6 +82,12 @@ def train(
         loss.step()
         optimizer.zero_grad()
     return model.eval(), loss, time.perf_counter() - started
+
+
+def how(setting: Setting) -> dict[str, Any]:
+    """Options of the batches; about a thousand samples are clustered at a time."""
+    clustered = {"cluster_group": max(2, 1024 // setting.batch)} if setting.batches == batches.SPECTRAL else {}
+    return {"kind": setting.batches, **clustered}
 
 
 def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
