@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compopt
-from compopt.checkpoint import manifest, strict
+from compopt.checkpoint import durable, manifest, strict
 from compopt.stores import changes, table
 from tests.database import DATABASE
 from tests.helpers import assert_same_bits, batches, make, run, snapshot
@@ -271,7 +271,7 @@ def replace(path, name, tensors):
             file.write_bytes(tensors)
         else:
             save_file(tensors, file, {"save_id": entry["save_id"]})
-        size, crc = manifest.checksum(file)
+        size, crc = durable.checksum(file)
         entry.update(bytes=size, crc32=crc)
 
     edit(path, vouch)

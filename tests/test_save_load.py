@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.checkpoint import manifest
+from compopt.checkpoint import durable, manifest
 from compopt.stores import changes, table
 from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
@@ -336,7 +336,7 @@ def test_nothing_to_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "operation", ["os.replace", "os.fsync", "compopt.checkpoint.manifest.write_file", "shutil.rmtree"]
+    "operation", ["os.replace", "os.fsync", "compopt.checkpoint.durable.write_file", "shutil.rmtree"]
 )
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
     """As a kill at the k-th operation, for every k."""
@@ -479,7 +479,7 @@ def test_failed_saves_leave_nothing(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "write_file", full)
+    monkeypatch.setattr(durable, "write_file", full)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             compopt.save(est, tmp_path)
