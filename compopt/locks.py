@@ -139,7 +139,9 @@ def _sign(descriptor: int) -> None:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
+        os.pwrite(
+            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0
+        )
 
 
 def _read(descriptor: int) -> str:

@@ -16,7 +16,9 @@ _READ = 1 << 22
 
 def named(path: Folder) -> AbstractContextManager[None]:
     """What goes wrong in writing says where; a remote store's errors do so themselves."""
-    return nullcontext() if isinstance(path, RemotePath) else failures.named(path, "earlier checkpoints are as they were")
+    return (
+        nullcontext() if isinstance(path, RemotePath) else failures.named(path, "earlier checkpoints are as they were")
+    )
 
 
 def make_directory(directory: Folder) -> None:

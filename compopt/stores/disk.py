@@ -24,10 +24,9 @@ from compopt.stores import tablefile
 from compopt.stores.changes import Changes
 from compopt.stores.layout import WORD
 from compopt.stores.memory import TensorStore
-from compopt.stores.space import Space
+from compopt.stores.space import PAGE, Space
 from compopt.stores.tablefile import LOADING, READY
 
-PAGE = mmap.PAGESIZE
 # A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a hole in the file some
 # microseconds, a read from a disk 50 and more) the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
@@ -139,7 +138,7 @@ class DiskStore(TensorStore):
             os.truncate(self.path(), needed)
         elif size < needed:
             raise ValueError(f"{self.path()} has {size} bytes, needs {needed}: it was truncated; delete {self._name}.*")
-        self._id = found["id"]
+        self._id, self._state = found["id"], found["state"]
 
     def _create(self) -> None:
         """Description first, rows last and by renaming: a rows file is never without its description."""
@@ -161,6 +160,7 @@ class DiskStore(TensorStore):
         content |= {"row_bytes": 16 * self.words, "description": self._description}
         with failures.named(self.path("json")):
             tablefile.write_json(self.path("json"), content)
+        self._state = state
 
     def _refuse_size(self, error: Exception) -> NoReturn:
         raise ValueError(
@@ -310,7 +310,7 @@ class DiskStore(TensorStore):
                 os.ftruncate(self._fd, self._bytes(n))
             except (OSError, OverflowError, ValueError) as error:
                 self._refuse_size(error)
-            self._describe(tablefile.read_json(self.path("json"))["state"])
+            self._describe(self._state)
         else:
             self._check_existing()  # the writer has grown the file: the caller's barrier
         self.changes.grow(n)
@@ -321,9 +321,8 @@ class DiskStore(TensorStore):
         if self.writer:
             os.ftruncate(self._fd, self._bytes(n))
             with suppress(OSError, ValueError):  # on a full disk: a table that says another n is refused
-                found = tablefile.read_json(self.path("json"))
-                if found["n"] != n:
-                    self._describe(found["state"])
+                if tablefile.read_json(self.path("json"))["n"] != n:
+                    self._describe(self._state)
         self.changes.shrink(n)
         self._map()
 

@@ -12,6 +12,9 @@ import numpy.typing as npt
 from compopt import failures
 
 
+PAGE = mmap.PAGESIZE
+
+
 class Space:
     """The blocks of a sparse file, at first all holes, for which the file system has given room.
 
@@ -28,7 +31,8 @@ class Space:
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path, self._size = descriptor, path, 0
-        self._unit = min(mmap.PAGESIZE, os.fstatvfs(descriptor).f_bsize)
+        self._unit = min(PAGE, os.fstatvfs(descriptor).f_bsize)
+        self._per_page = PAGE // self._unit  # a page fault needs all of them
         self._known = np.zeros(0, dtype=np.bool_)
 
     def resize(self, size: int) -> None:
@@ -49,16 +53,20 @@ class Space:
             OSError: the disk or a quota is full; no row was written.
         """
         first = rows * row_bytes
-        blocks = first // self._unit
-        if self._unit % row_bytes:
-            blocks = np.concatenate([blocks, (first + (row_bytes - 1)) // self._unit])
+        pages = first // PAGE
+        if PAGE % row_bytes:
+            pages = np.concatenate([pages, (first + (row_bytes - 1)) // PAGE])
+        blocks = pages
+        if self._per_page > 1:
+            blocks = (np.unique(pages)[:, None] * self._per_page + np.arange(self._per_page)).ravel()
+            blocks = blocks[blocks < len(self._known)]
         unknown = blocks[~self._known[blocks]]
         if len(unknown):
             self._claim(np.unique(unknown))
 
     def for_range(self, start: int, stop: int) -> None:
         """The same for a range of bytes."""
-        first, last = start // self._unit, self._count(stop)
+        first, last = start // PAGE * self._per_page, -(-stop // PAGE) * self._per_page
         self._claim(first + np.flatnonzero(~self._known[first:last]))
 
     def _claim(self, blocks: npt.NDArray[np.int64]) -> None:
