@@ -11,6 +11,9 @@ agree::
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
         --deepspeed-config recipes/deepspeed/zero2.json
 
+With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint by
+itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size.
+
 ``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
 ``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
 leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed. On GPUs
@@ -53,6 +56,11 @@ def world_size() -> int:
 def is_main() -> bool:
     """Whether this process prints, draws and writes results; known before the process group is."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def restarted() -> bool:
+    """Whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def barrier() -> None:

@@ -1,5 +1,6 @@
 """One run at a time writes a table or a directory of checkpoints; the second is told who holds it."""
 
+import contextlib
 import gc
 import os
 import re
@@ -50,10 +51,8 @@ def holder(tmp_path):
     worker = int(process.stdout.readline())
     yield process
     for pid in (process.pid, worker):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.communicate()
 
 
@@ -126,8 +125,9 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
         shutil.rmtree(tmp_path / "checkpoints")
         compopt.save(est, tmp_path / "checkpoints")
         assert len(locks._held) == held  # no descriptor is left
-    code = f"import compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), {str(tmp_path / 'checkpoints')!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
+    command = [sys.executable, "-c", code, tmp_path / "checkpoints"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert f"is in use by process {os.getpid()}" in done.stderr
 
 
