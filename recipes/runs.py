@@ -49,6 +49,7 @@ def _control(args: argparse.Namespace, task: Task, config: Config, error_count: 
         placement=_placement(args, own, continued=resume and checkpoints.latest(checkpoint) is not None),
         prefetch=args.prefetch,
         deepspeed=args.deepspeed_config,
+        timeout=args.timeout,
     )
 
 
