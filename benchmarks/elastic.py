@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from recipes import checkpoints
 from tests.launching import ROOT, environment
 
 BATCH, LIMIT, WAIT = 12, 120, 240  # 10 updates per epoch; 12 samples on 4, 3 or 2 ranks
@@ -37,14 +35,25 @@ class Elastic:
         return self
 
     def __exit__(self, *_):
+        self.kill()
+
+    def kill(self):
+        """The launcher and all ranks, which have sessions of their own, by SIGKILL."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            launcher = psutil.Process(self.process.pid)
+            launcher.suspend()  # it starts no further ones
+            for process in (*launcher.children(recursive=True), launcher):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.wait()
 
     def saves(self):
         """Checkpoints that were completed so far, by the numbers of their rows."""
-        found = self.output.glob("*/checkpoints/*/compopt/checkpoint-*/manifest.json")
-        return {json.loads(path.read_text())["t"] for path in found}
+        found = set()
+        for path in self.output.glob("*/checkpoints/*/compopt/checkpoint-*/manifest.json"):
+            with contextlib.suppress(OSError):  # the folder is just being removed
+                found.add(json.loads(path.read_text())["t"])
+        return found
 
     def await_saves(self, beyond):
         """Until a checkpoint of more than so many updates is there; its number."""

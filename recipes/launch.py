@@ -36,7 +36,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
-
 TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's own for accelerators
 
 

@@ -222,8 +222,8 @@ class DiskStore(TensorStore):
         if not status.st_nlink and not self._removed:
             self._removed = True
             warnings.warn(
-                f"{self.path()} was removed while it was in use: its rows are there until this process ends, and cannot "
-                f"be read after it; save a checkpoint",
+                f"{self.path()} was removed while it was in use: its rows are there until this process ends, and "
+                f"cannot be read after it; save a checkpoint",
                 stacklevel=4,
             )
 

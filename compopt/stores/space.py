@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from compopt import failures
 
-
 PAGE = mmap.PAGESIZE
 
 
