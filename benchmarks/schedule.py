@@ -107,8 +107,8 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
 
 
 ABOUT = """The CLIP recipe on the smallest data (two ranks, rows sharded on disk, a checkpoint after every update) in
-one run that was disturbed so often. It ended with the history, the final measures, the weights and the rows of a run that
-nobody disturbed, bit for bit; anything else would have ended the program with an error."""
+one run that was disturbed so often. It ended with the history, the final measures, the weights and the rows of a run
+that nobody disturbed, bit for bit; anything else would have ended the program with an error."""
 
 
 def main() -> None:
