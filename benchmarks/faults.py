@@ -1,6 +1,8 @@
 """Kill a training-and-saving run at random moments, and compare every recovery with an undisturbed run.
 
-    python -m benchmarks.faults --kills 100
+    python -m benchmarks.faults                              # 1,000 kills; stopped and called again it goes on
+    python -m benchmarks.faults --kills 1000 --minutes 15    # for so long
+    python -m benchmarks.faults --kills 20 --round 2 --output /tmp/faults.md    # a short look
 
 A small encoder, AdamW and an estimator train for some steps and save often. The process is killed with SIGKILL at a
 random moment, which often falls inside a save; a new process loads the newest complete checkpoint and goes on, until
@@ -12,27 +14,36 @@ end: the final state is bit for bit that of the undisturbed run. Any difference 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import functools
+import itertools
 import mmap
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.faults_training import INSIDE, Setting, Training, train
-from benchmarks.saved import RESULTS
+from benchmarks.saved import RESULTS, append_run, read_runs
 from recipes.report import environment, heading, table
+from tests.pool import free_port
+
+TIMEOUT = 30.0  # of the process group: seconds after which a rank gives up another one
 
 ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
 was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
 resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
-one would have ended the program with an error."""
+one would have ended the program with an error. Of two ranks one was killed, or, every other time, both; the other one
+ended with an error of its own. What two ranks saved was also loaded on one."""
 
 
 @dataclass
@@ -56,22 +67,61 @@ def forked(function, *args) -> tuple[int, int]:
             os.write(writing, function(*args).encode())
             status = 0
         except BaseException as error:
-            print(f"child: {type(error).__name__}: {error}", file=sys.stderr)
+            os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
         os._exit(status)
     os.close(writing)
     return pid, reading
 
 
-def answer(pid: int, reading: int) -> str | None:
-    """What a child said, or ``None`` if it was killed."""
-    _, status = os.waitpid(pid, 0)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    if os.WIFSIGNALED(status):
-        return None
-    if os.WEXITSTATUS(status):
-        raise AssertionError("a child failed, see above")
-    return said
+class Ranks:
+    """Children that run one function together: ``function(*args)``, in a process group if there are several."""
+
+    def __init__(self, count: int, function, *args) -> None:
+        port = free_port()
+        self.children = [forked(as_rank, number, count, port, function, *args) for number in range(count)]
+
+    def kill(self, which: list[int]) -> None:
+        """By SIGKILL; those that have ended already are zombies, which do not mind."""
+        for number in which:
+            os.kill(self.children[number][0], signal.SIGKILL)
+
+    def answers(self) -> list[str | None]:
+        """What they said at their end; ``None``: killed. The others of a killed one fail: ``""``."""
+        said = []
+        for pid, reading in self.children:
+            with os.fdopen(reading) as pipe:
+                text = pipe.read()
+            status = await_end(pid)
+            said.append(None if os.WIFSIGNALED(status) else text if not status else "")
+        if None not in said and "" in said:
+            raise AssertionError("a child failed, see above")
+        return said
+
+
+def await_end(pid: int) -> int:
+    """The status of a child; one that another rank's end leaves waiting is an error."""
+    end = time.monotonic() + TIMEOUT + 60
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"rank {pid} did not end within {TIMEOUT + 60} s after another one was killed")
+
+
+def as_rank(number: int, count: int, port: int, function, *args) -> str:
+    """One of them."""
+    torch.set_num_threads(1)
+    if count > 1:
+        if number:  # the errors of the other ranks are wanted, and many
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=count,
+            timeout=datetime.timedelta(seconds=TIMEOUT),
+        )  # fmt: skip
+    return function(*args)
 
 
 def to_the_end(setting: Setting, directory: Path, flags: mmap.mmap) -> str:
@@ -91,26 +141,34 @@ def reference(setting: Setting, directory: Path) -> str:
     return " ".join(f"{t}:{digest}" for t, digest in train(setting, directory).items())
 
 
-def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outcome: None) -> Outcome:
-    """Kill and recover until there were so many kills and the last run has ended."""
-    generator, outcome = random.Random(seed), Outcome()
+@functools.cache
+def undisturbed(setting: Setting, directory: Path) -> tuple[dict[int, str], float]:
+    """The digest of every step, and the seconds that all of them took."""
     started = time.perf_counter()
-    pid, reading = forked(reference, setting, fresh(root / "reference"))
-    said = drain(pid, reading)
-    duration = time.perf_counter() - started
-    expected = {int(t): digest for t, digest in (entry.split(":") for entry in said.split())}
+    said = Ranks(setting.ranks, reference, setting, fresh(directory)).answers()[0]
+    return {int(t): digest for t, digest in (entry.split(":") for entry in said.split())}, time.perf_counter() - started
+
+
+def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outcome: None) -> Outcome:
+    """Kill and recover until there were so many kills and the last run has ended.
+
+    Of several ranks one is killed, or, every other time, all of them at once.
+    """
+    generator, outcome = random.Random(seed), Outcome()
+    expected, duration = undisturbed(setting, root / "reference")
     while outcome.kills < kills:
         directory, alive = fresh(root / "run"), True
         while alive:
             flags = mmap.mmap(-1, 16)
-            pid, reading = forked(to_the_end, setting, directory, flags)
+            ranks = Ranks(setting.ranks, to_the_end, setting, directory, flags)
             time.sleep(generator.uniform(0.0, duration))
-            os.kill(pid, signal.SIGKILL)
-            said = answer(pid, reading)
-            if said is not None:
+            everyone = list(range(setting.ranks))
+            ranks.kill(generator.choice([everyone, [generator.choice(everyone)]]))
+            said = ranks.answers()
+            if None not in said:
                 outcome.ends += 1
                 alive = False
-                if said != expected[setting.steps]:
+                if set(said) != {expected[setting.steps]}:
                     raise AssertionError(f"the run ended in another state than the undisturbed one: {directory}")
                 continue
             outcome.kills += 1
@@ -121,26 +179,17 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
 
 
 def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], outcome: Outcome) -> None:
-    """Check, after a kill, that the newest checkpoint loads and holds a state that the undisturbed run had."""
+    """Check, after a kill, that the newest checkpoint loads, on one rank, and holds a state of the undisturbed run."""
     if not any((directory / "checkpoints").glob("*/manifest.json")):
         outcome.before_first += 1
         shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error of a left table file says
         return
-    said = drain(*forked(recovered, setting, directory))
+    alone = dataclasses.replace(setting, ranks=1, offload=None)
+    said = Ranks(1, recovered, alone, directory).answers()[0]
     t, digest = said.split()
     outcome.resumed_from.add(int(t))
     if expected[int(t)] != digest:
         raise AssertionError(f"the checkpoint of t={t} is not the state that the run had: {directory}")
-
-
-def drain(pid: int, reading: int) -> str:
-    """Wait for the answer of a child that nobody kills."""
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if status:
-        raise AssertionError("a child failed, see above")
-    return said
 
 
 def fresh(directory: Path) -> Path:
@@ -150,43 +199,80 @@ def fresh(directory: Path) -> Path:
     return directory
 
 
-def report(env: dict, lines: list[tuple[Setting, Outcome, float]], path: Path) -> None:
-    """Write the result page."""
-    head = ["method", "rows", "kills", "inside a save", "before the first", "runs ended", "resumed from", "seconds"]
-    rows = []
-    for setting, outcome, seconds in lines:
-        counts = (outcome.kills, outcome.inside_save, outcome.before_first, outcome.ends)
-        resumed = f"{len(outcome.resumed_from)} of {setting.steps // setting.save_every} checkpoints"
-        place = f"{setting.n:,} on {setting.offload or 'device'}"
-        rows.append([setting.method, place, *map(str, counts), resumed, f"{seconds:.0f}"])
-    path.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, rows, "ll"), ""]))
+# -- the result --------------------------------------------------------------------------------------------------
 
 
-def show(outcome: Outcome) -> None:
-    """Print how many kills there were."""
-    print(f"{outcome.kills} kills", end="\r")
+def settings() -> list[Setting]:
+    """Placements of one rank and shards of two, each saved between two steps and beside them."""
+    places = [{"offload": None}, {"offload": "cpu"}, {"offload": "disk"}]
+    places += [{"offload": place, "ranks": 2, "shard": True} for place in (None, "disk")]
+    return [Setting(n=100_000, blocking=blocking, **place) for place in places for blocking in (True, False)]
+
+
+def rounds(path: Path, setting: Setting) -> list[dict]:
+    """The rounds of a setting that the file of runs has."""
+    wanted = dataclasses.asdict(setting)
+    return [run for run in read_runs(path) if run["setting"] == wanted]
+
+
+def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int, root: Path) -> None:
+    """Add rounds, a setting at a time, until there were so many kills in all or the time is over."""
+    end, every = time.monotonic() + 60 * minutes, settings()
+    for number in itertools.count():
+        for setting in every:
+            done = sum(run["outcome"]["kills"] for run in read_runs(path))
+            if done >= kills or time.monotonic() > end:
+                return
+            if len(rounds(path, setting)) > number:
+                continue
+            started = time.perf_counter()
+            outcome = torture(setting, per_round, hash((seed, number)), root / str(every.index(setting)))
+            found = {**dataclasses.asdict(outcome), "resumed_from": sorted(outcome.resumed_from)}
+            seconds = round(time.perf_counter() - started, 1)
+            append_run(path, {"setting": dataclasses.asdict(setting), "outcome": found, "seconds": seconds})
+            print(f"{done + outcome.kills} of {kills} kills; {setting}: {found}", flush=True)
+
+
+def report(env: dict, path: Path, page: Path) -> None:
+    """Write the result page from the file of runs."""
+    head = ["rows", "ranks", "saved", "kills", "inside a save", "before the first", "runs ended", "resumed from", "s"]
+    lines, total = [], Counter()
+    for setting in settings():
+        found = rounds(path, setting)
+        counts = Counter()
+        for run in found:
+            counts.update({key: run["outcome"][key] for key in ("kills", "inside_save", "before_first", "ends")})
+            counts["seconds"] += run["seconds"]
+        total.update(counts)
+        resumed = {t for run in found for t in run["outcome"]["resumed_from"]}
+        place = f"{setting.n:,} on {setting.offload or 'device'}{', sharded' if setting.shard else ''}"
+        saved = "between steps" if setting.blocking else "beside steps"
+        lines.append([place, str(setting.ranks), saved, *counted(counts), f"{len(resumed)} of {setting.steps}", ""])
+        lines[-1][-1] = f"{counts['seconds']:.0f}"
+    lines.append(["all", "", "", *counted(total), "", f"{total['seconds']:.0f}"])
+    page.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, lines, "lrl"), ""]))
+
+
+def counted(counts: Counter) -> list[str]:
+    """The cells of four counts."""
+    return [str(counts[key]) for key in ("kills", "inside_save", "before_first", "ends")]
 
 
 def main() -> None:
-    """Kill and recover runs with every placement."""
+    """Kill and recover runs with every placement; go on from the file of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="kills per setting")
+    parser.add_argument("--kills", type=int, default=1000, help="in all, those of earlier calls included")
+    parser.add_argument("--round", type=int, default=10, help="kills of one setting before the next one's turn")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; call again to go on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
-    parser.add_argument("--beside", action="store_true", help="save with blocking=False")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "faults.md", help="page; runs go beside it (.jsonl)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    env, lines = environment(), []
+    env, runs = environment(), args.output.with_suffix(".jsonl")
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        for offload in args.offload:
-            setting = Setting(offload=None if offload == "none" else offload, blocking=not args.beside)
-            started = time.perf_counter()
-            outcome = torture(setting, args.kills, args.seed, Path(folder), say=show)
-            lines.append((setting, outcome, time.perf_counter() - started))
-            print(f"{offload}: {outcome}")
-    report(env, lines, args.output)
+        carry_out(runs, args.kills, args.round, args.minutes, args.seed, Path(folder))
+    report(env, runs, args.output)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import compopt
 from compopt.estimator.save_handle import SaveHandle
@@ -28,6 +29,16 @@ class Setting:
     save_every: int = 1
     keep: int = 2
     blocking: bool = True
+    ranks: int = 1
+    shard: bool = False
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class Training:
@@ -42,7 +53,7 @@ class Training:
         torch.manual_seed(0)
         self.model = torch.nn.ModuleList([torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        options = {"offload": setting.offload}
+        options = {"offload": setting.offload, "shard": setting.shard and ranks() > 1}
         if setting.offload == "disk":
             options["offload_dir"] = directory / "rows"
         if setting.method == "sogclr":
@@ -60,16 +71,25 @@ class Training:
                            50 + torch.randint(self.setting.n - 50, (BATCH // 2,), generator=generator)])  # fmt: skip
         x, y = torch.randn(2, BATCH, DIM, generator=generator)
         self.optimizer.zero_grad()
-        self.est(self.model[0](x), self.model[1](x + 0.5 * y), index).backward()
+        own = slice(rank(), None, ranks())
+        self.est(self.model[0](x[own]), self.model[1]((x + 0.5 * y)[own]), index[own]).backward()
+        self._average_gradients()
         self.optimizer.step()
+
+    def _average_gradients(self) -> None:
+        if ranks() > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks()
 
     def save(self) -> None:
         """Save model and optimizer, then the rows."""
-        models = self.directory / "models"
-        models.mkdir(exist_ok=True)
-        partial = models / "partial"
-        torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
-        os.replace(partial, models / f"{self.est.t}.pt")
+        if rank() == 0:
+            models = self.directory / "models"
+            models.mkdir(exist_ok=True)
+            partial = models / "partial"
+            torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
+            os.replace(partial, models / f"{self.est.t}.pt")
         folder, keep = self.directory / "checkpoints", self.setting.keep
         if self.setting.blocking:
             compopt.save(self.est, folder, keep=keep)

@@ -54,8 +54,23 @@ def save(accelerator: Accelerator, folder: Path) -> None:
         accelerator.save_state(os.fspath(target))
         launch.barrier()
         if launch.is_main():
+            _sync(target)
             _point(folder, target.name)
     launch.barrier()
+
+
+def _sync(folder: Path) -> None:
+    """Make files and names durable before something points to them: a power loss may take what was not."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _point(folder: Path, name: str) -> None:
@@ -65,6 +80,7 @@ def _point(folder: Path, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / POINTER)
+    _sync_one(folder)
 
 
 def load(accelerator: Accelerator, folder: Path) -> None:

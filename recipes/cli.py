@@ -102,6 +102,9 @@ def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str)
     machine.add_argument(
         "--deepspeed-config", type=Path, metavar="FILE", help="train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
     )
+    machine.add_argument(
+        "--timeout", type=float, metavar="S", default=launch.TIMEOUT, help="seconds that a rank waits for another one"
+    )
     machine.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     _add_placement(root)
     return root

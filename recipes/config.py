@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from recipes import launch
+
 Metrics = dict[str, float]
 
 
@@ -72,3 +74,4 @@ class Control:
     placement: dict[str, Any] = field(default_factory=dict)  # where rows live: offload, offload_dir, shard
     prefetch: bool = False  # fetch the next batch's rows while this one trains
     deepspeed: Path | None = None  # a configuration file
+    timeout: float = launch.TIMEOUT  # seconds that a rank waits for another one

@@ -31,7 +31,11 @@ class Run:
     def __init__(self, task: Task, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()
         self.accelerator = launch.accelerator(
-            self.control.device, config.accumulate, config.mixed_precision, self.control.deepspeed
+            self.control.device,
+            config.accumulate,
+            config.mixed_precision,
+            self.control.deepspeed,
+            timeout=self.control.timeout,
         )
         self.part = self._part()
         self.steps_per_epoch = task.n // (config.batch_size * config.accumulate)

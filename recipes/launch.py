@@ -11,6 +11,9 @@ agree::
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
         --deepspeed-config recipes/deepspeed/zero2.json
 
+With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
+by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size.
+
 ``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
 ``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
 leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed. On GPUs
@@ -20,6 +23,7 @@ add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import tempfile
@@ -31,6 +35,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
+
+TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's own for accelerators
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -53,6 +59,11 @@ def world_size() -> int:
 def is_main() -> bool:
     """Whether this process prints, draws and writes results; known before the process group is."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def restarted() -> bool:
+    """Whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def barrier() -> None:
@@ -86,21 +97,29 @@ _first: list[tuple[Path | None, int]] = []
 
 
 def accelerator(
-    device: torch.device, accumulate: int, mixed_precision: str, deepspeed: Path | None, **options: Any
+    device: torch.device,
+    accumulate: int,
+    mixed_precision: str,
+    deepspeed: Path | None,
+    timeout: float = TIMEOUT,
+    **options: Any,
 ) -> Accelerator:
     """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
 
-    Further options are those of ``Accelerator``.
+    No rank waits for another longer than ``timeout`` seconds. Further options are those of ``Accelerator``.
 
     Raises:
         ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
     """
     first = _is_first(deepspeed, accumulate)
+    group = {"timeout": datetime.timedelta(seconds=timeout)}
     options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-        return Accelerator(cpu=device.type == "cpu", **options)
-    options |= _for_deepspeed(device)
+        return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+    if _for_deepspeed(device):
+        group["backend"] = "gloo"
+    options["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
     if first:  # later accelerators find this plugin, and accept no other
         config = json.loads(deepspeed.read_text())
         options["deepspeed_plugin"] = DeepSpeedPlugin(
@@ -123,16 +142,16 @@ def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
     return False
 
 
-def _for_deepspeed(device: torch.device) -> dict[str, Any]:
-    """Prepare the environment for DeepSpeed; further options of the ``Accelerator``."""
+def _for_deepspeed(device: torch.device) -> bool:
+    """Prepare the environment for DeepSpeed; whether its backend must be named."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
     if device.type != "cpu":
-        return {}
+        return False
     # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
     os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
-    return {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    return True
 
 
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:

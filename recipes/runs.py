@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes import launch
+from recipes import checkpoints, launch
 from recipes.config import Config, Control, Task
 from recipes.engine import Run
 from recipes.methods import METHODS
@@ -37,27 +37,29 @@ def train_all(args: argparse.Namespace, task: Task, error_count: int = 0) -> lis
 def _control(args: argparse.Namespace, task: Task, config: Config, error_count: int) -> Control:
     steps = task.n // (config.batch_size * config.accumulate) * config.epochs
     own = Path(f"{config.method}-seed{config.seed}")
+    checkpoint, resume = args.output_dir / own / "checkpoints", args.resume or launch.restarted()
     return Control(
         eval_every=args.eval_every or max(1, steps // 8),
         error_every=max(1, steps // error_count) if error_count else 0,
         checkpoint_every=args.checkpoint_every,
         max_steps=args.max_steps,
-        checkpoint=args.output_dir / own / "checkpoints",
-        resume=args.resume,
+        checkpoint=checkpoint,
+        resume=resume,
         device=args.device,
-        placement=_placement(args, own),
+        placement=_placement(args, own, continued=resume and checkpoints.latest(checkpoint) is not None),
         prefetch=args.prefetch,
         deepspeed=args.deepspeed_config,
+        timeout=args.timeout,
     )
 
 
-def _placement(args: argparse.Namespace, own: Path) -> dict[str, Any]:
-    """Where this run's rows live; the file of a former run is removed, unless it is to be continued."""
+def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str, Any]:
+    """Where this run's rows live; the file of a former run is removed, unless a checkpoint will be loaded into it."""
     folder = None
     if args.offload == "disk":
         folder = (args.offload_dir or args.output_dir) / own / "rows"
         if launch.is_main():
-            if not args.resume:
+            if not continued:
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         launch.barrier()

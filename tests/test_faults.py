@@ -18,6 +18,31 @@ def test_killed_runs_recover(offload, blocking, tmp_path):
     assert outcome.kills >= 3 and outcome.ends >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
+def test_killed_ranks_recover(blocking, tmp_path):
+    """One of two, or both; the other one ends by itself."""
+    setting = faults.Setting(offload="disk", n=20_000, steps=8, blocking=blocking, ranks=2, shard=True)
+    outcome = faults.torture(setting, kills=2, seed=2, root=tmp_path)
+    assert outcome.kills >= 2 and outcome.ends >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
+    few = [faults.Setting(n=1000, steps=4), faults.Setting(n=1000, steps=4, blocking=False)]
+    monkeypatch.setattr(faults, "settings", lambda: few)
+    runs = tmp_path / "runs.jsonl"
+    for kills in (1, 3):
+        faults.carry_out(runs, kills, per_round=1, minutes=5, seed=0, root=tmp_path / "work")
+        assert sum(run["outcome"]["kills"] for run in faults.read_runs(runs)) >= kills
+    assert [run["setting"]["blocking"] for run in faults.read_runs(runs)][:2] == [True, False]
+    faults.report(faults.environment(), runs, tmp_path / "page.md")
+    assert "| all |" in (tmp_path / "page.md").read_text()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_the_harness_notices_a_wrong_state(tmp_path, monkeypatch):
     setting = faults.Setting(n=1000, steps=3)

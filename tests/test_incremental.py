@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.checkpoint import manifest
+from compopt.checkpoint import durable, manifest
 from compopt.checkpoint.chunks import SMALL_FILES, Owners, plan
 from compopt.checkpoint.manifest import File
 from compopt.stores import changes, table
@@ -387,7 +387,7 @@ def test_version_2_is_read(tmp_path):
         name = f"rows-{first:05d}-00000.safetensors"
         part = {key: value[first::2].contiguous() for key, value in state["rows"].items()}
         (path / name).write_bytes(to_bytes(part, {"save_id": content["save_id"]}))
-        size, crc = manifest.checksum(path / name)
+        size, crc = durable.checksum(path / name)
         entry = {"name": name, "bytes": size, "crc32": crc, "first": first, "stride": 2}
         files.append(entry | {"count": len(part["count"])})
     for file in files[:1]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.checkpoint import manifest
+from compopt.checkpoint import durable, manifest
 from compopt.stores import changes, table
 from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
@@ -336,7 +336,7 @@ def test_nothing_to_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "operation", ["os.replace", "os.fsync", "compopt.checkpoint.manifest.write_file", "shutil.rmtree"]
+    "operation", ["os.replace", "os.fsync", "compopt.checkpoint.durable.write_file", "shutil.rmtree"]
 )
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
     """As a kill at the k-th operation, for every k."""
@@ -344,7 +344,7 @@ def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tm
     new = trained(seed=9, steps=4)
     states = {3: snapshot(old, N), 4: snapshot(new, N)}
     module, name = operation.rsplit(".", 1)
-    target = {"os": os, "shutil": shutil, "compopt.checkpoint.manifest": manifest}[module]
+    target = {"os": os, "shutil": shutil, "compopt.checkpoint.durable": durable}[module]
     original, calls = getattr(target, name), [0]
     outcomes = set()
     for k in range(1, 200):
@@ -424,7 +424,7 @@ def test_what_could_not_be_loaded_is_not_saved(spoil, tmp_path):
     spoil(est.sample_groups)
     with pytest.raises(ValueError):
         compopt.save(est, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
     compopt.load(sogclr(), tmp_path)
 
 
@@ -479,11 +479,11 @@ def test_failed_saves_leave_nothing(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "write_file", full)
+    monkeypatch.setattr(durable, "write_file", full)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             compopt.save(est, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 def test_a_newer_format_is_named(tmp_path):
@@ -547,7 +547,7 @@ def test_a_directory_is_of_one_estimator(tmp_path):
     for other in (compopt.SogCLREstimator(N + 1), compopt.ISogCLREstimator(N), sogclr(normalize=False)):
         with pytest.raises(ValueError, match="checkpoints of another estimator"):
             compopt.save(other, tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.glob("checkpoint-*")) == [path]
     est.add_sample_group({"n": 4})
     compopt.save(est, tmp_path)
     compopt.save(trained(), tmp_path)  # as after going back to the first

@@ -27,17 +27,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import strict
+from compopt.checkpoint import durable, strict
 from compopt.remote import Folder, RemotePath
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 _NAME = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
-_READ = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -92,21 +90,30 @@ def checkpoints(directory: Folder) -> list[Checkpoint]:
     return sorted((c for c in found if c is not None), key=lambda c: c.number)
 
 
+def prepare(directory: Folder) -> None:
+    """Make the directory of a run.
+
+    Raises:
+        ValueError: it is itself a checkpoint.
+    """
+    if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
+        raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
+    durable.make_directory(directory)
+
+
 def fresh(directory: Folder, t: int, config: Mapping[str, Any]) -> Checkpoint:
     """Create the directory of a new save.
 
     Raises:
-        ValueError: ``directory`` is itself a checkpoint, or holds those of another method.
+        ValueError: ``directory`` holds checkpoints of another method.
     """
-    if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
-        raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
-    directory.mkdir(parents=True, exist_ok=True)
     present = checkpoints(directory)
     _refuse_another_method(present, config)
     number = max((c.number for c in present), default=0) + 1
     save_id = secrets.token_hex(4)
     path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
-    path.mkdir()
+    with durable.named(path):
+        path.mkdir()
     return Checkpoint(path, number, t, save_id)
 
 
@@ -189,32 +196,13 @@ def prune(directory: Folder, keep: int) -> None:
     complete = [c for c in found if c.complete]
     for old in complete[:-keep]:
         (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete
+        durable.sync_directory(old.path)  # and no power loss does
     for checkpoint in found:
         if checkpoint.number < complete[-1].number and not checkpoint.complete:
             remove(checkpoint)
 
 
-# -- files -----------------------------------------------------------------------------------------------------
-
-
-def write_file(path: Folder, content: bytes) -> None:
-    """Write a new file, and make it durable."""
-    if isinstance(path, RemotePath):
-        path.write_bytes(content)
-        return
-    with open(path, "xb") as file:  # never into one that other checkpoints share
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+# -- the manifest -----------------------------------------------------------------------------------------------
 
 
 def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any]) -> None:
@@ -231,14 +219,15 @@ def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any])
     if len(text) > strict.room(checkpoint.path):  # not to be read again
         raise ValueError(f"{checkpoint.path / MANIFEST} would have {len(text)} bytes: too many sample groups")
     if isinstance(checkpoint.path, RemotePath):
-        write_file(checkpoint.path / MANIFEST, text)
+        durable.write_file(checkpoint.path / MANIFEST, text)
         return
-    sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
     partial = checkpoint.path / f"{MANIFEST}.partial"
-    write_file(partial, text)
-    os.replace(partial, checkpoint.path / MANIFEST)
-    sync_directory(checkpoint.path)
-    sync_directory(checkpoint.path.parent)
+    with durable.named(checkpoint.path / MANIFEST):
+        durable.sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
+        durable.write_file(partial, text)
+        os.replace(partial, checkpoint.path / MANIFEST)
+        durable.sync_directory(checkpoint.path)
+        durable.sync_directory(checkpoint.path.parent)
 
 
 def _body_crc(body: Mapping[str, Any]) -> int:
@@ -283,17 +272,3 @@ def _upgrade(content: dict[str, Any]) -> None:
         count, start = file.pop("count"), file["first"] // file["stride"]
         file["first"] %= file["stride"]
         file |= {"save_id": content["save_id"], "spans": [(start, start + count)] if count else []}
-
-
-def checksum(path: Folder) -> tuple[int, int]:
-    """``(bytes, crc32)`` of a file, read in pieces."""
-    size, crc = 0, 0
-    for piece in path.pieces(_READ) if isinstance(path, RemotePath) else _pieces(path):
-        size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return size, crc
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while piece := file.read(_READ):
-            yield piece

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from compopt.checkpoint import manifest
+from compopt.checkpoint import durable
 from compopt.checkpoint.manifest import Checkpoint, File
 
 WRITING, WRITTEN, FAILED, STOPPED = "writing", "written", "failed", "stopped"
@@ -57,7 +57,7 @@ class Parts:
     def begin(self) -> None:
         """This rank will write."""
         if self._size > 1:
-            manifest.write_file(self._own, b"")
+            durable.write_file(self._own, b"")
 
     def alive(self) -> None:
         """This rank is still writing; raises if another one has failed."""
@@ -69,7 +69,7 @@ class Parts:
         """This rank's files are on the disk."""
         content = json.dumps([asdict(file) for file in files]).encode()
         partial = self._path(self._rank, "partial")
-        manifest.write_file(partial, content)
+        durable.write_file(partial, content)
         os.replace(partial, self._path(self._rank, WRITTEN))
         self._own.unlink()
         self._own = self._path(self._rank, WRITTEN)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.checkpoint import manifest
+from compopt.checkpoint import durable, manifest
 from compopt.checkpoint.chunks import Owners, Run, by_rank
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.checkpoint.ranged import RangedFile
@@ -175,7 +175,7 @@ def _check_size(source: Checkpoint, file: File) -> Folder:
 def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
     """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
     path = _check_size(source, file)
-    _, crc = manifest.checksum(path)
+    _, crc = durable.checksum(path)
     if crc != file.crc32:
         raise ValueError(
             f"{path} is damaged: it has crc32 {crc:08x}, the manifest says {file.crc32:08x}; load another checkpoint"

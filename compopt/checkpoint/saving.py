@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from compopt import checks
-from compopt.checkpoint import manifest
+from compopt.checkpoint import claims, manifest
 from compopt.checkpoint.background import Job, Rows
 from compopt.checkpoint.manifest import STATE, Checkpoint
 from compopt.checkpoint.parts import Parts
@@ -101,11 +101,12 @@ def save(
         ``blocking=False`` a handle with ``wait()``, which returns that directory once it is complete, and ``done``.
 
     Raises:
-        OSError: a file could not be written; the previous checkpoints are as they were.
+        OSError: a file could not be written; the message names it, and the previous checkpoints are as they were.
         ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
             with ``blocking=False``.
         ImportError: fsspec or the driver for a URL is missing.
-        RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls.
+        RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
+            another process saves into the directory: the message says which, on which machine, since when.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Communicates: collective; a few small messages, all of them before it returns. Beside training the ranks learn
@@ -148,9 +149,15 @@ def _fresh(est: Estimator, root: Folder, content: dict[str, Any], blocking: bool
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
-    made = ranks.agree(lambda: manifest.fresh(root, est.t, content["config"]) if ranks.rank == 0 else None)
+    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
     target: Checkpoint = ranks.gather_objects(made)[0]
     return target
+
+
+def _make(est: Estimator, root: Folder, config: dict[str, Any]) -> Checkpoint:
+    manifest.prepare(root)
+    claims.claim(est, root)
+    return manifest.fresh(root, est.t, config)
 
 
 def _start(est: Estimator, job: Job) -> SaveHandle:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.checkpoint import manifest, strict
+from compopt.checkpoint import durable, manifest, strict
 from compopt.checkpoint.chunks import Chunks, Owners, plan
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.distributed.ranks import Ranks
@@ -238,5 +238,5 @@ def write_tensors(
 
     tensors = {key: value.contiguous() for key, value in tensors.items()}
     content = to_bytes(tensors, {"save_id": target.save_id, "version": str(manifest.FORMAT_VERSION)})
-    manifest.write_file(target.path / name, content)
+    durable.write_file(target.path / name, content)
     return File(name, len(content), zlib.crc32(content), target.save_id, first, stride, spans)

@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compopt import failures, locks
 from compopt.stores import tablefile
 from compopt.stores.changes import Changes
 from compopt.stores.layout import WORD
 from compopt.stores.memory import TensorStore
+from compopt.stores.space import PAGE, Space
 from compopt.stores.tablefile import LOADING, READY
 
-PAGE = mmap.PAGESIZE
 # A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a hole in the file some
 # microseconds, a read from a disk 50 and more) the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
@@ -38,6 +39,9 @@ class DiskStore(TensorStore):
     use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row;
     :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the process is killed, and
     the format, is said in :mod:`compopt.stores.tablefile`.
+
+    A commit sets room on the disk aside before it touches a row, see :class:`compopt.stores.space.Space`. Before each
+    use the file's length is compared: to touch a mapped page that is no longer in the file ends the process.
 
     Args:
         directory: of the files; created if need be.
@@ -52,6 +56,11 @@ class DiskStore(TensorStore):
         ValueError: the file belongs to a table of another n, width or description; the directory is no directory;
             more rows than the file system or the address space takes.
         PermissionError: the directory cannot be written.
+        RuntimeError: another process writes this table; the message says which.
+        OSError: later, in any method: the disk is full, or the file was truncated by somebody else.
+
+    Warns:
+        UserWarning: the disk has less room than the whole table takes; later, that the file was removed.
 
     It cannot be copied or pickled: two estimators would write one file.
     """
@@ -69,10 +78,12 @@ class DiskStore(TensorStore):
         self._description = json.loads(json.dumps(description))
         self._directory, self._name = Path(directory), name
         self._number, self._overwriting, self._pid = 0, False, os.getpid()
+        self._removed = False
         if writer:
             self._open_writer()
         else:
             self._check_existing()
+        self._open_rows()
         self._map()
         self.changes = Changes(n)
 
@@ -86,19 +97,30 @@ class DiskStore(TensorStore):
         return max(1, n) * self.words * 16  # a file of no bytes cannot be mapped
 
     def _open_writer(self) -> None:
+        self._make_directory()
+        remedy = "two runs would write one table; end that one, or name another offload_dir"
+        claim = locks.Claim(self.path("lock"), remedy)
+        self._release = weakref.finalize(self, claim.release)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self.stale = self.path().exists()
+            if self.stale:
+                self._check_existing()
+            else:
+                self._create()
+            fd = os.open(self.path("redo"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except BaseException:
+            self._release()
+            raise
+        self._redo, self._close_redo = fd, weakref.finalize(self, os.close, fd)
+
+    def _make_directory(self) -> None:
+        try:
+            with failures.named(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
         if not os.access(self._directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
-        self.stale = self.path().exists()
-        if self.stale:
-            self._check_existing()
-        else:
-            self._create()
-        fd = os.open(self.path("redo"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._redo, self._close_redo = fd, weakref.finalize(self, os.close, fd)
 
     def _check_existing(self) -> None:
         """The file is that of a table like this one."""
@@ -115,8 +137,8 @@ class DiskStore(TensorStore):
         if size < needed and self.writer and found["state"] == LOADING:  # killed while it was emptied
             os.truncate(self.path(), needed)
         elif size < needed:
-            raise ValueError(f"{self.path()} has {size} bytes, needs {needed}")
-        self._id = found["id"]
+            raise ValueError(f"{self.path()} has {size} bytes, needs {needed}: it was truncated; delete {self._name}.*")
+        self._id, self._state = found["id"], found["state"]
 
     def _create(self) -> None:
         """Description first, rows last and by renaming: a rows file is never without its description."""
@@ -136,7 +158,9 @@ class DiskStore(TensorStore):
     def _describe(self, state: str) -> None:
         content = {"format": tablefile.FORMAT, "id": self._id, "state": state, "n": self.n, "words": self.words}
         content |= {"row_bytes": 16 * self.words, "description": self._description}
-        tablefile.write_json(self.path("json"), content)
+        with failures.named(self.path("json")):
+            tablefile.write_json(self.path("json"), content)
+        self._state = state
 
     def _refuse_size(self, error: Exception) -> NoReturn:
         raise ValueError(
@@ -154,14 +178,18 @@ class DiskStore(TensorStore):
                 stacklevel=2,
             )
 
-    def _map(self) -> None:
+    def _open_rows(self) -> None:
         flags = os.O_RDWR if self.writer else os.O_RDONLY
+        self._fd = os.open(self.path(), flags | os.O_CLOEXEC)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._space = Space(self._fd, self.path())
+
+    def _map(self) -> None:
+        """Map the file as long as it is now."""
         access = mmap.PROT_READ | mmap.PROT_WRITE if self.writer else mmap.PROT_READ
-        fd = os.open(self.path(), flags | os.O_CLOEXEC)
         try:
-            mapping = mmap.mmap(fd, self._bytes(self.n), mmap.MAP_SHARED, access)
+            mapping = mmap.mmap(self._fd, self._bytes(self.n), mmap.MAP_SHARED, access)
         except (OSError, OverflowError, ValueError) as error:
-            os.close(fd)
             self._refuse_size(error)
         # Without it the kernel reads megabytes around every row: the first gather of a large file takes 20 to 40 s.
         mapping.madvise(mmap.MADV_RANDOM)
@@ -169,7 +197,7 @@ class DiskStore(TensorStore):
             warnings.simplefilter("ignore", UserWarning)  # a reader's memory is not writable, and is never written
             table = torch.frombuffer(mapping, dtype=WORD)[: self.n * self.words]
         self._table = table.view(self._shape(self.n))
-        self._fd, self._close_fd = fd, weakref.finalize(self, os.close, fd)
+        self._space.resize(self._bytes(self.n))
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -181,8 +209,27 @@ class DiskStore(TensorStore):
                 f"estimator (which overwrites them), use another offload_dir, or delete {self._name}.* in it"
             )
 
+    def _check_file(self) -> None:
+        """Refuse to touch pages that are no longer in the file."""
+        status, needed = os.fstat(self._fd), self._bytes(self.n)
+        if status.st_size < needed:
+            raise OSError(
+                errno.EIO,
+                f"somebody truncated this table to {status.st_size:,} of {needed:,} bytes while it was in use: load a "
+                f"checkpoint into an estimator with another offload_dir",
+                str(self.path()),
+            )
+        if not status.st_nlink and not self._removed:
+            self._removed = True
+            warnings.warn(
+                f"{self.path()} was removed while it was in use: its rows are there until this process ends, and "
+                f"cannot be read after it; save a checkpoint",
+                stacklevel=4,
+            )
+
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
+        self._check_file()
         if len(rows) > 4 * PROBE:
             start = time.perf_counter()
             super().gather(rows[:: len(rows) // PROBE])
@@ -204,25 +251,19 @@ class DiskStore(TensorStore):
             return
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
-        self._check_space(len(rows))
+        self._check_file()
         rows, block = rows.contiguous(), block.contiguous()
+        self._space.for_rows(rows.numpy(), 16 * self.words)
         self._number += 1
-        tablefile.write_redo(self._redo, self._id, self._number, rows, block)
+        with failures.named(self.path("redo"), "the rows are those before this commit"):
+            tablefile.write_redo(self._redo, self._id, self._number, rows, block)
         super().scatter(rows, block)
-
-    def _check_space(self, count: int) -> None:
-        """A write into a hole of a mapped file on a full disk kills the process: stop before."""
-        usage = os.fstatvfs(self._fd)
-        if usage.f_bavail * usage.f_frsize >= 2 * count * PAGE:
-            return
-        status = os.fstat(self._fd)
-        if status.st_blocks * 512 < status.st_size:
-            raise OSError(errno.ENOSPC, "no space is left for more rows", str(self.path()))
 
     # -- whole tables ------------------------------------------------------------------------------------------
 
     def block(self, start: int, stop: int) -> Tensor:
         self.ready()
+        self._check_file()
         return super().block(start, stop)
 
     def write_block(self, start: int, block: Tensor) -> None:
@@ -230,6 +271,8 @@ class DiskStore(TensorStore):
             return
         if not self._overwriting:
             self.ready()
+        self._check_file()
+        self._space.for_range(start * self.words * 16, (start + len(block)) * self.words * 16)
         super().write_block(start, block)
 
     @contextmanager
@@ -238,15 +281,22 @@ class DiskStore(TensorStore):
 
         What ends in between, by a kill or an error, leaves it stale, and :func:`read_table` refuses it.
         """
-        self.changes = Changes(self.n)
         if not self.writer:
+            self.changes = Changes(self.n)
             yield
             return
-        self._id, self.stale, self._overwriting = secrets.token_hex(16), True, True
-        self._describe(LOADING)  # with a new id: the old redo record is no longer this table's
-        os.ftruncate(self._fd, 0)
-        os.ftruncate(self._fd, self._bytes(self.n))
+        former, self._id = self._id, secrets.token_hex(16)
         try:
+            self._describe(LOADING)  # with a new id: the old redo record is no longer this table's
+        except BaseException:
+            self._id = former
+            raise
+        self.changes = Changes(self.n)
+        self.stale = self._overwriting = True
+        try:
+            os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, self._bytes(self.n))
+            self._space.forget()
             yield
         finally:
             self._overwriting = False
@@ -260,20 +310,20 @@ class DiskStore(TensorStore):
                 os.ftruncate(self._fd, self._bytes(n))
             except (OSError, OverflowError, ValueError) as error:
                 self._refuse_size(error)
-            self._describe(tablefile.read_json(self.path("json"))["state"])
+            self._describe(self._state)
         else:
             self._check_existing()  # the writer has grown the file: the caller's barrier
         self.changes.grow(n)
-        self._close_fd()
         self._map()
 
     def shrink(self, n: int) -> None:
         self.n = n
         if self.writer:
-            os.truncate(self.path(), self._bytes(n))
-            self._describe(tablefile.read_json(self.path("json"))["state"])
+            os.ftruncate(self._fd, self._bytes(n))
+            with suppress(OSError, ValueError):  # on a full disk: a table that says another n is refused
+                if tablefile.read_json(self.path("json"))["n"] != n:
+                    self._describe(self._state)
         self.changes.shrink(n)
-        self._close_fd()
         self._map()
 
     def close(self) -> None:
@@ -281,8 +331,10 @@ class DiskStore(TensorStore):
         self.await_snapshot()
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         self._close_fd()
+        self._fd = -1
         if self.writer:
             self._close_redo()
+            self._release()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

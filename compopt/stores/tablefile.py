@@ -44,8 +44,12 @@ def describe(layout: RowLayout) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file as a whole: a reader sees the old or the new one."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from compopt.checkpoint.manifest import checksum
+from compopt.checkpoint.durable import checksum
 from compopt.data import Indexed, KeyIndex, SampleIndex, ShardIndex, UidIndex, indexed_reader
 
 INDEX = "index"

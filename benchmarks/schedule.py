@@ -1,0 +1,134 @@
+"""A day of a shared cluster, compressed: the CLIP recipe is pre-empted, meets a full disk and loses ranks.
+
+    python -m benchmarks.schedule                                      # 200, 20 and 20: an hour or more
+    python -m benchmarks.schedule --preemptions 10 --full 2 --losses 2 --output /tmp/schedule.md
+
+``recipes/train_clip.py`` trains on the smallest data under ``torchrun --max-restarts``, on two ranks, rows sharded on
+disk, with a checkpoint after every update. In an order by chance all of its processes are killed and it is started
+anew with ``--resume`` (a pre-emption); its disk is filled until a save has failed (a full disk); one rank is killed
+(a lost rank). Between two events there is at least one further update. The end must be that of a run that nobody
+disturbed: history, final measures, weights and rows, bit for bit.
+
+The disk is a file that is mounted, for which this must run as root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import compopt
+from benchmarks.elastic import LIMIT, WAIT, Elastic
+from benchmarks.saved import RESULTS
+from recipes import checkpoints, glyphs, methods
+from recipes.report import environment, heading, table
+from tests.disks import fill, mounted
+
+RANKS, DISK, PER_EPOCH = 2, 400 << 20, 10
+FULL = "could not be written"
+KINDS = ("pre-emptions", "full disks", "lost ranks")
+
+
+def state(output: Path) -> dict[str, torch.Tensor]:
+    """Weights and rows at the end of a run."""
+    found = checkpoints.latest(next(output.glob("*/checkpoints")))
+    assert found is not None
+    est = methods.build("sogclr", LIMIT, methods.BIMODAL, methods.METHODS["sogclr"].options(methods.BIMODAL), {})
+    compopt.load(est, found / "compopt")
+    return {**load_file(found / "model.safetensors"), **est.read(torch.arange(LIMIT))}
+
+
+class Disturbed:
+    """The run, started again whenever it was stopped."""
+
+    def __init__(self, cache: Path, disk: Path, epochs: int) -> None:
+        self.cache, self.disk, self.epochs, self.saved = cache, disk, epochs, 0
+        self.run = self.start()
+
+    def start(self) -> Elastic:
+        return Elastic(self.cache, self.disk / "run", RANKS, "--resume", "--epochs", str(self.epochs), restarts=1000)
+
+    def disturb(self, kind: str, choose: random.Random) -> None:
+        """One event, after the next checkpoint."""
+        self.saved = self.run.await_saves(self.saved)
+        time.sleep(choose.uniform(0.0, 0.3))
+        if kind == "pre-emptions":
+            self.run.kill()
+            self.run = self.start()
+        elif kind == "lost ranks":
+            self.run.kill_a_rank(choose.randrange(RANKS))
+        else:
+            self.fill_the_disk()
+
+    def fill_the_disk(self) -> None:
+        """Until a save has failed on it; torchrun starts the ranks again, and again."""
+        before, end = self.run.log.read_text().count(FULL), time.monotonic() + WAIT
+        balloon = fill(self.disk)
+        try:
+            while self.run.log.read_text().count(FULL) == before:
+                if time.monotonic() > end or self.run.process.poll() is not None:
+                    raise AssertionError(f"no save failed: {self.run.log.read_text()[-4000:]}")
+                time.sleep(0.1)
+        finally:
+            balloon.unlink()
+
+
+def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tuple[float, int]:
+    """Disturb a run, and compare its end; its seconds and its updates."""
+    choose, cache = random.Random(seed), folder / "cache"
+    cache.mkdir()
+    glyphs.load(cache)
+    events = [kind for kind, count in counts.items() for _ in range(count)]
+    choose.shuffle(events)
+    epochs = len(events) // PER_EPOCH + 2
+    with Elastic(cache, folder / "undisturbed", RANKS, "--epochs", str(epochs)) as run:
+        expected = run.result()
+    started, disturbed = time.perf_counter(), Disturbed(cache, disk, epochs)
+    try:
+        for number, kind in enumerate(events):
+            disturbed.disturb(kind, choose)
+            print(f"{number + 1} of {len(events)}: {kind} after update {disturbed.saved}", flush=True)
+        found = disturbed.run.result()
+    finally:
+        disturbed.run.kill()
+    if found != expected:
+        raise AssertionError(f"another end: {found} instead of {expected}")
+    one, other = state(folder / "undisturbed"), state(disk / "run")
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    if different or one.keys() != other.keys():
+        raise AssertionError(f"weights or rows differ: {different}")
+    return time.perf_counter() - started, epochs * PER_EPOCH
+
+
+ABOUT = """The CLIP recipe on the smallest data (two ranks, rows sharded on disk, a checkpoint after every update) in
+one run that was disturbed so often. It ended with the history, the final measures, the weights and the rows of a run
+that nobody disturbed, bit for bit; anything else would have ended the program with an error."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preemptions", type=int, default=200)
+    parser.add_argument("--full", type=int, default=20, help="full disks")
+    parser.add_argument("--losses", type=int, default=20, help="lost ranks")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS / "schedule.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    counts = dict(zip(KINDS, (args.preemptions, args.full, args.losses), strict=True))
+    env = environment()
+    with tempfile.TemporaryDirectory() as folder, mounted(Path(folder) / "disk", DISK) as disk:
+        seconds, updates = carry_out(counts, args.seed, Path(folder), disk)
+    cells = [*map(str, counts.values()), str(updates), f"{seconds:.0f}"]
+    text = "\n".join([*heading("A compressed day", env), ABOUT, "", table([*KINDS, "updates", "s"], [cells]), ""])
+    args.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Disks that are full or read-only: real ones where this process may mount them, else what their errors look like."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
+    """A file system of so many bytes in a file; skips where none may be mounted."""
+    path.mkdir()
+    image = path.with_suffix(".image")
+    image.touch()
+    os.truncate(image, size)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-F", "-O", "^has_journal", image], check=True, capture_output=True)
+        choices = ",".join(("loop", *options))
+        subprocess.run(["mount", "-o", choices, image, path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(path: Path, left: int = 0) -> Path:
+    """Take all the room of a file system but so many bytes; removing the file gives it back."""
+    balloon = path / "balloon"
+    with open(balloon, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+    os.truncate(balloon, max(0, balloon.stat().st_size - left))
+    return balloon
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
+    """``os.NAME`` finds the disk full from its so many-th call on."""
+    real, count = getattr(os, name), [0]
+
+    def full(*args, **options):
+        count[0] += 1
+        if count[0] >= calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, name, full)

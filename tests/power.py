@@ -1,0 +1,158 @@
+"""A disk that loses power: it keeps what was synced, and of everything else whatever it likes.
+
+POSIX promises that the content of a file outlives a power loss after ``fsync`` of the file, and that a name does after
+``fsync`` of its directory. Of the changes that were not synced any may have reached the disk and any may not, in
+whatever order they were made. :class:`Disk` looks at a real directory before each ``fsync`` and notes what changed;
+:meth:`Disk.after_power_loss` lays out what a disk may have, if the power fails then.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ABSENT = None
+Name = tuple[int, str]  # inode of the directory, name in it
+
+
+@dataclass
+class Moment:
+    """What may be on the disk at one moment.
+
+    Attributes:
+        names: by name every inode that the disk may find there, ``None``: no such name.
+        contents: by inode of a file every content that it may have.
+        directories: inodes that are directories.
+        over: ``save()`` had returned.
+    """
+
+    names: dict[Name, list[int | None]]
+    contents: dict[int, list[bytes]]
+    directories: set[int]
+    over: bool = False
+
+
+@dataclass
+class Disk:
+    """Watches everything in ``root``, which is durable as it is at the beginning."""
+
+    root: Path
+    moments: list[Moment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._names: dict[Name, list[int | None]] = {}
+        self._contents: dict[int, list[bytes]] = {}
+        self._directories: set[int] = set()
+        self._held: list[int] = []  # descriptors: while a file is open its inode is not given to another one
+        self._known: set[int] = set()
+        self._look()
+        self._names = {name: found[-1:] for name, found in self._names.items()}
+        self._contents = {inode: found[-1:] for inode, found in self._contents.items()}
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, every ``fsync`` is one of this disk's."""
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            self.look()
+            real(descriptor)
+            self._synced(descriptor)
+
+        os.fsync = fsync
+        try:
+            yield
+        finally:
+            os.fsync = real
+        self.look()
+        self.moments[-1].over = True
+
+    def look(self) -> None:
+        """The power may fail now."""
+        self._look()
+        names = {name: list(found) for name, found in self._names.items()}
+        contents = {inode: list(found) for inode, found in self._contents.items()}
+        self.moments.append(Moment(names, contents, set(self._directories)))
+
+    def _look(self) -> None:
+        seen: dict[Name, int] = {}
+        self._walk(self.root, seen)
+        for name in self._names.keys() - seen.keys():
+            _add(self._names[name], ABSENT)
+        for name, inode in seen.items():
+            _add(self._names.setdefault(name, [ABSENT]), inode)
+
+    def _walk(self, folder: Path, seen: dict[Name, int]) -> None:
+        here = os.stat(folder).st_ino
+        self._directories.add(here)
+        for entry in os.scandir(folder):
+            inode = self._inode(Path(entry.path))
+            seen[here, entry.name] = inode
+            if entry.is_dir(follow_symlinks=False):
+                self._walk(Path(entry.path), seen)
+            else:
+                content = Path(entry.path).read_bytes()
+                # nothing of it may be there, or a part
+                _add(self._contents.setdefault(inode, [b"", content[: len(content) // 2]]), content)
+
+    def _inode(self, path: Path) -> int:
+        inode = path.stat().st_ino
+        if inode not in self._known:
+            self._known.add(inode)
+            self._held.append(os.open(path, os.O_RDONLY))
+        return inode
+
+    def _synced(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISDIR(status.st_mode):
+            if status.st_ino in self._contents:
+                self._contents[status.st_ino] = self._contents[status.st_ino][-1:]
+            return
+        for name, found in self._names.items():
+            if name[0] == status.st_ino:
+                self._names[name] = found[-1:]
+
+    def close(self) -> None:
+        for descriptor in self._held:
+            os.close(descriptor)
+
+    # -- the power fails ---------------------------------------------------------------------------------------
+
+    def after_power_loss(self, moment: Moment, target: Path, choose: random.Random | bool) -> None:
+        """Lay out one disk: by chance, or with everything (``True``) or nothing (``False``) that was not synced."""
+
+        def pick(found: list) -> object:
+            return found[-1 if choose else 0] if isinstance(choose, bool) else choose.choice(found)
+
+        contents: dict[int, bytes] = {}
+        made: dict[int, Path] = {}
+
+        def lay(directory: int, path: Path) -> None:
+            path.mkdir()
+            for name, found in moment.names.items():
+                inode = pick(found) if name[0] == directory else ABSENT
+                if inode is ABSENT:
+                    continue
+                if inode in moment.directories:
+                    lay(inode, path / name[1])
+                elif inode in made:
+                    os.link(made[inode], path / name[1])
+                else:
+                    made[inode] = path / name[1]
+                    made[inode].write_bytes(contents.setdefault(inode, pick(moment.contents[inode])))
+
+        lay(os.stat(self.root).st_ino, target)
+
+
+def _add(found: list, new: object) -> None:
+    """The latest state; one that was there before becomes the latest again."""
+    if new in found:
+        found.remove(new)
+    found.append(new)

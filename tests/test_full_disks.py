@@ -1,0 +1,316 @@
+"""Storage that fails under a run: full, read-only, truncated or removed. An error that says where, and what is kept."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import compopt
+from compopt.checkpoint import manifest
+from compopt.stores import DiskStore
+from tests.disks import fill, full_after, mounted
+from tests.helpers import assert_same_bits, features
+from tests.helpers import snapshot as shown
+from tests.launching import ROOT, environment
+
+N = 20_000
+STEP = 6
+
+
+def sogclr(n=N, **options):
+    return compopt.SogCLREstimator(n, gamma=0.6, tau=0.1, **options)
+
+
+def on_disk(folder, **options):
+    return sogclr(offload="disk", offload_dir=folder, **options)
+
+
+def visit(est, rows, seed=0):
+    est(*features(len(rows), 4, seed), rows)
+    est.step()
+
+
+def spread(seed):
+    """Rows on pages of their own."""
+    return torch.randperm(N // 256, generator=torch.Generator().manual_seed(seed))[:STEP] * 256
+
+
+def block(count, value=1.0):
+    return torch.full((count, 1), value, dtype=torch.complex128)
+
+
+# -- a table ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, calls", [("pwrite", 1), ("pwrite", 4), ("pwritev", 1)])
+def test_a_commit_on_a_full_disk_changes_nothing(name, calls, tmp_path, monkeypatch):
+    store = DiskStore(tmp_path, "rows", N, 1, {})
+    store.scatter(spread(0), block(STEP))
+    before = store.block(0, N)
+    full_after(monkeypatch, name, calls)
+    with pytest.raises(
+        OSError, match=r"No space left.*free space there \(.*MB are left\).*rows\.(rows|redo)"
+    ) as raised:
+        store.scatter(spread(1), block(STEP, 2.0))
+    assert raised.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert torch.equal(store.block(0, N), before)
+    store.scatter(spread(1), block(STEP, 2.0))  # once there is room again
+    assert store.gather(spread(1)).real.unique().tolist() == [2.0]
+
+
+def test_a_run_learns_that_its_disk_is_full_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
+    est = on_disk(tmp_path / "rows")
+    visit(est, spread(0))
+    saved = compopt.save(est, tmp_path / "checkpoints")
+    state = shown(est, N)
+    full_after(monkeypatch, "pwrite", 2)
+    with pytest.raises(RuntimeError, match=r"commit 2 of \d+ could not be written \(OSError.*No space left.*load a"):
+        for _ in range(20):
+            visit(est, spread(1))
+    monkeypatch.undo()
+    del est
+    again = on_disk(tmp_path / "rows")
+    compopt.load(again, saved)
+    assert_same_bits(shown(again, N), state)
+
+
+PAGES = """
+import sys, torch
+from compopt.stores import DiskStore
+store = DiskStore(sys.argv[1], "rows", 1 << 20, 1, {})
+for number in range(1 << 12):
+    try:
+        store.scatter(torch.arange(0, 256 * 64, 256) + 64 * 256 * number, torch.ones(64, 1, dtype=torch.complex128))
+    except OSError as error:
+        store.block(0, store.n)
+        print(number, error.errno, int(store.block(0, store.n).real.sum()), flush=True)
+        break
+"""
+
+
+def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
+    """A table of 16 MiB on a disk of two: every page that is written is new."""
+    with mounted(tmp_path / "disk", 2 << 20) as disk:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PAGES, disk / "rows"],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr)  # a write into the mapping alone: -SIGBUS
+    number, code, written = map(int, done.stdout.split())
+    assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
+
+
+def test_a_table_that_cannot_be_loaded_into_leaves_the_estimator(tmp_path, monkeypatch):
+    source = sogclr()
+    visit(source, spread(0))
+    saved = compopt.save(source, tmp_path / "checkpoints")
+    est = on_disk(tmp_path / "rows")
+    visit(est, spread(1))
+    state = shown(est, N)
+    full_after(monkeypatch, "replace", 1)  # the description of the table
+    with pytest.raises(OSError, match=r"No space left.*rows\.json"):
+        compopt.load(est, saved)
+    monkeypatch.undo()
+    assert_same_bits(shown(est, N), state)
+    full_after(monkeypatch, "pwrite", 1)  # rows
+    with pytest.raises(OSError, match=r"No space left.*rows\.rows"):
+        compopt.load(est, saved)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="load a checkpoint"):  # half a load is no state
+        est.read(torch.arange(3))
+    compopt.load(est, saved)
+    assert_same_bits(shown(est, N), shown(source, N))
+
+
+@pytest.mark.parametrize("name", ["replace", "ftruncate"])
+def test_growing_on_a_full_disk_leaves_the_estimator(name, tmp_path, monkeypatch):
+    est = on_disk(tmp_path / "rows")
+    visit(est, spread(0))
+    state, truncate = shown(est, N), os.ftruncate
+    if name == "ftruncate":
+
+        def limited(descriptor, size):
+            if size > 16 * N:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            truncate(descriptor, size)
+
+        monkeypatch.setattr(os, "ftruncate", limited)
+    else:
+        full_after(monkeypatch, name, 1)
+    with pytest.raises((OSError, ValueError), match="No space left|cannot be kept"):
+        est.add_sample_group({"n": 5000})
+    monkeypatch.undo()
+    assert est.n == N and (tmp_path / "rows" / "rows.rows").stat().st_size == 16 * N
+    assert_same_bits(shown(est, N), state)
+    est.add_sample_group({"n": 5000})
+    visit(est, torch.arange(N, N + STEP))
+    assert est.read(torch.arange(N, N + STEP))["count"].min() == 1
+
+
+def test_rows_beside_the_old_end_survive_growing(tmp_path):
+    """The last block of the file was there in part: no zero is written over its rows."""
+    est = on_disk(tmp_path / "rows", n=1001)
+    visit(est, torch.arange(995, 1001))
+    state = est.read(torch.arange(995, 1001))
+    est.add_sample_group({"n": 500})
+    visit(est, torch.arange(1001, 1007))
+    assert_same_bits(est.read(torch.arange(995, 1001)), state)
+
+
+def test_a_table_stays_as_sparse_as_its_rows(tmp_path):
+    store = DiskStore(tmp_path, "rows", 10_000_000, 1, {})
+    store.scatter(torch.arange(0, 10_000_000, 1_000_000), block(10))
+    assert store.path().stat().st_blocks * 512 <= 10 * (1 << 16)  # 160 MB, were it full
+
+
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_truncated_table_is_an_error_not_a_crash(left, tmp_path):
+    """In a process of its own, which a SIGBUS may end."""
+    code = f"""
+import os, sys, torch
+from compopt.stores import DiskStore
+store = DiskStore(sys.argv[1], "rows", {N}, 1, {{}})
+rows, block = torch.arange(0, {N}, 100), torch.ones({N // 100}, 1, dtype=torch.complex128)
+store.scatter(rows, block)
+os.truncate(store.path(), {left})
+for use in (lambda: store.gather(rows), lambda: store.scatter(rows, block), lambda: store.block(0, {N}),
+            lambda: store.write_block(0, block)):
+    try:
+        use()
+    except OSError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.stderr
+    assert done.stdout.count(f"somebody truncated this table to {left:,} of 320,000 bytes") == 4
+    assert done.stdout.count("load a checkpoint") == 4 and done.stdout.count(str(tmp_path / "rows.rows")) == 4
+
+
+def test_a_removed_table_is_warned_of_and_the_run_goes_on(tmp_path):
+    est = on_disk(tmp_path / "rows")
+    visit(est, spread(0))
+    est.read(spread(0))
+    shutil.rmtree(tmp_path / "rows")
+    with pytest.warns(UserWarning, match=r"rows\.rows was removed while it was in use.*save a checkpoint"):
+        visit(est, spread(1))
+        est.read(spread(1))
+    state = shown(est, N)
+    with pytest.raises(OSError, match="was removed while it was in use") as raised:
+        est.add_sample_group({"n": 10})
+    assert str(tmp_path / "rows") in str(raised.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        saved = compopt.save(est, tmp_path / "checkpoints")
+    again = on_disk(tmp_path / "rows")
+    compopt.load(again, saved)
+    assert_same_bits(shown(again, N), state)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
+def test_a_save_on_a_full_disk_names_the_file_and_leaves_the_earlier_one(blocking, tmp_path):
+    with mounted(tmp_path / "disk", 4 << 20) as disk:
+        est = sogclr()
+        visit(est, spread(0))
+        compopt.save(est, disk / "checkpoints")
+        state, t = shown(est, N), est.t
+        visit(est, spread(1))
+        balloon = fill(disk, left=8192)
+        with pytest.raises(OSError, match=r"No space left.*earlier checkpoints are as they were.*checkpoint-00000002"):
+            saved = compopt.save(est, disk / "checkpoints", blocking=blocking)
+            saved.wait(30)
+        assert [c.t for c in manifest.checkpoints(disk / "checkpoints")] == [t]
+        again = sogclr()
+        compopt.load(again, disk / "checkpoints")
+        assert_same_bits(shown(again, N), state)
+        balloon.unlink()
+        compopt.save(est, disk / "checkpoints")
+        compopt.load(again, disk / "checkpoints")
+        assert_same_bits(shown(again, N), shown(est, N))
+
+
+@pytest.mark.parametrize("calls", range(1, 9))
+def test_a_disk_that_fills_at_any_sync(calls, tmp_path, monkeypatch):
+    """Network disks say it there."""
+    est = sogclr()
+    visit(est, spread(0))
+    compopt.save(est, tmp_path / "checkpoints")
+    state, t = shown(est, N), est.t
+    visit(est, spread(1))
+    full_after(monkeypatch, "fsync", calls)
+    with pytest.raises(OSError, match="No space left.*checkpoint-0000000") as raised:
+        compopt.save(est, tmp_path / "checkpoints")
+        raise OSError("No space left: it was not needed, checkpoint-0000000")
+    monkeypatch.undo()
+    assert str(tmp_path) in str(raised.value) or "not needed" in str(raised.value)
+    again = sogclr()
+    compopt.load(again, tmp_path / "checkpoints")
+    assert_same_bits(shown(again, N), state if again.t == t else shown(est, N))
+
+
+@pytest.mark.parametrize("how", ["mounted", "denied"])
+def test_a_read_only_directory(how, tmp_path, monkeypatch):
+    est = sogclr()
+    visit(est, spread(0))
+    if how == "mounted":
+        with mounted(tmp_path / "disk", 2 << 20, "ro") as disk:
+            refused(est, disk, "read-only: name another directory")
+        return
+    (tmp_path / "disk").mkdir()
+    if os.geteuid() == 0:  # may write everywhere
+
+        def denied(path, *args, **options):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+        monkeypatch.setattr(os, "mkdir", denied)
+        monkeypatch.setattr(os, "access", lambda *args: False)
+    (tmp_path / "disk").chmod(0o500)
+    refused(est, tmp_path / "disk", "may not write there: name another directory")
+
+
+def refused(est, disk, remedy):
+    with pytest.raises(OSError, match=remedy) as raised:
+        compopt.save(est, disk / "checkpoints")
+    assert str(disk / "checkpoints") in str(raised.value)
+    with pytest.raises(OSError, match=remedy):
+        on_disk(disk / "rows")
+    with pytest.raises(PermissionError, match="offload_dir cannot be written; name another") as raised:
+        on_disk(disk)
+    assert str(disk) in str(raised.value)
+
+
+def test_a_run_directory_that_is_removed_is_made_anew(tmp_path):
+    est = sogclr()
+    visit(est, spread(0))
+    compopt.save(est, tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints")
+    saved = compopt.save(est, tmp_path / "checkpoints")
+    again = sogclr()
+    compopt.load(again, saved)
+    assert_same_bits(shown(again, N), shown(est, N))
+
+
+def test_a_directory_removed_under_a_save_is_said(tmp_path, monkeypatch):
+    est = sogclr()
+    visit(est, spread(0))
+    real = os.fsync
+
+    def removed(descriptor):
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", removed)
+    with pytest.raises(FileNotFoundError, match="was removed while it was in use: by another run") as raised:
+        compopt.save(est, tmp_path / "checkpoints")
+    assert str(tmp_path / "checkpoints") in str(raised.value)

@@ -1,0 +1,165 @@
+"""One run at a time writes a table or a directory of checkpoints; the second is told who holds it."""
+
+import contextlib
+import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import compopt
+from compopt import locks
+from compopt.checkpoint import claims
+from tests.helpers import features
+from tests.launching import ROOT, environment
+
+N = 50
+HOLDER = """
+import os, sys, time, torch, compopt
+est = compopt.SogCLREstimator(50, offload="disk", offload_dir=sys.argv[1])
+compopt.save(est, sys.argv[2])
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+time.sleep(120)
+"""
+
+
+def estimator(folder=None):
+    place = {} if folder is None else {"offload": "disk", "offload_dir": folder}
+    return compopt.SogCLREstimator(N, gamma=0.6, tau=0.1, **place)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE", 0.0)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another run with a table and checkpoints in tmp_path, and the process that it forked, such as a loader's."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path / "rows", tmp_path / "checkpoints"],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    worker = int(process.stdout.readline())
+    yield process
+    for pid in (process.pid, worker):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_second_run_is_told_who_holds_table_and_checkpoints(holder, tmp_path, impatient):
+    who = rf"is in use by process {holder.pid} on {re.escape(os.uname().nodename)} since \d{{4}}-.*end that one, or "
+    with pytest.raises(RuntimeError, match=who + "name another offload_dir") as raised:
+        estimator(tmp_path / "rows")
+    assert str(tmp_path / "rows") in str(raised.value)
+    est = estimator()
+    with pytest.raises(RuntimeError, match=who + "save into another directory") as raised:
+        compopt.save(est, tmp_path / "checkpoints")
+    assert str(tmp_path / "checkpoints") in str(raised.value)
+    compopt.load(est, tmp_path / "checkpoints")  # reading needs no lock
+    assert len(list((tmp_path / "checkpoints").glob("checkpoint-*"))) == 1
+
+
+def test_a_killed_run_never_blocks_its_restart(holder, tmp_path, impatient):
+    """Not even while a process that it forked lives on."""
+    holder.kill()
+    holder.wait()
+    est = estimator(tmp_path / "rows")
+    compopt.load(est, tmp_path / "checkpoints")
+    compopt.save(est, tmp_path / "checkpoints")
+
+
+def test_a_restart_waits_for_a_run_that_is_about_to_end(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE", 30.0)
+    subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(0.5); os.kill({holder.pid}, 9)"])
+    started = time.monotonic()
+    estimator(tmp_path / "rows")
+    assert time.monotonic() - started < 20
+
+
+def test_locks_go_with_the_estimator(tmp_path):
+    gc.collect()
+    est = estimator(tmp_path / "rows")
+    compopt.save(est, tmp_path / "checkpoints")
+    files = [tmp_path / "rows" / "rows.lock", tmp_path / "checkpoints" / claims.LOCK]
+    held = len(locks._held)
+    other = estimator()
+    compopt.save(other, tmp_path / "checkpoints")  # of the same process: taken in turns
+    assert len(locks._held) == held and all(file.exists() for file in files)
+    del other
+    gc.collect()
+    assert all(file.exists() for file in files)
+    del est
+    gc.collect()
+    assert not any(file.exists() for file in files) and len(locks._held) == held - 2
+
+
+def test_closing_gives_the_lock_back(tmp_path):
+    est = estimator(tmp_path / "rows")
+    est._table.rows.close()
+    assert not (tmp_path / "rows" / "rows.lock").exists()
+
+
+def test_a_table_that_is_refused_keeps_no_lock(tmp_path):
+    estimator(tmp_path / "rows")
+    with pytest.raises(ValueError, match="another table"):
+        compopt.SogCLREstimator(N + 1, offload="disk", offload_dir=tmp_path / "rows")
+    gc.collect()
+    assert not (tmp_path / "rows" / "rows.lock").exists()
+
+
+def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
+    est = estimator()
+    compopt.save(est, tmp_path / "checkpoints")
+    held = len(locks._held)
+    for _ in range(3):
+        shutil.rmtree(tmp_path / "checkpoints")
+        compopt.save(est, tmp_path / "checkpoints")
+        assert len(locks._held) == held  # no descriptor is left
+    code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
+    command = [sys.executable, "-c", code, tmp_path / "checkpoints"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert f"is in use by process {os.getpid()}" in done.stderr
+
+
+def test_a_trainer_with_a_directory_for_every_save_keeps_few_locks(tmp_path):
+    gc.collect()
+    est, held = estimator(), len(locks._held)
+    for number in range(10):
+        compopt.save(est, tmp_path / str(number))
+    assert len(locks._held) == held + claims.KEPT
+    assert sorted(path.parent.name for path in tmp_path.glob("*/.lock")) == ["6", "7", "8", "9"]
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_try", lambda descriptor: OSError(38, "Function not implemented"))
+    with pytest.warns(UserWarning, match=f"{tmp_path}.*no locks.*Function not implemented"):
+        est = estimator(tmp_path / "rows")
+    est(*features(4, 4, 0), torch.arange(4))
+    est.step()
+    assert est.read(torch.arange(4))["count"].min() == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_neither_has_nor_gives_back_the_lock(tmp_path, impatient):
+    est = estimator(tmp_path / "rows")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            estimator(tmp_path / "rows")
+        except RuntimeError:
+            est._table.store._release()
+            status = 0
+        os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "rows" / "rows.lock").exists()

@@ -1,0 +1,129 @@
+"""After a power loss a directory has the earlier checkpoint or the new one, and after save() the new one."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+
+import compopt
+from compopt.checkpoint import durable, manifest
+from tests.helpers import features
+from tests.helpers import snapshot as shown
+from tests.power import Disk
+
+N = 40_000  # five chunks
+TRIALS = 6  # disks by chance for each moment
+
+
+def sogclr():
+    return compopt.SogCLREstimator(N, gamma=0.6, tau=0.1)
+
+
+def fill(est, seed):
+    """Visit samples of one chunk and of the last one, so that others are linked."""
+    for rows in (torch.arange(8) + 8192 * (seed % 4), torch.arange(N - 8, N)):
+        est(*features(8, 4, seed), rows)
+        est.step()
+
+
+def judged(disk, tmp_path, states):
+    """Load from every disk that there may be; by moment, the states that were found."""
+    choose, found = random.Random(0), []
+    for number, moment in enumerate(disk.moments):
+        here = set()
+        for trial, how in enumerate((True, False, *[choose] * TRIALS)):
+            root = tmp_path / f"disk-{number}-{trial}"
+            disk.after_power_loss(moment, root, how)
+            here.add(loaded(root / "run" / "checkpoints", states))
+        found.append((moment.over, here))
+    return found
+
+
+def loaded(directory, states):
+    """Which state a directory holds: its number; every checkpoint that looks complete can be loaded."""
+    number = None
+    for checkpoint in manifest.checkpoints(directory) if directory.is_dir() else ():
+        if checkpoint.complete:
+            est = sogclr()
+            compopt.load(est, checkpoint.path)  # damage would raise
+            number = next(i for i, state in states.items() if compare(shown(est, N), state))
+    return number
+
+
+def compare(found, state):
+    return found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+
+
+@contextlib.contextmanager
+def on(disk):
+    try:
+        with disk.watching():
+            yield
+    finally:
+        disk.close()
+
+
+def saved_under_watch(tmp_path, before, **options):
+    """States by number, and the disk while the last of them was saved."""
+    root = tmp_path / "real"
+    root.mkdir()
+    est, states = sogclr(), {}
+    directory = root / "run" / "checkpoints"
+    for number in range(before):
+        fill(est, seed=number)
+        states[number] = shown(est, N)
+        compopt.save(est, directory, keep=2)
+    fill(est, seed=before)
+    states[before] = shown(est, N)
+    disk = Disk(root)
+    with on(disk):
+        saved = compopt.save(est, directory, keep=2, **options)
+        if options.get("blocking") is False:
+            saved.wait(30)
+    return disk, states
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["the-first", "the-second", "one-is-removed"])
+def test_a_power_loss_leaves_the_earlier_one_or_the_new_one(before, blocking, tmp_path):
+    disk, states = saved_under_watch(tmp_path, before, blocking=blocking)
+    found = judged(disk, tmp_path, states)
+    assert len(found) > 5 and found[-1][0]
+    earlier = before - 1 if before else None
+    for over, states_found in found:
+        assert states_found <= ({before} if over else {earlier, before}), (over, states_found)
+    assert {earlier} in [there for _, there in found]  # and both really occur
+
+
+@pytest.mark.parametrize("left_out", ["files", "names", "parents"])
+def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypatch):
+    """The writer without one kind of its fsyncs loses checkpoints, or has broken ones."""
+    real = durable.sync_directory
+    if left_out == "files":
+        monkeypatch.setattr(durable, "write_file", lambda path, content: path.write_bytes(content))
+    elif left_out == "names":
+        monkeypatch.setattr(durable, "sync_directory", lambda path: None)
+    else:
+        monkeypatch.setattr(
+            durable, "sync_directory", lambda path: real(path) if path.name.startswith("checkpoint") else None
+        )
+    disk, states = saved_under_watch(tmp_path, 0)
+    with pytest.raises((AssertionError, ValueError)):
+        found = judged(disk, tmp_path, states)
+        assert found[-1][1] == {0}
+
+
+def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
+    """Files of an old checkpoint may be gone and its manifest not."""
+    prune = manifest.prune
+
+    def without_sync(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "sync_directory", lambda path: None)
+            prune(*args)
+
+    monkeypatch.setattr(manifest, "prune", without_sync)
+    disk, states = saved_under_watch(tmp_path, 3)
+    with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):
+        judged(disk, tmp_path, states)
