@@ -222,7 +222,7 @@ class Pairs(PairStatistics):
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         coefficient = self.factor(coefficient)
         # what takes the terms of a sum to coefficient_i * w_ij
-        factor = (self._offset - alpha).sub_(self.log_count).exp_().mul_(coefficient)
+        factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
         gradient, outside = self._products(factor)
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
