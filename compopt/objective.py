@@ -103,7 +103,7 @@ class Objective:
     def feature_gradients(
         self, own: Features, extra: Features | None, graph: bool, elsewhere: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's features with their gradients, weights held as estimated; uses up the pairs.
+        """This rank's features (their nodes) with their gradients, weights held as estimated; uses up the pairs.
 
         Args:
             own: this rank's features.
@@ -124,9 +124,9 @@ class Objective:
                 gradient += by_alpha[:, self.batch.own]
         if not wanted or gradient is None:
             return []
-        found = own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)
+        found = [own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)]
         if extra is not None and of_extra is not None:
-            found += extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks)
+            found.append(extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks))
         return found
 
     def _alpha_slope(self) -> Tensor:

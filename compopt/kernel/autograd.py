@@ -27,8 +27,12 @@ class _ClosedForm(torch.autograd.Function):
                 "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
-        scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)  # one launch for all of them
-        return None, *(gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes, strict=True))
+        gradients = ctx.saved_tensors
+        scaled = (
+            (gradient * grad_output.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return None, *scaled
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
