@@ -205,8 +205,11 @@ class Pairs(PairStatistics):
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
         e.mul_(_rows_of(self._row_scale, start, stop)).exp_()
-        scratch = self._scratch(len(s)) if self.moments else None
-        rows = Exponentials(e, shift, torch.mul(e, s, out=scratch).sum(1) if self.moments else None)
+        scratch, dot = None, None
+        if self.moments:
+            scratch = self._scratch(len(s))
+            dot = torch.mul(e, s, out=scratch).sum(1)
+        rows = Exponentials(e, shift, dot)
         if not self._columns_are_anchors:
             return Block(start, stop, rows, None)
         top = s.amax(0)
