@@ -52,6 +52,13 @@ def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = Non
     return torch.sub(x, y, alpha=factor, out=out)
 
 
+def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
+    """``x - factor y / z`` with a factor that is a number or a tensor."""
+    if isinstance(factor, Tensor):
+        return minus_product(x, y / z, factor)
+    return torch.addcdiv(x, y, z, value=-factor)
+
+
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
     """Whether all values along an axis, or all there are, are finite: their largest magnitude is."""
     return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf
@@ -104,19 +111,26 @@ def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
     return torch.lerp(m, grad, beta)
 
 
-def adam_direction(
-    m: Tensor, v: Tensor, grad: Tensor, visits: Tensor, betas: tuple[Scalar, Scalar], eps: float = 1e-8
+def adam(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    visits: Tensor,
+    lr: Scalar,
+    betas: tuple[Scalar, Scalar],
+    eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One Adam direction whose bias is corrected by each row's own number of visits, this one included.
+    """One step of Adam whose bias is corrected by each row's own number of visits, this one included.
 
     Returns:
-        direction, new first moment, new second moment.
+        new value, new first moment, new second moment.
     """
     beta1, beta2 = betas
     m, v = torch.lerp(m, grad, 1.0 - beta1), torch.lerp(v, grad.square(), 1.0 - beta2)
     m_hat = m / (1.0 - beta1**visits)
     v_hat = v / (1.0 - beta2**visits)
-    return m_hat / (v_hat.sqrt() + eps), m, v
+    return minus_quotient(x, m_hat, v_hat.sqrt() + eps, lr), m, v
 
 
 def pair_weights(

@@ -71,8 +71,8 @@ class Objective:
     def tau_gradients(self) -> Tensor:
         """``G(tau_i)`` of every anchor, ``(B, A)``; needs pairs with moments.
 
-        ``estimate.slack``: ``exp(-alpha)(eps + ghat) - 1``, where the objective is NeuCLIP's
-        ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no exact minimiser of it.
+        ``estimate.target``: where the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no
+        exact minimiser of it, its derivative has ``exp(-alpha)(eps + ghat) - 1`` on top.
         With ``estimate.positive_weight`` ``p_i``, what stands in the place of ``sum_j w_ij h_ij`` is
         ``sum_j w_ij s_ij - p_i s_ii``.
         """
@@ -83,8 +83,8 @@ class Objective:
             sum_wh = sum_wh + estimate.outside_wh
         if estimate.positive_weight is not None:
             sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
-        if estimate.slack is not None and self.multiply_tau:
-            level = level + estimate.slack
+        if estimate.target is not None and self.multiply_tau:
+            level = level + (estimate.target - estimate.alpha).expm1_()
         return pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class Objective:
     def feature_gradients(
         self, own: Features, extra: Features | None, graph: bool, elsewhere: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's features with their gradients, weights held as estimated; uses up the pairs.
+        """This rank's features (their nodes) with their gradients, weights held as estimated; uses up the pairs.
 
         Args:
             own: this rank's features.
@@ -124,9 +124,9 @@ class Objective:
                 gradient += by_alpha[:, self.batch.own]
         if not wanted or gradient is None:
             return []
-        found = own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)
+        found = [own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)]
         if extra is not None and of_extra is not None:
-            found += extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks)
+            found.append(extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks))
         return found
 
     def _alpha_slope(self) -> Tensor:

@@ -250,6 +250,8 @@ def test_fractions_mean_the_same_in_one_group_and_in_several():
         want = [min(int(round(fraction * 10) * r // 10), r - 1) for r in count.tolist()]
         for dtype in (torch.float32, torch.float64):
             assert _burn_in(torch.tensor(fraction, dtype=dtype), count).tolist() == want
+        assert _burn_in(fraction, count).tolist() == want
+        assert [_burn_in(fraction, r) for r in count.tolist()] == want
 
 
 @pytest.mark.parametrize("rescore", [False, True])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import compopt
 from compopt import diagnostics
 from compopt.checkpoint import writing
-from compopt.normalizers import networks
+from compopt.normalizers import networks, training
 from tests.helpers import assert_same_bits, features, near, run, snapshot
 from tests.pool import the_pool
 from tests.reference import FixedReference, NeuralReference, Reference
@@ -559,3 +559,25 @@ def test_the_perceptron_is_written_like_torch_s():
         near(sweep.predict(parameters), expected * scale, 1e-12)
         for got, want in zip(sweep.gradients(weight), gradients, strict=True):
             near(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.04])
+def test_no_gap_is_above_what_the_host_knows(tau, monkeypatch):
+    """All prototypes opposite to all features: the largest gap there is, which the limit of exponents must meet."""
+    seen = []
+
+    def spy(gap, most):
+        seen.append((gap.max().item(), most))
+        return training.unified_slope(gap, most)
+
+    monkeypatch.setitem(training.OBJECTIVES, "unified", training.Slope(spy, True))
+    est = compopt.NeuCLIPEstimator(dim=2, prototypes=4, updates=1, lr=0.0, restart_every=None, tau=tau)
+    z = torch.tensor([[-1.0, 0.0]]).repeat(4, 1)
+    for sign in (1, -1):  # the first batch becomes the prototypes
+        est(sign * z, sign * z, torch.arange(4))
+        est.step()
+    gap, most = seen[-1]
+    assert most == 2 / tau
+    assert gap == pytest.approx(most, rel=1e-6)
+    limited = training.unified_slope(torch.tensor([gap]), most).item()
+    assert limited == pytest.approx(math.expm1(40.0), rel=1e-5)

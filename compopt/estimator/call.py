@@ -87,7 +87,8 @@ class Estimate:
     Attributes:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
         proposals: new values of its columns.
-        slack: what the gradient ``G`` of a temperature gets on top where ``alpha`` is no average of ``log ghat``.
+        target: ``log(eps + ghat)``, ``(B, A)``, where ``alpha`` is no average of it and the gradient ``G`` of a
+            temperature depends on how far it is away.
         weight_alpha: what stands for ``alpha`` in the weights of the pairs, where candidates from outside the batch
             have a share of an anchor's weights.
         outside_wh: ``sum w h`` over those candidates, ``(B, A)``; for the gradient of temperatures.
@@ -100,7 +101,7 @@ class Estimate:
 
     alpha: Tensor
     proposals: dict[str, Tensor] = field(default_factory=dict)
-    slack: Tensor | None = None
+    target: Tensor | None = None
     weight_alpha: Tensor | None = None
     outside_wh: Tensor | None = None
     weights: SampledPairs | None = None

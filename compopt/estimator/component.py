@@ -114,11 +114,12 @@ class Component(ABC):
     def deposit_state(self, **tensors: Tensor) -> None:
         """Deposit new values; if any of them is not finite, all keep their previous values."""
         before = self.working_state(True)
-        finite = all_finite(torch.cat([new.flatten() for new in tensors.values() if new.is_floating_point()]))
         new, old = list(tensors.values()), [before[name] for name in tensors]
         if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
-            accepted = list(torch.where(finite, torch.stack(new), torch.stack(old)).unbind())
+            stacked = torch.stack(new)
+            accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
         else:
+            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
             accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 

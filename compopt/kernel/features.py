@@ -54,30 +54,32 @@ class Features:
     """Features of some modalities or views, as the caller has them and as the kernel takes them: in one tensor.
 
     Attributes:
-        given: ``(b, d)`` each, perhaps with a graph.
+        node: where gradients enter the graph of all of them, ``(k, b, d)``: one tensor, which scales as one. Its values
+            are not theirs any more.
         unit: all of them in working precision, without a graph, normalised if that was asked for, ``(k, b, d)``.
         norm: what they were divided by, ``(k, b, 1)``; ``None``: nothing.
     """
 
-    given: tuple[Tensor, ...]
+    node: Tensor
     unit: Tensor
     norm: Tensor | None
 
     @classmethod
     def of(cls, *given: Tensor, normalize: bool) -> Features:
         """What :func:`prepare` makes of features of one shape."""
-        return cls(given, *prepare(torch.stack(given), normalize))
+        node = torch.stack(given)
+        return cls(node, *prepare(node, normalize))
 
     @property
     def want_gradients(self) -> bool:
         """Whether any of them does."""
-        return any(z.requires_grad for z in self.given)
+        return self.node.requires_grad
 
-    def pull_back(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The given features with their gradients, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
+    def pull_back(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The node with its gradient, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
-        return list(zip(self.given, gradient.unbind(), strict=True))
+        return self.node, gradient
 
 
 class Encoder:
@@ -112,7 +114,8 @@ class Encoder:
             torch.autocast(device.type, dtype=autocast_dtype, enabled=enabled),
         ):
             given = self._checked(self._encode(indices), len(indices))
-        self.encoded = Features.of(*given, normalize=self._normalize)
+        with torch.set_grad_enabled(self._grad):
+            self.encoded = Features.of(*given, normalize=self._normalize)
         unit = self.encoded.unit.to(working_dtype(self._like.dtype))
         return unit[-1], unit[0]
 
@@ -146,5 +149,5 @@ class Encoder:
         assert self.encoded is not None
         second, first = by_direction
         gradients = torch.stack([first + second] if self._unimodal else [first, second])
-        pairs = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
-        self.gradients = [(z, gradient) for z, gradient in pairs if z.requires_grad]
+        pair = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
+        self.gradients = [pair] if self.wants_gradients else []

@@ -205,16 +205,19 @@ class Pairs(PairStatistics):
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
         e.mul_(_rows_of(self._row_scale, start, stop)).exp_()
-        rows = Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
+        scratch, dot = None, None
+        if self.moments:
+            scratch = self._scratch(len(s))
+            dot = torch.mul(e, s, out=scratch).sum(1)
+        rows = Exponentials(e, shift, dot)
         if not self._columns_are_anchors:
             return Block(start, stop, rows, None)
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
             return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None))
-        scratch = self._scratch(len(s))
         e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
-        dot = torch.linalg.vecdot(e, s, dim=0)
+        dot = s.mul_(e).sum(0)
         return Block(start, stop, rows, Exponentials(e if scratch is None else s.copy_(e), top, dot))
 
     # -- gradients ---------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ class Pairs(PairStatistics):
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         coefficient = self.factor(coefficient)
         # what takes the terms of a sum to coefficient_i * w_ij
-        factor = (self._offset - alpha).sub_(self.log_count).exp_().mul_(coefficient)
+        factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
         gradient, outside = self._products(factor)
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision

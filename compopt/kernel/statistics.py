@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compopt.functional import Scalar
+from compopt.functional import Scalar, log
 from compopt.kernel.log_sum_exp import Sums
 
 # Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
@@ -92,6 +91,11 @@ class PairStatistics(ABC):
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return torch.where(self.count > 0, value, 0)
 
+    @property
+    def divisor(self) -> Scalar:
+        """``|N_i|`` of a mean over negatives, 1 where there are none."""
+        return max(1.0, self.count) if isinstance(self.count, float) else self.count.clamp(min=1)
+
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
         own = 0 if excluded is not None else 2 if self.unimodal else 1
@@ -101,10 +105,7 @@ class PairStatistics(ABC):
         if len(set(numbers)) > 1:  # made on the device, which a copy would wait for
             count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand_as(like)
         self.count = count if excluded is None else count - excluded
-        if isinstance(self.count, float):
-            self.log_count = math.log(max(1.0, self.count))
-        else:
-            self.log_count = self.count.clamp(min=1).log()
+        self.log_count = log(self.divisor)
 
 
 def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:

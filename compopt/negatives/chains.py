@@ -28,14 +28,14 @@ class Rules:
     """How chains move.
 
     Attributes:
-        burn_in: proposals that do not count, ``(b, A)``: below 1 a fraction of ``|N_i|``.
+        burn_in: proposals that do not count, a number or ``(b, A)``: below 1 a fraction of ``|N_i|``.
         sweep: every negative once, in order, rather than independent draws.
         rescore: the stored samples outside the batch are encoded before the chains move.
         counters: seed, step and call within the step, which with direction and position name every draw.
         recompute: anchors at a time whose walks are not kept but repeated; ``None`` keeps all.
     """
 
-    burn_in: Tensor
+    burn_in: Scalar
     sweep: bool
     rescore: bool
     counters: tuple[int, ...]
@@ -150,7 +150,8 @@ class Chains(SampledPairs):
             similarity = self._similarity(own, directions)
             streams = rng.streams(rules.counters, positions, range(directions.start, directions.stop))
             scores = similarity * _flat(self._scale[at])
-            burn_in = _burn_in(_flat(rules.burn_in[at]), candidates.count)
+            given = _flat(rules.burn_in[at]) if isinstance(rules.burn_in, Tensor) else rules.burn_in
+            burn_in = _burn_in(given, candidates.most if candidates.alike else candidates.count)
             if slot is None:
                 slot = self._start(at, candidates, scores, streams)
                 # the pool is that of the whole call: a chain that view 1 took into the batch may return in view 2
@@ -205,10 +206,11 @@ class Chains(SampledPairs):
     def _finish(self) -> None:
         """What counts of the visits, and where the chains are."""
         totals, fresh = self.totals, self.outside.fresh
-        self._known = totals.outside if self.outside.encoded else torch.zeros_like(totals.outside)
-        self.visits = totals.inside + self._known
-        mean_h = (totals.dot + torch.where(self._known > 0, self._known * fresh, 0)) / self.visits
-        mean_h = mean_h - self._pairs.positive[self._call.batch.own]
+        self.visits, dot = totals.inside, totals.dot
+        if self.outside.encoded:
+            self.visits = self.visits + totals.outside
+            dot = dot + torch.where(totals.outside > 0, totals.outside * fresh, 0)
+        mean_h = dot / self.visits - self._pairs.positive[self._call.batch.own]
         # a temperature whose anchor has no usable visit learns from the batch
         batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[self._call.batch.own]
         self.sum_wh = torch.where(self.visits > 0, mean_h, batch)
@@ -232,7 +234,8 @@ class Chains(SampledPairs):
                 weights = visited * factor[own, direction]
                 torch.mm(weights.T, self._candidates[direction], out=of_anchors[direction][own])
                 of_candidates[direction].addmm_(weights, self._anchors[direction][own])
-        self.outside.add_gradients(of_anchors, factor * self._known)
+        if self.outside.encoded:
+            self.outside.add_gradients(of_anchors, factor * self.totals.outside)
         if self._call.unimodal:
             of_both = torch.stack((of_candidates[0] + of_candidates[1]).chunk(2))
         elif self._directions == 2:
@@ -264,9 +267,14 @@ def _by_direction(flat: Tensor, directions: int) -> Tensor:
     return flat.unflatten(-1, (directions, -1)).mT
 
 
-def _burn_in(value: Tensor, count: Tensor) -> Tensor:
-    """A count or a fraction of the proposals -> a count that leaves at least one."""
+def _burn_in(value: Scalar, count: int | Tensor) -> int | Tensor:
+    """A count or a fraction of the proposals -> a count that leaves at least one; on the host if that knows both."""
     # fractions of several groups come in float32: 0.9 of 10 is 9 there too
-    value = value.to(accelerator.widest(value.device))
+    if isinstance(value, Tensor):
+        value = value.to(accelerator.widest(value.device))
+    elif isinstance(count, Tensor):
+        value = count.new_full((), value, dtype=accelerator.widest(count.device))
+    else:
+        return min(int(value * count * (1 + 1e-6) if value < 1 else value), count - 1)
     proposals = torch.where(value < 1, (value * count * (1 + 1e-6)).floor(), value)
-    return proposals.to(torch.int64).minimum(count - 1)
+    return proposals.to(torch.int64).clamp(max=count - 1)

@@ -35,7 +35,7 @@ class Outside:
         self.error: Exception | None = None
         self._anchors, self._encoder, self._ranks = anchors, encoder, ranks
         self._features: tuple[Tensor, Tensor] | None = None
-        self._place = torch.zeros_like(self.sample)
+        self._place: Tensor  # of each sample among the features, once there are any
 
     @property
     def encoded(self) -> bool:

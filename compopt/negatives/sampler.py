@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks
+from compopt import checks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, SampleGroups
+from compopt.functional import Scalar
 from compopt.negatives.chains import Chains, Rules
 from compopt.stores.layout import Column
 
@@ -180,13 +181,10 @@ class MCMCNegativeSampler(Normalizer):
         }
         return sample, score, metrics
 
-    def _burn_in(self, call: Call) -> Tensor:
-        """``(b, A)``."""
-        value, like = call.hyper("burn_in"), call.pairs.positive
-        value = (
-            value if isinstance(value, Tensor) else like.new_full((1, 1), value, dtype=accelerator.widest(like.device))
-        )
-        return value.expand(like.shape)[call.batch.own]
+    def _burn_in(self, call: Call) -> Scalar:
+        """A number, or ``(b, A)``."""
+        value = call.hyper("burn_in")
+        return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
 
 
 # -- metrics, for when somebody asks ---------------------------------------------------------------------------

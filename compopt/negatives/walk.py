@@ -82,7 +82,7 @@ def walk(
     candidates: Candidates,
     scores: Tensor,
     start: Tensor,
-    burn_in: Tensor,
+    burn_in: int | Tensor,
     streams: Tensor,
     spare: Tensor | None,
 ) -> Walk:
@@ -93,7 +93,7 @@ def walk(
         scores: ``s / tau`` by slot, ``(Q + 2, b)``: of every column, of the stored sample outside the batch, and
             ``-inf`` for nowhere.
         start: slot of each chain, ``(b,)``.
-        burn_in: proposals whose visits do not count, ``(b,)`` or ``(1,)`` int64.
+        burn_in: proposals whose visits do not count, a number or ``(b,)`` int64.
         streams: of random numbers, ``(b,)`` int64.
         spare: how often the stored sample outside the batch is in the pool beside the negatives, ``(b,)``; ``None``:
             no draws, every negative once in the order of the batch.

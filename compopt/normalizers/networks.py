@@ -74,9 +74,10 @@ class PrototypeSweep(Sweep):
         super().__init__(features, scale)
         self.bounded, self.ranks, self.log_count = bounded, ranks, log_count
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
-        self._bias = active.to(features.dtype).log_().clamp_(min=MASKED).expand(len(features), 1, -1)
-        self._logits = features.new_empty(*features.shape[:2], len(active))
-        self._e = torch.empty_like(self._logits)
+        self._bias = active.log().clamp_(min=MASKED).to(features.dtype).expand(len(features), 1, -1)
+        # work space, which the operation that fills it first makes
+        self._logits: Tensor | None = None
+        self._e: Tensor | None = None
         self._gradient: Tensor | None = None
 
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -84,23 +85,21 @@ class PrototypeSweep(Sweep):
         norm = torch.linalg.vector_norm(self._weights, dim=2).unsqueeze(1)
         # a prototype of no length has no direction: its cosine is 0 and it does not learn
         self._norm = torch.threshold_(norm, NORM_MIN, torch.inf)
-        torch.bmm(self._queries, self._weights.mT, out=self._logits)
+        products = torch.bmm(self._queries, self._weights.mT, out=self._logits)
         # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
-        logits = torch.addcdiv(self._bias, self._logits, self._norm, out=self._logits)
+        self._logits = torch.addcdiv(self._bias, products, self._norm, out=products)
         top: Tensor | None = None
         if self.bounded:
-            torch.exp(logits, out=self._e)
+            self._e = torch.exp(self._logits, out=self._e)
         else:
-            top = logits.amax(2)
-            torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
-        total = self._e.sum(2)
-        log_total = total.log() if top is None else total.log().add_(top)
-        # e_ij share_i are the softmax weights over all ranks
-        if self.ranks.size == 1:
-            self._share = total.reciprocal()
-        else:  # of which some may have no active prototype, and a total of 0
+            top = self._logits.amax(2)
+            self._e = torch.sub(self._logits, top.unsqueeze(2), out=self._e).exp_()
+        self._total = self._e.sum(2)
+        log_total = self._total.log() if top is None else self._total.log().add_(top)
+        # e_ij / total_i are the softmax weights over all ranks
+        if self.ranks.size > 1:  # of which some may have no active prototype, and a total of 0
             log_total = self.ranks.log_sum_exp(log_total, self._centre())
-            self._share = (-log_total if top is None else top - log_total).exp_()
+            self._total = (log_total if top is None else log_total - top).exp()
         return log_total
 
     def _centre(self) -> Tensor:
@@ -110,16 +109,16 @@ class PrototypeSweep(Sweep):
 
     def gradients(self, weight: Tensor) -> list[Tensor]:
         r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``."""
-        if self._gradient is None:
-            self._gradient = torch.empty_like(self._weights)
-        factor = weight * self._share
+        assert self._logits is not None and self._e is not None
+        factor = weight / self._total
         e = self._e.div_(self._norm)
         along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
-        torch.bmm(e.mT, self._queries * factor.unsqueeze(2), out=self._gradient)
+        self._gradient = torch.bmm(e.mT, self._queries * factor.unsqueeze(2), out=self._gradient)
         return [self._gradient.addcmul_(along.mT, self._weights, value=-1)]
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
-        factor = (weight * self.scale).mul_(self._share)
+        assert self._e is not None
+        factor = (weight * self.scale).div_(self._total)
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 

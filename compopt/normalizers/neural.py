@@ -163,12 +163,11 @@ class NeuralNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         prediction = self.learn_from(call).after()
-        gap = prediction.target - prediction.alpha
         return Estimate(
             prediction.alpha,
-            slack=gap.expm1(),
+            target=prediction.target,
             through_alpha=prediction.through_alpha(prediction.alpha),
-            metrics={"network_gap": partial(mean_magnitude, gap)},
+            metrics={"network_gap": partial(mean_gap, prediction.target, prediction.alpha)},
         )
 
     def learn_from(self, call: Call, look_first: bool = False) -> Training:
@@ -294,9 +293,9 @@ class NeuralNormalizer(Normalizer):
         return (shape[0], self.prototypes, shape[2]) if self._is_split(value) else shape
 
 
-def mean_magnitude(gap: Tensor) -> Tensor:
+def mean_gap(target: Tensor, alpha: Tensor) -> Tensor:
     """A metric, for when somebody asks."""
-    return gap.abs().mean()
+    return (target - alpha).abs().mean()
 
 
 def on_host(name: str, value: Tensor) -> bool:

@@ -89,7 +89,7 @@ class Queue:
                 continue
             own = slice(low - part.start, high - part.start)
             batch = new[:, offset + low - first : offset + high - first].to(features.dtype)
-            features[:, own] = torch.where(usable, batch, features[:, own])
+            torch.where(usable, batch, features[:, own], out=features[:, own])
             written.append((own, features[:, own]))
         place = torch.tensor([(start + size) % width, min(width, filled + size), restart], device="cpu")
         return Queue(features, active, place), written

@@ -14,7 +14,7 @@ from compopt import functional as F
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.normalizers.neural import NeuralNormalizer, mean_magnitude
+from compopt.normalizers.neural import NeuralNormalizer, mean_gap
 from compopt.stores.layout import Column
 
 PREDICTIONS = ("before", "after")
@@ -105,7 +105,7 @@ class ResidualNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         training = self.neural.learn_from(call, look_first=self.prediction == "before")
         network = training.before or training.after()
-        gap = log_ratio = network.target - network.alpha
+        log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(log_ratio)
         log_ratio = self._average(call, log_ratio)
@@ -114,7 +114,7 @@ class ResidualNormalizer(Normalizer):
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
             through_alpha=network.through_alpha(alpha),
-            metrics={"network_gap": partial(mean_magnitude, gap)},
+            metrics={"network_gap": partial(mean_gap, network.target, network.alpha)},
         )
 
     def _average(self, call: Call, log_ratio: Tensor) -> Tensor:

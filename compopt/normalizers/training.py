@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -65,13 +66,14 @@ class Learner(Protocol):
 MAX_EXPONENT = 40.0
 
 
-def unified_slope(gap: Tensor) -> Tensor:
+def unified_slope(gap: Tensor, most: float) -> Tensor:
     """Slope of ``exp(-alpha)(eps + ghat) + alpha``, from how far its optimum is above ``alpha``; overwrites that."""
-    return gap.clamp_(max=MAX_EXPONENT).expm1_()
+    return (gap if most <= MAX_EXPONENT else gap.clamp_(max=MAX_EXPONENT)).expm1_()
 
 
-def separate_slope(gap: Tensor) -> Tensor:
+def separate_slope(gap: Tensor, most: float) -> Tensor:
     """Slope of ``(alpha - log(eps + ghat))^2 / 2``: AmorLIP's way to train the network."""
+    del most
     return gap
 
 
@@ -79,11 +81,11 @@ class Slope(NamedTuple):
     """How an anchor's term falls with its ``alpha``.
 
     Attributes:
-        of_gap: the negative derivative, from ``log(eps + ghat) - alpha``.
+        of_gap: the negative derivative, from ``log(eps + ghat) - alpha`` and the most that this can be.
         times_tau: the term is multiplied by ``tau``.
     """
 
-    of_gap: Callable[[Tensor], Tensor]
+    of_gap: Callable[[Tensor, float], Tensor]
     times_tau: bool
 
 
@@ -102,6 +104,7 @@ class Anchors:
         tau: temperatures.
         weight: of each anchor in the objective.
         eps: inside the logarithms.
+        most: what the host knows of ``target - alpha``: not more, where both are of cosines over ``tau``.
     """
 
     anchors: Tensor
@@ -111,6 +114,7 @@ class Anchors:
     tau: Scalar
     weight: Scalar
     eps: Scalar
+    most: float
 
     @classmethod
     def of(cls, normalizer: Learner, call: Call, anchors: Tensor) -> Anchors:
@@ -130,6 +134,7 @@ class Anchors:
             tau,
             per_anchor(pairs.factor(1.0 / anchors.shape[1])),
             eps,
+            2 / tau if normalizer.unit_features and isinstance(tau, float) else math.inf,
         )
 
     @property
@@ -270,10 +275,10 @@ class Training:
         for _ in range(updates):  # of a batch that is not finite NaN: nothing of it is kept
             log_total = sweep.predict(steps.parameters)
             if batch.exact:
-                weight = slope.of_gap(goal - log_total).mul_(factor)
+                weight = slope.of_gap(goal - log_total, batch.most).mul_(factor)
             else:
                 relative = log_total - shift
-                weight = slope.of_gap(batch.target - batch.alpha(relative)).mul_(factor)
+                weight = slope.of_gap(batch.target - batch.alpha(relative), batch.most).mul_(factor)
                 weight = batch.through_eps(weight, relative)
             steps.step(sweep.gradients(weight))
         self.state = {**self.state, **steps.finish()}

@@ -192,9 +192,9 @@ class TemperatureDual(Temperature):
         limit = hyper("max_grad")
         gradient = F.clip(gradient.to(m.dtype), -limit, limit)
         if v is None:
-            m = direction = F.momentum(m, gradient, hyper("beta"))
+            m = F.momentum(m, gradient, hyper("beta"))
+            moved = F.minus_product(tau, m, hyper("lr"))
         else:
             betas = (hyper("betas", 0), hyper("betas", 1))
-            direction, m, v = F.adam_direction(m, v, gradient, visits(), betas)
-        moved = F.minus_product(tau, direction, hyper("lr"))
+            moved, m, v = F.adam(tau, m, v, gradient, visits(), hyper("lr"), betas)
         return F.clip(moved, hyper("tau_min"), hyper("tau_max")), m, v
