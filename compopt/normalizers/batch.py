@@ -18,7 +18,7 @@ class BatchNormalizer(Normalizer):
     .. math::
         \alpha_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}
         \qquad\text{or, with the positive,}\qquad
-        \alpha_i = \log \tfrac{1}{|N_i|} \Big(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Big)
+        \alpha_i = \log \tfrac{1}{|N_i|} \Bigl(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Bigr)
 
     With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE less the
     constant ``tau log |N_i|``; without it the weights of each anchor sum to one.

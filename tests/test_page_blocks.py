@@ -1,0 +1,91 @@
+"""Every Python block of every page runs. A page is one program: its blocks share their names.
+
+Setup that a reader does not need stands in the page as an invisible block, an HTML comment that begins with
+``<!--- invisible-code-block: python``. Pages that need a package which is not here are skipped.
+
+python -m tests.test_page_blocks     # counts what is executed: blocks of pages, examples of docstrings
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
+# what a page needs beyond the library and the recipes
+NEEDS = {
+    "docs/coming_from/libauc.md": ("libauc", "torchvision"),
+    "docs/coming_from/lightly.md": ("lightly",),
+    "docs/coming_from/metric_learning.md": ("pytorch_metric_learning",),
+    "docs/coming_from/open_clip.md": ("open_clip",),
+    "docs/coming_from/sentence_transformers.md": ("sentence_transformers", "datasets"),
+    "docs/guides/accelerate.md": ("accelerate",),
+    "docs/guides/deepspeed.md": ("deepspeed",),
+    "docs/guides/lightning.md": ("lightning",),
+    "docs/guides/sentence_transformers.md": ("sentence_transformers", "datasets"),
+    "docs/guides/transformers.md": ("transformers", "accelerate"),
+    "docs/shards.md": ("webdataset",),
+    "docs/text.md": ("sentence_transformers",),
+}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def written(page: Path) -> int:
+    """The Python blocks that a reader sees."""
+    return len(re.findall(r"^```python$", page.read_text(), re.M))
+
+
+WITH_CODE = [page for page in PAGES if written(page)]
+
+
+def examples(page: Path):
+    from sybil import Sybil
+    from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+    parsers = [PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS), SkipParser()]
+    return list(Sybil(parsers=parsers, path=str(page.parent)).parse(page).examples())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    pytest.importorskip("sybil")
+    for package in NEEDS.get(name(page), ()):
+        pytest.importorskip(package)
+    monkeypatch.setenv("COMPOPT_CACHE", str(ROOT / ".cache"))
+    monkeypatch.chdir(tmp_path)
+    found = examples(page)
+    assert len(found) >= written(page)
+    for example in found:
+        example.evaluate()
+
+
+def test_what_a_page_needs_is_said_of_pages_that_exist():
+    assert {ROOT / page for page in NEEDS} <= set(WITH_CODE)
+
+
+def main() -> None:
+    """Count them."""
+    import compopt
+
+    for page in WITH_CODE:
+        print(f"{written(page):4d}  {name(page)}")
+    modules = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = [test for m in modules for test in finder.find(importlib.import_module(m), m) if test.examples]
+    lines = sum(len(test.examples) for test in tests)
+    print(f"{sum(map(written, WITH_CODE))} blocks of {len(WITH_CODE)} pages are executed by this test,")
+    print(f"{lines} examples of {len(tests)} docstrings by tests/test_packaging.py.")
+
+
+if __name__ == "__main__":
+    main()
