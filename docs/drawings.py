@@ -83,10 +83,10 @@ def pair_weights() -> str:
         text(570, 54, "a batch of easy negatives weighs little", "small"),
         '<line class="soft" x1="380" y1="24" x2="380" y2="316"/>',
     ]
-    negatives = ((40, 100), (130, 92), (310, 110), (60, 236), (300, 244))
+    negatives = ((40, 100), (130, 92), (286, 96), (60, 236), (300, 250))
     for left, widths in ((0, (2.6, 5.0, 3.4, 2.2, 2.8)), (380, (1.0, 2.2, 1.4, 0.9, 1.1))):
-        anchor, positive = (left + 190, 180), (left + 248, 144)
-        parts.append(arrow(anchor[0] + 9, anchor[1] - 6, positive[0] - 8, positive[1] + 5, "pull", 3))
+        anchor, positive = (left + 190, 180), (left + 262, 174)
+        parts.append(arrow(anchor[0] + 12, anchor[1] - 1, positive[0] - 10, positive[1] + 1, "pull", 3))
         for (x, y), width in zip(negatives, widths, strict=True):
             x += left
             dx, dy = anchor[0] - x, anchor[1] - y
@@ -99,7 +99,7 @@ def pair_weights() -> str:
     parts += [
         text(190, 290, "w = exp(h / tau) / sum over the batch", "small"),
         text(570, 290, "w = exp(h / tau - alpha) / |N|", "small"),
-        text(190, 310, "InfoNCE, DCL", "small"),
+        text(190, 310, "DCL; InfoNCE with the positive in the sum", "small"),
         text(570, 310, "SogCLR, NeuCLIP, Residual, ...", "small"),
     ]
     description = (
@@ -118,16 +118,16 @@ def read_deposit_commit() -> str:
         box(580, 40, 150, 62, ["loss", "with gradients"]),
         arrow(180, 71, 258, 71),
         arrow(500, 71, 578, 71),
-        box(110, 200, 180, 72, ["rows", "one per sample, committed"], "state"),
+        box(90, 200, 210, 72, ["rows", "one per sample, committed"], "state"),
         box(470, 200, 180, 72, ["proposals", "wait for the step"], "box"),
         arrow(215, 198, 320, 114),
         text(236, 150, "read", "", "end"),
         arrow(440, 114, 545, 198),
         text(512, 150, "deposit", "", "start"),
-        arrow(468, 236, 294, 236),
-        text(381, 226, "commit"),
-        text(381, 258, "est.step(), by way of", "small"),
-        text(381, 275, "optimizer.step()", "small"),
+        arrow(468, 236, 304, 236),
+        text(386, 226, "commit"),
+        text(386, 258, "est.step(), by way of", "small"),
+        text(386, 275, "optimizer.step()", "small"),
         text(560, 300, "a skipped step: discarded", "small"),
     ]
     description = (
