@@ -35,6 +35,7 @@ extensions = [
     "sphinx_copybutton",
     "extensions.mathml",
     "extensions.executed",
+    "extensions.paths",
 ]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
@@ -43,7 +44,7 @@ suppress_warnings = ["config.cache"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
