@@ -66,7 +66,8 @@ def arrow(x1: float, y1: float, x2: float, y2: float, kind: str = "line", width:
     back_x, back_y = x2 - size * ux, y2 - size * uy
     head = f"{x2},{y2} {back_x - 0.5 * size * uy:.1f},{back_y + 0.5 * size * ux:.1f} "
     head += f"{back_x + 0.5 * size * uy:.1f},{back_y - 0.5 * size * ux:.1f}"
-    line = f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{back_x:.1f}" y2="{back_y:.1f}" style="stroke-width: {width}"/>'
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{back_x:.1f}" y2="{back_y:.1f}"'
+    line = f'<line class="{kind}" {ends} style="stroke-width: {width}"/>'
     return f'{line}<polygon class="{kind}" points="{head}" style="stroke: none"/>'
 
 
@@ -95,7 +96,10 @@ def pair_weights() -> str:
             end = (anchor[0] - 14 * dx / far, anchor[1] - 14 * dy / far)
             parts += [arrow(*start, *end, "push", width), dot(x, y, "push")]
         parts += [dot(*positive, "pull"), f'<circle cx="{anchor[0]}" cy="{anchor[1]}" r="9" class="state"/>']
-        parts += [text(anchor[0], anchor[1] + 30, "anchor i"), text(positive[0] + 14, positive[1] + 5, "positive", "", "start")]
+        parts += [
+            text(anchor[0], anchor[1] + 30, "anchor i"),
+            text(positive[0] + 14, positive[1] + 5, "positive", "", "start"),
+        ]
     parts += [
         text(190, 290, "w = exp(h / tau) / sum over the batch", "small"),
         text(570, 290, "w = exp(h / tau - alpha) / |N|", "small"),
@@ -103,9 +107,10 @@ def pair_weights() -> str:
         text(570, 310, "SogCLR, NeuCLIP, Residual, ...", "small"),
     ]
     description = (
-        "Two panels. In both an anchor is pulled to its positive and pushed away by five negatives of the batch. On the "
-        "left, where the batch alone is the normalizer, the pushes are strong. On the right an estimated normalizer of "
-        "the whole data set scales them: here the batch has easy negatives only, and all pushes are weak."
+        "Two panels. In both an anchor is pulled to its positive and pushed away by five negatives of the "
+        "batch. On the left, where the batch alone is the normalizer, the pushes are strong. On the right an "
+        "estimated normalizer of the whole data set scales them: here the batch has easy negatives only, and "
+        "all pushes are weak."
     )
     return svg(760, 330, "Pair weights", description, parts)
 
@@ -131,9 +136,9 @@ def read_deposit_commit() -> str:
         text(560, 300, "a skipped step: discarded", "small"),
     ]
     description = (
-        "A call of the estimator reads the committed rows of the batch's samples and returns a loss with gradients. The new "
-        "values are deposited as proposals. est.step(), which runs after optimizer.step(), commits the proposals to the "
-        "rows. If the step is skipped, the proposals are discarded."
+        "A call of the estimator reads the committed rows of the batch's samples and returns a loss with "
+        "gradients. The new values are deposited as proposals. est.step(), which runs after optimizer.step(), "
+        "commits the proposals to the rows. If the step is skipped, the proposals are discarded."
     )
     return svg(760, 320, "Read, deposit, commit", description, parts)
 

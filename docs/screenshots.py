@@ -15,7 +15,8 @@ MAIN = ("index", "start", "which", "guides/index", "guides/accelerate", "concept
 MAIN += ("coming_from/libauc", "api/presets", "peers", "methods")
 WIDTHS = (1280, 400)
 # chromium has a least width of its own; a frame of the wanted one does not
-FRAME = '<body style="margin:0;overflow:hidden"><iframe src="{page}" style="border:0;width:{width}px;height:{height}px"></iframe>'
+FRAME = """<body style="margin:0;overflow:hidden">
+<iframe src="{page}" style="border:0;width:{width}px;height:{height}px"></iframe>"""
 MEASURE = """<body><script>
 const frame = document.createElement("iframe");
 frame.style = "border:0;width:{width}px;height:900px"; frame.src = "{page}";
@@ -23,7 +24,7 @@ frame.onload = () => {{
   const page = frame.contentDocument, wide = [];
   for (const each of page.querySelectorAll("article *")) {{
     if (each.closest(".table-wrapper, pre, .equation, .math")) continue;
-    if (each.getBoundingClientRect().right > {width} + 1) wide.push(each.tagName + " " + each.textContent.trim().slice(0, 40));
+    if (each.getBoundingClientRect().right > {width} + 1) wide.push(each.tagName + " " + each.textContent.slice(0, 40));
   }}
   const pictures = [...page.querySelectorAll("article img")].filter(each => !each.alt).length;
   document.body.innerText = JSON.stringify([page.documentElement.scrollWidth, wide.slice(0, 5), pictures]);
@@ -36,7 +37,14 @@ def chromium(*options: str) -> str:
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         raise SystemExit("no chromium; install it to look at the site")
-    command = [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
+    command = [
+        found,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+    ]
     command += ["--virtual-time-budget=8000", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
@@ -50,7 +58,9 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="measure every page, take no pictures")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    pages = [path.relative_to(SITE).with_suffix("").as_posix() for path in SITE.rglob("*.html")] if args.all else args.pages
+    pages = (
+        [path.relative_to(SITE).with_suffix("").as_posix() for path in SITE.rglob("*.html")] if args.all else args.pages
+    )
     for page in sorted(pages):
         for width in WIDTHS:
             wrapper = args.folder / "frame.html"

@@ -139,10 +139,13 @@ def test_examples_in_docstrings_run(name):
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; see the output above"
 
 
-def test_there_are_examples():
-    """Each preset shows its use."""
-    for name in "SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator ContrastiveEstimator".split():
-        assert ">>>" in getattr(compopt, name).__doc__, name
+@pytest.mark.parametrize("module", ["", ".data", ".diagnostics", ".functional", ".samplers", ".schedules"])
+def test_every_public_name_shows_its_use(module):
+    module = importlib.import_module("compopt" + module)
+    names = getattr(module, "__all__", defined_in(module))
+    values = {name: getattr(module, name) for name in names}
+    silent = [name for name, value in values.items() if not inspect.ismodule(value) and ">>>" not in value.__doc__]
+    assert not silent, f"no example: {silent}"
 
 
 # distribution -------------------------------------------------------------------------------------

@@ -27,6 +27,14 @@ class BatchNormalizer(Normalizer):
         include_positive: count the positive pair in the denominator.
 
     State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1).
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), compopt.FixedTemperature(0.1))
+        >>> same = compopt.DCLEstimator(tau=0.1)  # the preset
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> torch.equal(est(z1, z2), same(z1, z2))
+        True
     """
 
     def __init__(self, include_positive: bool = False) -> None:
