@@ -45,7 +45,7 @@ def chromium(*options: str) -> str:
         "--hide-scrollbars",
         "--allow-file-access-from-files",
     ]
-    command += ["--virtual-time-budget=8000", *options]
+    command += ["--virtual-time-budget=20000", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
