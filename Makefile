@@ -12,6 +12,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
+SPHINX_ARGS ?=
 # an environment with torch for the accelerator, if it is another one:  make gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 DEMO_METHODS ?= infonce infonce-no-positive clip sogclr isogclr fastclip-v3
@@ -27,7 +28,7 @@ REST := full or launch or slow
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-clip test-full lint bench gpu clean
+.PHONY: help demo test test-rest test-clip test-peers test-full lint docs bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,14 +45,22 @@ test-rest: $(VENV)/.dev  ## run what `make test` leaves out
 test-clip: $(CLIP_VENV)/.open_clip  ## run the tests beside open_clip, in an environment of their own
 	$(CLIP_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/open_clip $(PYTEST_ARGS)
 
+test-peers: $(BENCH_VENV)/.peers  ## run the pages beside other packages, in the environment of `make bench`
+	$(BENCH_VENV)/bin/python -m pytest tests/test_page_blocks.py -k coming_from $(PYTEST_ARGS)
+
 test-full: $(VENV)/.dev  ## run every test
 	$(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-clip
+	$(MAKE) test-peers
 
-lint: $(VENV)/.dev  ## ruff and mypy, the library and a strict user of it
+lint: $(VENV)/.dev  ## ruff, mypy (the library and a strict user of it) and codespell
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --follow-imports=silent tests/typing/user.py
+	$(BIN)/codespell
+
+docs: $(VENV)/.docs  ## build the site into build/docs; nothing is fetched, and a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs . build/docs $(SPHINX_ARGS)
 
 bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
 	$(BENCH_VENV)/bin/python -m benchmarks.history.peers $(BENCH_ARGS)
@@ -79,6 +88,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e ".[deepspeed]"
 	@touch $(VENV)/.recipes $@
 
+$(VENV)/.docs: $(VENV)/.dev
+	$(INSTALL) --no-build-isolation -e ".[docs]"
+	@touch $@
+
 # transformers imports torchvision wherever it is installed, so open_clip lives apart. This environment lies on top of the
 # first one: what it lacks, torch for example, is found there. Without dependencies, which would replace torch.
 $(CLIP_VENV)/.open_clip: $(VENV)/.dev tests/open_clip/packages.txt tests/open_clip/layer.py
@@ -96,4 +109,5 @@ $(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/history/peers/pa
 	$(BENCH_INSTALL) -c constraints.txt --no-build-isolation -e ".[recipes]"
 	$(BENCH_INSTALL) --no-deps -r benchmarks/history/peers/packages.txt
 	$(BENCH_INSTALL) -r benchmarks/history/peers/imports.txt
+	$(BENCH_INSTALL) -c constraints.txt pytest pytest-timeout sybil
 	@touch $@

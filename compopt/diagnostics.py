@@ -50,6 +50,12 @@ def log_normalizers(
 
     Returns:
         ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views and for one direction.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> compopt.diagnostics.log_normalizers(z1, z2, tau=0.1).shape
+        torch.Size([50, 2])
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.no_grad():
@@ -67,7 +73,15 @@ def global_loss(
     chunk_size: int = CHUNK_SIZE,
     directions: str = "both",
 ) -> Tensor:
-    """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d."""
+    """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> whole = compopt.DCLEstimator(tau=0.1)(z1, z2)  # a batch that is the data set
+        >>> torch.allclose(compopt.diagnostics.global_loss(z1, z2, tau=0.1), whole, atol=1e-5)
+        True
+    """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size, directions) * tau).mean()
 
@@ -82,7 +96,15 @@ def global_gradient(
     chunk_size: int = CHUNK_SIZE,
     directions: str = "both",
 ) -> tuple[Tensor, Tensor]:
-    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each."""
+    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> g1, g2 = compopt.diagnostics.global_gradient(z1, z2, tau=0.1)
+        >>> g1.shape, g2.shape
+        (torch.Size([50, 8]), torch.Size([50, 8]))
+    """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.enable_grad():
         z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
@@ -123,6 +145,13 @@ def normalizer_error(
         0-d; NaN if no row has been seen.
 
     Communicates: collective on shards and with a network that ranks split.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> est = compopt.DCLEstimator(tau=0.1)
+        >>> compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=50).item() < 1e-8  # the batch is the data set
+        True
     """
     with torch.no_grad():
         n = len(z1)
@@ -174,6 +203,14 @@ def gradient_error(
 
     Returns:
         ``cosine`` of the angle and ``relative`` error ``|mean - exact| / |exact|``, 0-d.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> est = compopt.DCLEstimator(tau=0.1)
+        >>> error = compopt.diagnostics.gradient_error(est, z1, z2, batch_size=50)
+        >>> sorted(error), error["relative"].item() < 1e-4
+        (['cosine', 'relative'], True)
     """
     n = len(z1)
     with torch.no_grad():

@@ -25,28 +25,55 @@ Scalar = float | Tensor
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm of a Python number or a tensor; ``log 0 = -inf``."""
+    """Natural logarithm of a Python number or a tensor; ``log 0 = -inf``.
+
+    Example:
+        >>> from compopt import functional as F
+        >>> F.log(1.0), F.log(0.0)
+        (0.0, -inf)
+    """
     if isinstance(x, Tensor):
         return x.log()
     return math.log(x) if x > 0 else -math.inf
 
 
 def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
-    """``log(eps + g)`` from ``log g``; exact for ``eps = 0``."""
+    """``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.add_eps(torch.zeros(2), 1.0).exp().tolist()  # 1 + exp(0)
+        [2.0, 2.0]
+    """
     if isinstance(eps, Tensor):
         return torch.logaddexp(log_g, eps.log())
     return log_g if eps == 0 else torch.logaddexp(log_g, log_g.new_full((), math.log(eps)))
 
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
-    """``min(max(x, low), high)`` with bounds that are numbers or tensors."""
+    """``min(max(x, low), high)`` with bounds that are numbers or tensors.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.clip(torch.tensor([0.0, 0.5, 2.0]), 0.1, torch.tensor(1.0)).tolist()
+        [0.10000000149011612, 0.5, 1.0]
+    """
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return x.clamp(min=low).clamp(max=high)
     return x.clamp(low, high)
 
 
 def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
-    """``x - factor y`` with a factor that is a number or a tensor."""
+    """``x - factor y`` with a factor that is a number or a tensor.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.minus_product(torch.tensor([3.0]), torch.tensor([2.0]), 0.5).item()
+        2.0
+    """
     if isinstance(factor, Tensor):
         return torch.addcmul(x, factor, y, value=-1, out=out)
     return torch.sub(x, y, alpha=factor, out=out)
@@ -60,12 +87,26 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
-    """Whether all values along an axis, or all there are, are finite: their largest magnitude is."""
+    """Whether all values along an axis, or all there are, are finite: their largest magnitude is.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.all_finite(torch.tensor([[1.0, 2.0], [float('nan'), 0.0]]), dim=1).tolist()
+        [True, False]
+    """
     return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf
 
 
 def mean_of_views(log_g: Tensor) -> Tensor:
-    """``log((g_1 + g_2) / 2)`` over the last axis, kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9)."""
+    """``log((g_1 + g_2) / 2)`` over the last axis, kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9).
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> round(F.mean_of_views(torch.tensor([[1.0, 3.0]]).log()).exp().item(), 4)
+        2.0
+    """
     return torch.logsumexp(log_g, dim=-1, keepdim=True) - math.log(log_g.shape[-1])
 
 
@@ -77,6 +118,13 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
         log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
         gamma: in (0, 1]; a number, or one per row.
         first: True where the row was never visited; such a row takes ``log g`` itself. ``None``: nowhere.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> log_u, log_g = torch.tensor([1.0, 1.0]).log(), torch.tensor([3.0, 3.0]).log()
+        >>> F.moving_average(log_u, log_g, 0.5, first=torch.tensor([False, True])).exp().round(decimals=4).tolist()
+        [2.0, 3.0]
     """
     if isinstance(gamma, Tensor):
         log_keep, log_take = torch.log1p(-gamma), gamma.log()
@@ -97,6 +145,12 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
         rho: radius of the KL constraint.
         sum_wh: ``sum_j w_ij h_ij``, ``(B, D)``; ``sum_j w_ij s_ij - s_ii`` where the positive's weight is 1.
         tau: temperatures, broadcastable to ``(B, D)``.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.temperature_gradient(torch.tensor(0.5), 1.0, torch.tensor(-0.2), 0.1).item()  # 0.5 + 1 + 0.2 / 0.1
+        3.5
     """
     if multiply_tau:
         value = alpha if isinstance(rho, float) and rho == 0 else alpha + rho
@@ -107,7 +161,14 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
 
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
-    """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8)."""
+    """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8).
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.momentum(torch.tensor(0.0), torch.tensor(2.0), 0.5).item()
+        1.0
+    """
     return torch.lerp(m, grad, beta)
 
 
@@ -125,6 +186,14 @@ def adam(
 
     Returns:
         new value, new first moment, new second moment.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> zero, grad = torch.zeros(1), torch.full((1,), 2.0)
+        >>> x, m, v = F.adam(zero, zero, zero, grad, torch.ones(1), 0.1, (0.9, 0.999))
+        >>> round(x.item(), 4)  # a first step has length lr
+        -0.1
     """
     beta1, beta2 = betas
     m, v = torch.lerp(m, grad, 1.0 - beta1), torch.lerp(v, grad.square(), 1.0 - beta2)
@@ -151,6 +220,15 @@ def pair_weights(
 
     Returns:
         ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,).
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> s = torch.tensor([[0.9, 0.1, 0.1], [0.2, 0.8, 0.2]])
+        >>> negative = torch.tensor([[False, True, True], [True, False, True]])
+        >>> w, log_ghat = F.pair_weights(s, torch.tensor([0.9, 0.8]), negative, torch.tensor([0.1, 0.1]))
+        >>> w.tolist()  # the batch's own normalizer: each row sums to one
+        [[0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
     """
     count = negative.sum(1, dtype=s.dtype)
     logits = ((s - positive[:, None]) / tau[:, None]).masked_fill(~negative, -math.inf)

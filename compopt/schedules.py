@@ -67,6 +67,17 @@ class CosineGamma(Schedule):
 
     References:
         Wei et al., FastCLIP, 2024 (used by all its versions).
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=2, gamma_min=0.2)
+        >>> gammas = [est.sample_groups[0]["gamma"]]
+        >>> for _ in range(3):
+        ...     schedule.step()  # beside optimizer.step()
+        ...     gammas.append(round(est.sample_groups[0]["gamma"], 3))
+        >>> gammas
+        [1.0, 0.6, 0.2, 0.2]
     """
 
     def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = 0.2) -> None:

@@ -307,7 +307,7 @@ def test_damage_is_refused_by_every_rank(tmp_path):
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch):
-    page = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "dcp.md").read_text()
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "dcp.save" in b)
     monkeypatch.chdir(tmp_path)
     est = trained()

@@ -1,6 +1,9 @@
 """The pages: their code is code, their names exist, their links lead somewhere."""
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 import compopt
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
 
 
 def name(page):
@@ -52,9 +57,46 @@ def test_commands_name_modules_that_exist(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert all(f"({page.name})" in index for page in (ROOT / "docs").glob("*.md") if page.name != "index.md")
+def reached(page, found):
+    """The page, and those that its tables of contents lead to."""
+    found.add(page)
+    for entry in [line for block in blocks(page, "{toctree}") for line in block.splitlines()]:
+        target = (page.parent / f"{entry}.md").resolve()
+        if entry and target.exists() and target not in found:
+            reached(target, found)
+    return found
+
+
+def test_every_page_is_in_a_table_of_contents():
+    assert set((ROOT / "docs").rglob("*.md")) <= reached(ROOT / "docs" / "index.md", set())
+
+
+def test_every_public_name_is_on_a_page_of_the_api():
+    listed = set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        module = ""
+        for directive, name in re.findall(r"^\.\. (currentmodule|auto\w+):: (.+)$", page.read_text(), re.M):
+            if directive in ("currentmodule", "automodule"):
+                module = name
+            listed.add(name if directive == "automodule" else f"{module}.{name}")
+    for module in ("compopt", "compopt.data", "compopt.samplers", "compopt.integrations.sentence_transformers"):
+        try:
+            names = importlib.import_module(module).__all__
+        except ImportError:  # an optional package
+            continue
+        assert {f"{module}.{name}" for name in names if f"{module}.{name}" not in sys.modules} <= listed
+
+
+def test_the_drawings_are_what_their_script_draws():
+    drawings = sorted((ROOT / "docs" / "concepts").glob("*.svg"))
+    before = [drawing.read_text() for drawing in drawings]
+    subprocess.run([sys.executable, ROOT / "docs" / "drawings.py"], check=True)
+    assert len(drawings) == 2 and [drawing.read_text() for drawing in drawings] == before
+
+
+def test_every_picture_has_a_text_alternative():
+    for page in PAGES:
+        assert not re.findall(r"!\[\s*\]\(", page.read_text()), name(page)
 
 
 def test_readme_is_short():

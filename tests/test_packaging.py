@@ -12,7 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import typing
+import venv
 import zipfile
 from pathlib import Path
 
@@ -136,10 +139,13 @@ def test_examples_in_docstrings_run(name):
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; see the output above"
 
 
-def test_there_are_examples():
-    """Each preset shows its use."""
-    for name in "SogCLREstimator ISogCLREstimator FastCLIPEstimator InfoNCEEstimator ContrastiveEstimator".split():
-        assert ">>>" in getattr(compopt, name).__doc__, name
+@pytest.mark.parametrize("module", ["", ".data", ".diagnostics", ".functional", ".samplers", ".schedules"])
+def test_every_public_name_shows_its_use(module):
+    module = importlib.import_module("compopt" + module)
+    names = getattr(module, "__all__", defined_in(module))
+    values = {name: getattr(module, name) for name in names}
+    silent = [name for name, value in values.items() if not inspect.ismodule(value) and ">>>" not in value.__doc__]
+    assert not silent, f"no example: {silent}"
 
 
 # distribution -------------------------------------------------------------------------------------
@@ -186,6 +192,38 @@ def test_the_wheel_has_the_library_and_its_types_and_nothing_else(tmp_path):
     names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "compopt").rglob("*.py")]
     assert sorted(names) == sorted([*modules, "compopt/py.typed"])
+
+
+def source_distribution(source: Path, target: Path) -> tarfile.TarFile:
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(target)], cwd=source, check=True, capture_output=True)
+    (file,) = target.glob("*.tar.gz")
+    return tarfile.open(file)
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
+    """The wheel is built from the sdist's own content. torch and NumPy are lent; nothing is fetched."""
+    with source_distribution(checkout(tmp_path / "source"), tmp_path) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    build("wheel", unpacked, tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    assert sorted(path.name.split("-")[0] for path in packages.iterdir()) == ["compopt", "compopt"]
+    # a path in a .pth file is not searched for .pth files: an editable compopt of this environment stays out
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    code = (
+        "import torch, compopt; print(compopt.__file__); est = compopt.SogCLREstimator(n=8);"
+        "est(*torch.randn(2, 4, 3, requires_grad=True), torch.arange(4)).backward(); est.step(); print(est.t)"
+    )
+    done = subprocess.run([str(python), "-I", "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(packages / "compopt" / "__init__.py"), "1"]
 
 
 @pytest.mark.slow

@@ -111,6 +111,14 @@ def save(
 
     Communicates: collective; a few small messages, all of them before it returns. Beside training the ranks learn
     from files in the new directory when all of them have written.
+
+    Example:
+        >>> import compopt, tempfile
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = compopt.save(est, folder)
+        ...     path.name.startswith("checkpoint-")
+        True
     """
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
@@ -196,6 +204,14 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
             and both values, and the estimator is as it was.
 
     Communicates: collective; a few small messages.
+
+    Example:
+        >>> import compopt, tempfile
+        >>> est, again = (compopt.SogCLREstimator(n=10) for _ in range(2))  # the same configuration
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = compopt.save(est, folder)
+        ...     compopt.load(again, folder) == path
+        True
     """
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")

@@ -75,6 +75,15 @@ class UidIndex:
     Raises:
         ValueError: the file has another dtype, is not sorted, or has an identifier twice (as far as the places that
             are looked at show).
+
+    Example:
+        >>> import compopt, numpy, os, tempfile
+        >>> uids = numpy.array([(0, 7), (1, 5)], dtype="u8,u8")  # the upper and the lower half, ascending
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     numpy.save(os.path.join(folder, "subset.npy"), uids)
+        ...     index = compopt.data.UidIndex(os.path.join(folder, "subset.npy"))
+        ...     index.index({"__key__": f"{1:016x}{5:016x}"})
+        1
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

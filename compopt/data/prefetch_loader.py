@@ -38,6 +38,16 @@ class PrefetchLoader(Generic[T]):
     Raises:
         TypeError: ``loader`` cannot be iterated; a batch has no such entry or it is no tensor of integers.
         ValueError: an accelerate loader whose batches come from the main process.
+
+    Example:
+        >>> import torch, compopt
+        >>> announced = []
+        >>> batches = [("a", torch.tensor([0, 1])), ("b", torch.tensor([2, 3]))]
+        >>> loader = compopt.data.PrefetchLoader(batches, announce=lambda index: announced.append(index.tolist()))
+        >>> for name, index in loader:  # est.prefetch(loader) makes such a loader
+        ...     print(name, announced)
+        a [[0, 1], [2, 3]]
+        b [[0, 1], [2, 3]]
     """
 
     def __init__(

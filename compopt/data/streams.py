@@ -11,7 +11,17 @@ from compopt.data.shard_list import check_files
 
 
 class SampleIndex(Protocol):
-    """What gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own."""
+    """What gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
+
+    Example:
+        >>> import compopt
+        >>> class ByName:  # an index of your own
+        ...     n, fingerprint = 2, "names, version 1"
+        ...     def index(self, sample, position):
+        ...         return {"cat": 0, "dog": 1}[sample["__key__"]]
+        >>> ByName().index({"__key__": "dog"}, 0)
+        1
+    """
 
     n: int
 

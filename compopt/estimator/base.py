@@ -69,6 +69,17 @@ class Estimator(Commits):
 
     Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
     that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.SogCLREstimator(n=100)  # every preset is an Estimator
+        >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()  # reads rows, deposits proposals
+        >>> est.discard()  # the update is not made
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()  # commits
+        >>> est.t, est.read(torch.tensor([0, 50]))["count"].tolist()
+        (1, [1, 0])
     """
 
     data_fingerprint: str | None = None

@@ -172,7 +172,24 @@ class Component(ABC):
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves."""
+    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.estimator import Estimate
+        >>> class Constant(compopt.Normalizer):  # alpha = 0 for every anchor; docs/extending.md has one with rows
+        ...     def __init__(self):
+        ...         super().__init__(None, {})
+        ...     def check(self, group):
+        ...         pass
+        ...     def columns(self, directions, dtype):
+        ...         return []
+        ...     def estimate(self, call):
+        ...         return Estimate(alpha=torch.zeros_like(call.pairs.log_ghat), proposals={})
+        >>> est = compopt.ContrastiveEstimator(Constant(), compopt.FixedTemperature(0.1))
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).item()
+        0.0
+    """
 
     @property
     def averages_views(self) -> bool:
@@ -212,7 +229,22 @@ class Normalizer(Component):
 
 
 class Temperature(Component):
-    """Decides ``tau_i``."""
+    """Decides ``tau_i``.
+
+    Example:
+        >>> import torch, compopt
+        >>> class Constant(compopt.Temperature):
+        ...     def __init__(self):
+        ...         super().__init__(None, {})
+        ...     def check(self, group):
+        ...         pass
+        ...     def value(self, rows, hyper, training):
+        ...         return 0.1
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Constant())
+        >>> torch.equal(est(z1, z2), compopt.DCLEstimator(tau=0.1)(z1, z2))
+        True
+    """
 
     @property
     def learns(self) -> bool:

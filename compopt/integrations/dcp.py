@@ -43,6 +43,13 @@ class Stateful:
 
     Args:
         est: the estimator.
+
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.dcp import Stateful
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> sorted(Stateful(est).state_dict())  # in dcp.save({..., "compopt": Stateful(est)}, checkpoint_id=...)
+        ['rest', 'rows']
     """
 
     def __init__(self, est: Estimator) -> None:

@@ -26,7 +26,7 @@ class MCMCNegativeSampler(Normalizer):
 
     .. math::
         w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}, \qquad
-        \Pr[\text{accept } j] = \min\Big(1, \exp \frac{s_{ij} - s_{i,\text{current}}}{\tau_i}\Big)
+        \Pr[\text{accept } j] = \min\Bigl(1, \exp \frac{s_{ij} - s_{i,\text{current}}}{\tau_i}\Bigr)
 
     In each call the chain of every anchor gets ``R = |N_i|`` proposals, drawn independently and uniformly from the
     anchor's negatives in the batch and the sample at which the chain was stored, so that it may return there. For a

@@ -18,7 +18,7 @@ class BatchNormalizer(Normalizer):
     .. math::
         \alpha_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}
         \qquad\text{or, with the positive,}\qquad
-        \alpha_i = \log \tfrac{1}{|N_i|} \Big(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Big)
+        \alpha_i = \log \tfrac{1}{|N_i|} \Bigl(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Bigr)
 
     With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE less the
     constant ``tau log |N_i|``; without it the weights of each anchor sum to one.
@@ -27,6 +27,14 @@ class BatchNormalizer(Normalizer):
         include_positive: count the positive pair in the denominator.
 
     State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1).
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), compopt.FixedTemperature(0.1))
+        >>> same = compopt.DCLEstimator(tau=0.1)  # the preset
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> torch.equal(est(z1, z2), same(z1, z2))
+        True
     """
 
     def __init__(self, include_positive: bool = False) -> None:

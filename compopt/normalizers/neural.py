@@ -29,8 +29,8 @@ class NeuralNormalizer(Normalizer):
     r"""A network predicts the log-normalizers; it learns from every batch, so every sample's is current.
 
     .. math::
-        \alpha_i = \log\Big(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Big), \qquad
-        W \text{ descends } \tfrac{1}{B} \sum_i \tau_i \big(e^{-\alpha_i} (\epsilon + \hat g_i) + \alpha_i\big)
+        \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
+        W \text{ descends } \tfrac{1}{B} \sum_i \tau_i \bigl(e^{-\alpha_i} (\epsilon + \hat g_i) + \alpha_i\bigr)
 
     One ``W`` per direction, ``m`` prototypes that stand for the features of the other modality. In each call in
     training mode: the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the

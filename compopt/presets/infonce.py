@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class InfoNCEEstimator(ContrastiveEstimator):
     r"""The stateless baseline: SimCLR, InfoNCE, and CLIP with ``learn_tau=True, multiply_tau=False``.
 
-    .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Big([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Big)
+    .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Bigl([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Bigr)
 
     Args:
         tau: temperature, a number or a 0-d tensor.

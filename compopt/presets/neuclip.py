@@ -24,15 +24,15 @@ class NeuCLIPEstimator(ContrastiveEstimator):
     r"""NeuCLIP: a network predicts every sample's normalizer; nothing is stored per sample.
 
     .. math::
-        \alpha_i = \log\Big(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau}\Big), \qquad
+        \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau}\Bigr), \qquad
         w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij} / \tau - \alpha_i}
 
     Args:
         dim: of the features.
         n: number of samples, or a list of sample groups; needed only for individual temperatures or for groups.
         tau: temperature, the first one where it is learned.
-        prototypes, lr, updates, restart_every, eps, objective, architecture, optimizer, reset_optimizer,
-            through_alpha, seed: of the network, see :class:`~compopt.NeuralNormalizer`.
+        prototypes, lr, updates, restart_every, eps: of the network, see :class:`~compopt.NeuralNormalizer`.
+        objective, architecture, optimizer, reset_optimizer, through_alpha, seed: of the network, too.
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``.
         tau_lr: step size of a learned temperature (Adam).
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per

@@ -18,9 +18,9 @@ class ResidualEstimator(ContrastiveEstimator):
     r"""Large-batch gradients from batches of 8 to 64: the newest features predict, the batch and the row correct.
 
     .. math::
-        \alpha_i = \log \Big( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Big) + \log r_i, \qquad
+        \alpha_i = \log \Bigl( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Bigr) + \log r_i, \qquad
         \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij}
-        + \Big(1 - \sum_{j \in N_i} w_{ij}\Big) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
+        + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
 
     with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
     :class:`~compopt.ResidualNormalizer` for ``r_i`` and why.

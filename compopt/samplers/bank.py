@@ -31,6 +31,15 @@ class FeatureBank:
     While :meth:`hold` is in force writes wait in a queue, in their order: a reader in another thread has the bank as
     it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite, or
     too large to be normalised, is not written; :meth:`unseen` warns of those.
+
+    Example:
+        >>> import torch
+        >>> from compopt.samplers import FeatureBank
+        >>> bank = FeatureBank(n=10)
+        >>> index = torch.tensor([3, 7])
+        >>> bank.write(index, bank.rounded(*torch.randn(2, 2, 4)))
+        >>> bank.rows.shape, bank.seen.nonzero().flatten().tolist()
+        (torch.Size([10, 2, 4]), [3, 7])
     """
 
     def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: str | None = None) -> None:

@@ -38,6 +38,12 @@ class BankSampler(Sampler[list[int]]):
     after :meth:`load_state_dict` goes on where the state was taken.
 
     Subclasses define :meth:`work`, :meth:`do` and :meth:`assemble`.
+
+    Example:
+        >>> import compopt
+        >>> sampler = compopt.samplers.SpectralBatchSampler(64, batch_size=8)
+        >>> isinstance(sampler, compopt.samplers.BankSampler), len(sampler)
+        (True, 8)
     """
 
     def __init__(

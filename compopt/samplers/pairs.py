@@ -4,11 +4,11 @@ With ``s_kl = <z1_k, z2_l>`` of L2-normalised features, the loss of a batch ``I`
 both directions; by Jensen's inequality it is at least a sum over the pairs of the batch:
 
 .. math::
-    L(I) = \frac1{2B} \sum_{k \in I} \log\big(1 + \textstyle\sum_{l \ne k} e^{(s_{kl} - s_{kk})/\tau}\big)
-                                   + \log\big(1 + \sum_{l \ne k} e^{(s_{lk} - s_{kk})/\tau}\big)
+    L(I) = \frac1{2B} \sum_{k \in I} \log\bigl(1 + \textstyle\sum_{l \ne k} e^{(s_{kl} - s_{kk})/\tau}\bigr)
+                                   + \log\bigl(1 + \sum_{l \ne k} e^{(s_{lk} - s_{kk})/\tau}\bigr)
          \ge \frac1{2B(B-1)} \sum_{k < l \in I} w_{kl}, \qquad w_{kl} = c_{kl} + c_{lk},
 
-    c_{kl} = \log\big(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\big) + \log\big(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\big)
+    c_{kl} = \log\bigl(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\bigr) + \log\bigl(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\bigr)
 
 (Cho et al., Mini-Batch Optimization of Contrastive Loss, eq. 2 and 5, appendix C.1; the paper's loss is twice ``L``).
 Samples with equal labels are not each other's negatives: such a pair adds nothing to either side.

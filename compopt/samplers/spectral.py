@@ -36,7 +36,8 @@ class SpectralBatchSampler(BankSampler):
 
     .. math::
         w_{kl} = c_{kl} + c_{lk}, \qquad
-        c_{kl} = \log\big(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\big) + \log\big(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\big)
+        c_{kl} = \log\bigl(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\bigr)
+        + \log\bigl(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\bigr)
 
     The mean of ``w`` over the pairs of a batch bounds its loss from below. An epoch's batches shall keep as much of it
     inside as they can: the samples are drawn into random groups of at most ``group`` batches, and each group is cut

@@ -61,6 +61,17 @@ class TemperatureDual(Temperature):
 
     References:
         Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global).
+
+    Example:
+        >>> import torch, compopt
+        >>> tau = compopt.TemperatureDual(n=100, rho=1.0, lr=0.01, tau_init=0.07)
+        >>> est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(n=100, reference="positive"), tau)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(16)).backward()
+        >>> est.step()
+        >>> rows = est.read(torch.tensor([0, 50]))["tau"]  # (2, 2): a sample's two directions
+        >>> bool((rows[0] != rows[1]).all()), rows[1].tolist() == [rows[1, 0].item()] * 2
+        (True, True)
     """
 
     def __init__(

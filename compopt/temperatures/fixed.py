@@ -36,6 +36,16 @@ class FixedTemperature(Temperature):
 
     References:
         Radford et al., CLIP, 2021 (the learned scale).
+
+    Example:
+        >>> import torch, compopt
+        >>> tau = compopt.FixedTemperature(0.1, learn=True)
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(True), tau)
+        >>> optimizer = torch.optim.AdamW(est.parameters())  # beside the model's
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> est(z1, z2).backward()
+        >>> [parameter.grad is not None for parameter in est.parameters()]
+        [True]
     """
 
     def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:

@@ -16,7 +16,8 @@ ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward"""
 _library = None
 
 
-def _declare_operators() -> None:
+def declare_operators() -> None:
+    """Give torchvision the names that it asks for, where its operators are missing."""
     global _library
     if _library is None and not torch.cuda.is_available():
         _library = torch.library.Library("torchvision", "DEF")
@@ -31,7 +32,7 @@ def versions() -> dict[str, str]:
 
 def libauc() -> Any:
     """``libauc.losses.contrastive``."""
-    _declare_operators()
+    declare_operators()
     from libauc.losses import contrastive
 
     return contrastive
@@ -44,7 +45,7 @@ def gcl_bimodal(n: int, **options: Any) -> Any:
 
 def open_clip() -> Any:
     """``open_clip.loss``."""
-    _declare_operators()
+    declare_operators()
     from open_clip import loss
 
     return loss
@@ -59,7 +60,7 @@ def metric_learning() -> Any:
 
 def sentence_losses() -> Any:
     """``sentence_transformers.sentence_transformer.losses``."""
-    _declare_operators()
+    declare_operators()
     from sentence_transformers.sentence_transformer import losses
 
     return losses

@@ -1,0 +1,64 @@
+"""Pages that say ``executed: true`` in their front matter: the build runs their Python and shows what it prints.
+
+A page is one program: its blocks share their names, and run in a folder of their own. An exception is a warning, and
+``make docs`` makes warnings errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
+count = 0
+
+
+def run(blocks: list[nodes.literal_block], page: str) -> None:
+    """Execute the blocks of one page, and put what each prints behind it."""
+    global count
+    names: dict[str, Any] = {"__name__": "__page__"}
+    for block in blocks:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block.astext(), f"{page}:{block.line}", "exec"), names)
+        except Exception:
+            logger.warning("a block of the page fails:\n%s", traceback.format_exc(), location=block)
+            return
+        count += 1
+        if printed.getvalue():
+            output = nodes.literal_block(printed.getvalue(), printed.getvalue(), language="text", classes=["output"])
+            block.parent.insert(block.parent.index(block) + 1, output)
+
+
+def execute(app: Any, doctree: nodes.document) -> None:
+    if not app.env.metadata[app.env.docname].get("executed"):
+        return
+    blocks = [node for node in doctree.findall(nodes.literal_block) if node.get("language") == "python"]
+    before = Path.cwd()
+    os.environ.setdefault("COMPOPT_CACHE", str(before / ".cache"))  # data that was drawn once
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            run(blocks, app.env.docname)
+        finally:
+            os.chdir(before)
+
+
+def report(app: Any, exception: Exception | None) -> None:
+    if exception is None:
+        logger.info("blocks executed by this build: %d", count)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("doctree-read", execute)
+    app.connect("build-finished", report)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -1,0 +1,54 @@
+"""The recipe for a folder of pictures and texts: train, resume, two processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import glyphs, own_data
+from tests.launching import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("pictures")
+    data = glyphs.load()
+    for at in range(0, 6000, 25):
+        Image.fromarray(data.images[at].numpy()).save(folder / f"{at:05d}.png")
+        (folder / f"{at:05d}.txt").write_text(data.names[data.caption[at]])
+    (folder / "a text without a picture.txt").write_text("nobody's")
+    return folder
+
+
+def test_every_tenth_pair_is_held_out(folder):
+    train, held_out = own_data.read(folder)
+    assert (len(train), len(held_out)) == (216, 24)
+    assert not set(train.paths) & set(held_out.paths)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_whole_run(folder, tmp_path, capsys):
+    small = [str(folder), "--batch-size", "32"]
+    own_data.main([*small, "--output", str(tmp_path / "whole")])
+    whole = capsys.readouterr().out.splitlines()
+    own_data.main([*small, "--output", str(tmp_path / "parts"), "--epochs", "1"])
+    own_data.main([*small, "--output", str(tmp_path / "parts"), "--resume"])
+    assert capsys.readouterr().out.splitlines() == whole
+    assert len(whole) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.distributed
+def test_two_processes_go_on_where_one_stopped(folder, tmp_path):
+    output = ["--output", str(tmp_path)]
+    own_data.main([str(folder), "--batch-size", "32", "--epochs", "1", *output])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "recipes.own_data", str(folder), "--batch-size", "16", "--resume", *output]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("epoch")] == ["epoch 2"]

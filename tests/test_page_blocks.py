@@ -1,0 +1,116 @@
+"""Every Python block of every page runs. A page is one program: its blocks share their names.
+
+Setup that a reader does not need stands in the page as an invisible block, an HTML comment that begins with
+``<!--- invisible-code-block: python``. Pages that need a package which is not here are skipped.
+
+python -m tests.test_page_blocks             # counts what is executed: blocks of pages, examples of docstrings
+python -m tests.test_page_blocks PAGE        # runs one page
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import environment
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
+# what a page needs beyond the library and the recipes
+NEEDS = {
+    "docs/coming_from/libauc.md": ("libauc",),
+    "docs/coming_from/lightly.md": ("lightly",),
+    "docs/coming_from/metric_learning.md": ("pytorch_metric_learning",),
+    "docs/coming_from/open_clip.md": ("open_clip",),
+    "docs/coming_from/sentence_transformers.md": ("sentence_transformers", "datasets"),
+    "docs/guides/accelerate.md": ("accelerate",),
+    "docs/guides/deepspeed.md": ("deepspeed",),
+    "docs/guides/lightning.md": ("lightning",),
+    "docs/guides/sentence_transformers.md": ("sentence_transformers", "datasets"),
+    "docs/guides/transformers.md": ("transformers", "accelerate"),
+    "docs/shards.md": ("webdataset",),
+    "docs/text.md": ("sentence_transformers",),
+}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def written(page: Path) -> int:
+    """The Python blocks that a reader sees."""
+    return len(re.findall(r"^```python$", page.read_text(), re.M))
+
+
+# pages that make process groups, start workers or change what the process has
+OF_THEIR_OWN = {*NEEDS, "docs/guides/fsdp2.md", "docs/guides/ranks.md"}
+WITH_CODE = [page for page in PAGES if written(page)]
+
+
+def examples(page: Path):
+    from sybil import Sybil
+    from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+    parsers = [PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS), SkipParser()]
+    return list(Sybil(parsers=parsers, path=str(page.parent)).parse(page).examples())
+
+
+def run(page: Path) -> None:
+    if "/coming_from/" in str(page):
+        from benchmarks.history.peers import packages
+
+        packages.declare_operators()
+    found = examples(page)
+    assert len(found) >= written(page)
+    for example in found:
+        example.evaluate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, request):
+    pytest.importorskip("sybil")
+    if missing := [package for package in NEEDS.get(name(page), ()) if not importlib.util.find_spec(package)]:
+        pytest.skip(f"needs {missing}")
+    monkeypatch.setenv("COMPOPT_CACHE", str(ROOT / ".cache"))
+    monkeypatch.chdir(tmp_path)
+    if "deepspeed" in page.stem:
+        request.getfixturevalue("deepspeed_compiled")
+    if name(page) in OF_THEIR_OWN:
+        command = [sys.executable, "-m", "tests.test_page_blocks", name(page)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    else:
+        run(page)
+
+
+def test_what_a_page_needs_is_said_of_pages_that_exist():
+    assert {ROOT / page for page in NEEDS} <= set(WITH_CODE)
+
+
+def main() -> None:
+    """Run one page, or count what all have."""
+    if len(sys.argv) > 1:
+        run(ROOT / sys.argv[1])
+        return
+    import compopt
+
+    for page in WITH_CODE:
+        print(f"{written(page):4d}  {name(page)}")
+    modules = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = [test for m in modules for test in finder.find(importlib.import_module(m), m) if test.examples]
+    lines = sum(len(test.examples) for test in tests)
+    print(f"{sum(map(written, WITH_CODE))} blocks of {len(WITH_CODE)} pages are executed by this test,")
+    print(f"{lines} examples of {len(tests)} docstrings by tests/test_packaging.py.")
+
+
+if __name__ == "__main__":
+    main()
