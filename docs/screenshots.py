@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--all", action="store_true", help="measure every page, take no pictures")
     args = parser.parse_args()
+    if not SITE.is_dir():
+        raise SystemExit("there is no site yet: make docs")
     args.folder.mkdir(parents=True, exist_ok=True)
     pages = (
         [path.relative_to(SITE).with_suffix("").as_posix() for path in SITE.rglob("*.html")] if args.all else args.pages
