@@ -53,7 +53,9 @@ class Disturbed:
         self.run = self.start()
 
     def start(self) -> Elastic:
-        return Elastic(self.cache, self.disk / "run", RANKS, "--resume", "--epochs", str(self.epochs), restarts=1000)
+        options = ("--resume", "--epochs", str(self.epochs))
+        log = self.cache.with_name("disturbed.log")  # not on the disk that fills
+        return Elastic(self.cache, self.disk / "run", RANKS, *options, restarts=1000, log=log)
 
     def disturb(self, kind: str, choose: random.Random) -> None:
         """One event, after the next checkpoint."""
