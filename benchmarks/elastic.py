@@ -19,13 +19,13 @@ BATCH, LIMIT, WAIT = 12, 120, 240  # 10 updates per epoch; 12 samples on 4, 3 or
 class Elastic:
     """A run of the recipe under torchrun, in a session of its own."""
 
-    def __init__(self, cache, output, ranks, *options, restarts=5):
+    def __init__(self, cache, output, ranks, *options, restarts=5, log=None):
         launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}")
         arguments = ["--limit", str(LIMIT), "--batch-size", str(BATCH), "--epochs", "1", "--checkpoint-every", "1"]
         arguments += ["--eval-every", "100", "--timeout", "20", "--threads", "1", "--no-plots", "--no-progress"]
         arguments += ["--offload", "disk", "--shard", "--cache-dir", str(cache), "--output-dir", str(output)]
         command = [sys.executable, "-m", *launcher, "-m", "recipes.train_clip", *arguments, *options]
-        self.output, self.log = output, Path(f"{output}.log")
+        self.output, self.log = output, log or Path(f"{output}.log")
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(), start_new_session=True, stdout=log, stderr=log

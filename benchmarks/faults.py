@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.faults_training import INSIDE, Setting, Training, train
+from benchmarks.faults_training import BEGUN, INSIDE, Setting, Training, train
 from benchmarks.saved import RESULTS, append_run, read_runs
 from recipes.report import environment, heading, table
 from tests.pool import free_port
@@ -161,6 +161,8 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
         while alive:
             flags = mmap.mmap(-1, 16)
             ranks = Ranks(setting.ranks, to_the_end, setting, directory, flags)
+            if generator.random() < 0.8:  # else also while it is built or loads
+                await_flag(flags, BEGUN)
             time.sleep(generator.uniform(0.0, duration))
             everyone = list(range(setting.ranks))
             ranks.kill(generator.choice([everyone, [generator.choice(everyone)]]))
@@ -176,6 +178,13 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
             check_recovery(setting, directory, expected, outcome)
             say(outcome)
     return outcome
+
+
+def await_flag(flags: mmap.mmap, which: int) -> None:
+    """Until a child has said so, but not for ever."""
+    end = time.monotonic() + TIMEOUT
+    while not flags[which] and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], outcome: Outcome) -> None:

@@ -15,7 +15,7 @@ import compopt
 from compopt.estimator.save_handle import SaveHandle
 
 DIM, BATCH = 8, 32
-SAVED, INSIDE = 1, 2  # what a run tells of itself: bytes of shared memory
+BEGUN, SAVED, INSIDE = 0, 1, 2  # what a run tells of itself: bytes of shared memory
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> 
     run = Training(setting, directory)
     if any((directory / "checkpoints").glob("*/manifest.json")):
         run.load()
+    if flags is not None:
+        flags[BEGUN] = 1
     digests = {}
     while run.est.t < setting.steps:
         run.step(run.est.t)

@@ -31,6 +31,7 @@ from recipes.report import environment, heading, table
 from tests.disks import fill, mounted
 
 RANKS, DISK, PER_EPOCH = 2, 400 << 20, 10
+PER_EVENT = 15  # updates: some pass until it is noticed that a save failed
 FULL = "could not be written"
 KINDS = ("pre-emptions", "full disks", "lost ranks")
 
@@ -52,7 +53,9 @@ class Disturbed:
         self.run = self.start()
 
     def start(self) -> Elastic:
-        return Elastic(self.cache, self.disk / "run", RANKS, "--resume", "--epochs", str(self.epochs), restarts=1000)
+        options = ("--resume", "--epochs", str(self.epochs))
+        log = self.cache.with_name("disturbed.log")  # not on the disk that fills
+        return Elastic(self.cache, self.disk / "run", RANKS, *options, restarts=1000, log=log)
 
     def disturb(self, kind: str, choose: random.Random) -> None:
         """One event, after the next checkpoint."""
@@ -86,7 +89,7 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
     glyphs.load(cache)
     events = [kind for kind, count in counts.items() for _ in range(count)]
     choose.shuffle(events)
-    epochs = len(events) // PER_EPOCH + 2
+    epochs = len(events) * PER_EVENT // PER_EPOCH + 2
     with Elastic(cache, folder / "undisturbed", RANKS, "--epochs", str(epochs)) as run:
         expected = run.result()
     started, disturbed = time.perf_counter(), Disturbed(cache, disk, epochs)
