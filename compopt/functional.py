@@ -80,7 +80,14 @@ def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = Non
 
 
 def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
-    """``x - factor y / z`` with a factor that is a number or a tensor."""
+    """``x - factor y / z`` with a factor that is a number or a tensor.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.minus_quotient(torch.ones(2), torch.ones(2), torch.tensor([2.0, 4.0]), 1.0).tolist()
+        [0.5, 0.75]
+    """
     if isinstance(factor, Tensor):
         return minus_product(x, y / z, factor)
     return torch.addcdiv(x, y, z, value=-factor)
