@@ -193,11 +193,13 @@ def test_sigkill_leaves_the_state_after_a_commit(tmp_path):
     server = subprocess.Popen(
         [sys.executable, "-c", FORKS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    for trial in range(24):
+    for trial in range(200):
+        if trial >= 24 and len(reached) > 5:  # killed at different moments; on a busy machine commits take longer
+            break
         server.stdin.write(f"{trial}\n")
         server.stdin.flush()
         child = int(server.stdout.readline())
-        time.sleep(choose.uniform(0.005, 0.06))
+        time.sleep(choose.uniform(0.005, 0.06) * (1 + trial // 24))
         os.kill(child, signal.SIGKILL)
         assert server.stdout.readline().strip() == str(-signal.SIGKILL)
         found = read_table(tmp_path / str(trial), "rows", torch.arange(N))
@@ -211,7 +213,7 @@ def test_sigkill_leaves_the_state_after_a_commit(tmp_path):
         reached.add(step)
     server.stdin.close()
     assert server.wait(20) == 0
-    assert len(reached) > 5  # killed at different moments
+    assert len(reached) > 5
 
 
 # forks once torch is imported, so that two dozen processes are cheap
