@@ -16,6 +16,7 @@ import torch.distributed as dist
 import compopt
 
 N, BATCH, DIM, STEPS, FAILS_AT, LOST = 400, 6, 4, 6, 3, 1
+START = 120.0  # seconds until all ranks are there
 
 
 def fail(how: str, clock: Path) -> bool:
@@ -30,9 +31,9 @@ def fail(how: str, clock: Path) -> bool:
     return how == "out of data"
 
 
-def train(rank: int, how: str, place: dict, clock: Path) -> None:
+def train(rank: int, how: str, place: dict, group: dist.ProcessGroup, clock: Path) -> None:
     """Train; the features carry a graph, as an encoder's do."""
-    est = compopt.SogCLREstimator(N, gamma=0.9, tau=0.1, **place)
+    est = compopt.SogCLREstimator(N, gamma=0.9, tau=0.1, process_group=group, **place)
     for step in range(STEPS):
         index = torch.arange(BATCH) + BATCH * (dist.get_world_size() * step + rank)
         if rank == LOST and step == FAILS_AT:
@@ -49,11 +50,13 @@ def main() -> None:
     rank, size, port, how, place, timeout, clock = sys.argv[1:]
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(size),
-        timeout=datetime.timedelta(seconds=float(timeout)),
+        timeout=datetime.timedelta(seconds=START),
     )  # fmt: skip
     torch.set_num_threads(1)
+    dist.barrier()  # on a busy machine processes take longer to begin than ranks may wait for each other
+    group = dist.new_group(timeout=datetime.timedelta(seconds=float(timeout)))
     try:
-        train(int(rank), how, json.loads(place), Path(clock))
+        train(int(rank), how, json.loads(place), group, Path(clock))
     except Exception as error:
         print(json.dumps({"error": type(error).__name__, "said": str(error), "at": time.time()}), flush=True)
         os._exit(1)

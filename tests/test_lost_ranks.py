@@ -5,7 +5,7 @@ import pytest
 from benchmarks import losses
 
 pytestmark = [pytest.mark.distributed, pytest.mark.launch]
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 SAID = {
     "killed": "lost the connection",
     "raises inside a call": "rank 1 refused its arguments",
@@ -22,5 +22,5 @@ def test_what_the_other_ranks_see(how, tmp_path):
     for answer in answers:
         assert SAID[how] in answer["said"], answer
         # at once, but where nothing tells; some seconds for a machine that is busy
-        assert answer["seconds"] < TIMEOUT + 5, answer
+        assert answer["seconds"] < TIMEOUT + 20, answer
         assert (answer["seconds"] > TIMEOUT - 1) == (how == "hangs"), answer
