@@ -21,7 +21,7 @@ class Elastic:
 
     def __init__(self, cache, output, ranks, *options, restarts=5, log=None):
         launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}")
-        arguments = ["--limit", str(LIMIT), "--batch-size", str(BATCH), "--epochs", "1", "--checkpoint-every", "1"]
+        arguments = ["--limit", str(LIMIT), "--batch-size", str(BATCH), "--epochs", "2", "--checkpoint-every", "1"]
         arguments += ["--eval-every", "100", "--timeout", "20", "--threads", "1", "--no-plots", "--no-progress"]
         arguments += ["--offload", "disk", "--shard", "--cache-dir", str(cache), "--output-dir", str(output)]
         command = [sys.executable, "-m", *launcher, "-m", "recipes.train_clip", *arguments, *options]
@@ -68,9 +68,12 @@ class Elastic:
 
     def kill_a_rank(self, which):
         """By SIGKILL."""
-        ranks = [
-            child for child in psutil.Process(self.process.pid).children() if "train_clip" in " ".join(child.cmdline())
-        ]
+        ranks = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+                if "train_clip" in " ".join(child.cmdline()):
+                    ranks.append(child)
+        assert ranks, f"no rank to kill: {self.log.read_text()[-4000:]}"
         ranks[which % len(ranks)].kill()
 
     def result(self):
