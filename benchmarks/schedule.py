@@ -1,11 +1,11 @@
-"""A day of a shared cluster, compressed: the CLIP recipe is pre-empted, meets a full disk and loses ranks.
+"""A day of a shared cluster, compressed: the CLIP recipe is preempted, meets a full disk and loses ranks.
 
     python -m benchmarks.schedule                                      # 200, 20 and 20: an hour or more
     python -m benchmarks.schedule --preemptions 10 --full 2 --losses 2 --output /tmp/schedule.md
 
 ``recipes/train_clip.py`` trains on the smallest data under ``torchrun --max-restarts``, on two ranks, rows sharded on
 disk, with a checkpoint after every update. In an order by chance all of its processes are killed and it is started
-anew with ``--resume`` (a pre-emption); its disk is filled until a save has failed (a full disk); one rank is killed
+anew with ``--resume`` (a preemption); its disk is filled until a save has failed (a full disk); one rank is killed
 (a lost rank). Between two events there is at least one further update. The end must be that of a run that nobody
 disturbed: history, final measures, weights and rows, bit for bit.
 
@@ -33,7 +33,7 @@ from tests.disks import fill, mounted
 RANKS, DISK, PER_EPOCH = 2, 400 << 20, 10
 PER_EVENT = 15  # updates: some pass until it is noticed that a save failed
 FULL = "could not be written"
-KINDS = ("pre-emptions", "full disks", "lost ranks")
+KINDS = ("preemptions", "full disks", "lost ranks")
 
 
 def state(output: Path) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ class Disturbed:
         """One event, after the next checkpoint."""
         self.saved = self.run.await_saves(self.saved)
         time.sleep(choose.uniform(0.0, 0.3))
-        if kind == "pre-emptions":
+        if kind == "preemptions":
             self.run.kill()
             self.run = self.start()
         elif kind == "lost ranks":
