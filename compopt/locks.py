@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -41,6 +42,9 @@ class _Held:
 
 _held: dict[_Key, _Held] = {}
 _guard = threading.Lock()
+# Claims that were given back. Estimators give theirs back when they are collected, which can happen at any line, also
+# one at which this very thread holds the guard: whoever holds it does the rest.
+_returned: deque[_Key] = deque()
 
 
 class Claim:
@@ -60,8 +64,11 @@ class Claim:
 
     def __init__(self, path: Path, remedy: str) -> None:
         self.path = path
-        with _guard:
-            self._key = _share(path) or _acquire(path, remedy)
+        try:
+            with _guard:
+                self._key = _share(path) or _acquire(path, remedy)
+        finally:
+            _give_back()
 
     @property
     def valid(self) -> bool:
@@ -69,19 +76,34 @@ class Claim:
         return self._key is not None and _key(self.path) == self._key
 
     def release(self) -> None:
-        """Give the claim back; the last one of this process gives the lock back."""
-        with _guard:
-            key, self._key = self._key, None
-            held = None if key is None else _held.get(key)
-            if key is None or held is None or held.pid != os.getpid():
-                return
-            held.claims -= 1
-            if not held.claims:
-                del _held[key]
-                if _key(held.path) == key:
-                    with suppress(OSError):
-                        held.path.unlink()  # while it is held: whoever opened it before finds another file there
-                os.close(held.descriptor)
+        """Give the claim back; the last one of this process gives the lock back. It waits for nobody."""
+        key, self._key = self._key, None
+        if key is not None:
+            _returned.append(key)
+            _give_back()
+
+
+def _give_back() -> None:
+    """Do it, unless somebody is at it, who then looks again."""
+    while _returned and _guard.acquire(blocking=False):
+        try:
+            while _returned:
+                _release(_returned.popleft())
+        finally:
+            _guard.release()
+
+
+def _release(key: _Key) -> None:
+    held = _held.get(key)
+    if held is None or held.pid != os.getpid():
+        return
+    held.claims -= 1
+    if not held.claims:
+        del _held[key]
+        if _key(held.path) == key:
+            with suppress(OSError):
+                held.path.unlink()  # while it is held: whoever opened it before finds another file there
+        os.close(held.descriptor)
 
 
 def _key(path: Path) -> _Key | None:
@@ -164,6 +186,7 @@ def _forget() -> None:
     global _guard
     _guard = threading.Lock()
     _held.clear()
+    _returned.clear()
 
 
 if hasattr(os, "register_at_fork"):

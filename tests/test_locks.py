@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,6 +102,40 @@ def test_locks_go_with_the_estimator(tmp_path):
     del est
     gc.collect()
     assert not any(file.exists() for file in files) and len(locks._held) == held - 2
+
+
+def test_an_estimator_may_be_collected_while_another_one_is_locked(tmp_path, monkeypatch):
+    """The collector runs where it wants, also inside of what makes a claim."""
+    gc.collect()
+    held, doomed, key = len(locks._held), [estimator(tmp_path / "old")], locks._key
+
+    def collected(path):
+        while doomed:
+            del doomed[0]
+            gc.collect()
+        return key(path)
+
+    monkeypatch.setattr(locks, "_key", collected)
+    est = estimator(tmp_path / "new")
+    assert not doomed and len(locks._held) == held + 1
+    assert not (tmp_path / "old" / "rows.lock").exists() and (tmp_path / "new" / "rows.lock").exists()
+    del est
+
+
+def test_threads_share_locks(tmp_path):
+    """Each claim is counted, whoever gives it back."""
+    gc.collect()
+    held, path = len(locks._held), tmp_path / "lock"
+
+    def take_and_give(_):
+        for _ in range(200):
+            claim = locks.Claim(path, "wait")
+            assert claim.valid
+            claim.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take_and_give, range(4)))
+    assert len(locks._held) == held and not path.exists()
 
 
 def test_closing_gives_the_lock_back(tmp_path):
