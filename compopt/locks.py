@@ -52,6 +52,7 @@ class Claim:
 
     Args:
         path: of the lock file; its directory exists.
+        what: is written, for messages.
         remedy: what a refused run may do.
 
     Raises:
@@ -62,11 +63,11 @@ class Claim:
         UserWarning: the file system has no locks.
     """
 
-    def __init__(self, path: Path, remedy: str) -> None:
-        self.path = path
+    def __init__(self, path: Path, what: Path, remedy: str) -> None:
+        self.path, self.what = path, what
         try:
             with _guard:
-                self._key = _share(path) or _acquire(path, remedy)
+                self._key = _share(path) or _acquire(path, what, remedy)
         finally:
             _give_back()
 
@@ -122,7 +123,7 @@ def _share(path: Path) -> _Key | None:
     return key
 
 
-def _acquire(path: Path, remedy: str) -> _Key | None:
+def _acquire(path: Path, what: Path, remedy: str) -> _Key | None:
     """Lock a file, or ``None`` where there are no locks."""
     end = time.monotonic() + PATIENCE
     while True:
@@ -138,10 +139,10 @@ def _acquire(path: Path, remedy: str) -> _Key | None:
         holder = _read(descriptor)
         os.close(descriptor)
         if refused is not None and refused.errno not in _REFUSED:
-            _warn(path, refused)
+            _warn(what, refused)
             return None
         if refused is not None and time.monotonic() > end:
-            raise RuntimeError(f"{path.parent} is in use by {holder}: {remedy}")
+            raise RuntimeError(f"{what} is in use by {holder}: {remedy}")
         time.sleep(0.05)
 
 
@@ -174,9 +175,9 @@ def _read(descriptor: int) -> str:
         return "another process"
 
 
-def _warn(path: Path, error: OSError) -> None:
+def _warn(what: Path, error: OSError) -> None:
     warnings.warn(
-        f"{path.parent}: the file system has no locks ({error.strerror}): nobody notices two runs that write there",
+        f"{what}: the file system has no locks ({error.strerror}): nobody notices two runs that write there",
         stacklevel=4,
     )
 

@@ -253,7 +253,7 @@ def test_a_manifest_too_long_to_be_read_is_not_written(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"manifest\.json.* bytes: too many sample groups"):
         compopt.save(trained(), tmp_path)
     monkeypatch.undo()
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+    assert len(list(tmp_path.iterdir())) == 1
     compopt.load(trained(), tmp_path)
 
 

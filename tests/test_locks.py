@@ -91,7 +91,7 @@ def test_locks_go_with_the_estimator(tmp_path):
     gc.collect()
     est = estimator(tmp_path / "rows")
     compopt.save(est, tmp_path / "checkpoints")
-    files = [tmp_path / "rows" / "rows.lock", tmp_path / "checkpoints" / claims.LOCK]
+    files = [tmp_path / "rows" / "rows.lock", claims.lock_file(tmp_path / "checkpoints")]
     held = len(locks._held)
     other = estimator()
     compopt.save(other, tmp_path / "checkpoints")  # of the same process: taken in turns
@@ -129,7 +129,7 @@ def test_threads_share_locks(tmp_path):
 
     def take_and_give(_):
         for _ in range(200):
-            claim = locks.Claim(path, "wait")
+            claim = locks.Claim(path, tmp_path, "wait")
             assert claim.valid
             claim.release()
 
@@ -152,12 +152,28 @@ def test_a_table_that_is_refused_keeps_no_lock(tmp_path):
     assert not (tmp_path / "rows" / "rows.lock").exists()
 
 
+def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
+    est = estimator()
+    path = compopt.save(est, tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) == [path]
+    assert claims.lock_file(tmp_path / "checkpoints").exists()
+
+
+def test_without_a_parent_to_write_in_the_lock_is_in_the_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    est = estimator()
+    compopt.save(est, tmp_path / "checkpoints")
+    assert (tmp_path / "checkpoints" / ".lock").exists()
+
+
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
+    gc.collect()
     est = estimator()
     compopt.save(est, tmp_path / "checkpoints")
     held = len(locks._held)
     for _ in range(3):
         shutil.rmtree(tmp_path / "checkpoints")
+        claims.lock_file(tmp_path / "checkpoints").unlink()
         compopt.save(est, tmp_path / "checkpoints")
         assert len(locks._held) == held  # no descriptor is left
     code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
@@ -172,7 +188,7 @@ def test_a_trainer_with_a_directory_for_every_save_keeps_few_locks(tmp_path):
     for number in range(10):
         compopt.save(est, tmp_path / str(number))
     assert len(locks._held) == held + claims.KEPT
-    assert sorted(path.parent.name for path in tmp_path.glob("*/.lock")) == ["6", "7", "8", "9"]
+    assert sorted(path.name for path in tmp_path.glob(".*.lock")) == [".6.lock", ".7.lock", ".8.lock", ".9.lock"]
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from pathlib import Path
 
 from compopt import locks
 from compopt.checkpoint import durable
 from compopt.estimator.base import Estimator
 from compopt.remote import Folder, RemotePath
 
-LOCK = ".lock"
 KEPT = 4  # directories of an estimator that stay claimed; some trainers name a new one for every save
 REMEDY = "two runs that save there remove each other's checkpoints; end that one, or save into another directory"
 
@@ -29,7 +30,7 @@ class _Claims:
     def take(self, directory: Folder) -> locks.Claim | None:
         """Take out the claim on a directory."""
         for number, claim in enumerate(self._claims):
-            if claim.path.parent == directory:
+            if claim.what == directory:
                 return self._claims.pop(number)
         return None
 
@@ -51,12 +52,19 @@ def claim(est: Estimator, directory: Folder) -> None:
     """
     if isinstance(directory, RemotePath):
         return
-    directory = directory.absolute()
+    directory = directory.resolve()
     claims = _all.get(est) or _all.setdefault(est, _Claims(est))
     own = claims.take(directory)
     if own is None or not own.valid:
-        if own is not None:  # the directory was removed and made anew
+        if own is not None:  # somebody removed the lock file
             own.release()
-        with durable.named(directory / LOCK):
-            own = locks.Claim(directory / LOCK, REMEDY)
+        path = lock_file(directory)
+        with durable.named(path):
+            own = locks.Claim(path, directory, REMEDY)
     claims.add(own)
+
+
+def lock_file(directory: Path) -> Path:
+    """Beside the directory, in which there is nothing but checkpoints; in it where its parent cannot be written."""
+    beside = directory.name and os.access(directory.parent, os.W_OK | os.X_OK)
+    return directory.with_name(f".{directory.name}.lock") if beside else directory / ".lock"

@@ -99,7 +99,7 @@ class DiskStore(TensorStore):
     def _open_writer(self) -> None:
         self._make_directory()
         remedy = "two runs would write one table; end that one, or name another offload_dir"
-        claim = locks.Claim(self.path("lock"), remedy)
+        claim = locks.Claim(self.path("lock"), self._directory, remedy)
         self._release = weakref.finalize(self, claim.release)
         try:
             self.stale = self.path().exists()
