@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from benchmarks.studies.search import Job, Search
+from recipes.report import environment, machine
 
 
 def parser(module: str, description: str | None, path: Path) -> argparse.ArgumentParser:
@@ -36,3 +42,45 @@ def provenance(runs: Sequence[dict[str, Any]], script: str, packages: Sequence[s
         f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {hours:.1f} hours of training",
         f"- **commands**: at the top of `{script}`",
     ]
+
+
+def stamp() -> dict[str, Any]:
+    """Where and when a run was made, of what."""
+    env = environment()
+    known = {key: env[key] for key in ("python", "torch", "commit", "threads")}
+    return {**known, "machine": machine(env), "date": time.strftime("%Y-%m-%d")}
+
+
+def command(
+    module: str,
+    description: str | None,
+    study: Search[Any],
+    run_one: Callable[[Job, Path | None, int], dict[str, Any]],
+    write: Callable[[dict[str, dict[str, Any]]], None],
+    reads_words: Callable[[str], bool],
+    argv: Sequence[str] | None,
+) -> None:
+    """The command of a study over several data sets, of which one may be WordNet.
+
+    Args:
+        module, description: see :func:`parser`.
+        study: its arms and results.
+        run_one: what ``run-one`` does with a job, the folder of WordNet's files and a number of threads.
+        write: makes the page from the finished runs.
+        reads_words: whether an arm needs that folder.
+        argv: arguments of the command line.
+    """
+    root = parser(module, description, study.path)
+    root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
+    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
+    args = root.parse_args(argv)
+    if args.command == "report":
+        write(study.finished(args.results))
+    elif args.command == "run-one":
+        print(json.dumps(run_one(Job(**json.loads(args.job)), args.wordnet, args.threads)))
+    else:
+        arms = [arm for pattern in args.arms for arm in study.arms if fnmatch(arm, pattern)]
+        if args.wordnet is None and any(map(reads_words, arms)):
+            root.error("--wordnet FOLDER")
+        flags = ["--wordnet", str(args.wordnet)] if args.wordnet else []
+        study.carry_out(arms, module, flags, args.command == "final", args.workers, args.threads, args.results)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
@@ -27,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.saved import append_run
+from benchmarks.studies.command import stamp
 from benchmarks.studies.glyphs_arms import Arm, batch_arms, caption_arms, main_arms, regime_arms
 from benchmarks.studies.glyphs_report import write
 from benchmarks.studies.jobs import METRIC, RESULTS, Job, final_jobs, finished, tuning_jobs
@@ -35,7 +35,6 @@ from recipes.config import Config, Control
 from recipes.engine import Run
 from recipes.glyphs import load
 from recipes.methods import METHODS
-from recipes.report import environment, machine
 from recipes.tasks import GlyphNames
 
 # -- running -------------------------------------------------------------------------------------------------------
@@ -69,12 +68,7 @@ def run_one(job: Job, threads: int) -> dict[str, Any]:
     control = Control(eval_every=0, error_every=steps // job.errors if job.errors else 0)
     run = Run(task, config, control).train()
     chosen = getattr(run.batches, "sampler", None)
-    env = environment()
-    facts = {
-        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
-        "machine": machine(env),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    facts = stamp()
     if job.errors:
         facts["errors"] = [record["normalizer_error"] for record in run.history if "normalizer_error" in record]
     if chosen is not None:

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.command import parser
+from benchmarks.studies.command import parser, stamp
 from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.icons_report import write
 from benchmarks.studies.search import SEEDS, Job
-from recipes.report import environment, machine
 
 MODEL = Path("recipes/clip/icons.json")
 TESTS = {  # name -> task of clip-benchmark, its flags
@@ -134,17 +133,14 @@ def run_one(job: Job, data: Path, threads: int) -> dict[str, Any]:
         metrics = evaluate(checkpoint, data, tests, Path(folder))
         state = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
         scale = {name: value for name, value in state.items() if name.endswith("logit_scale")}.popitem()[1]
-    env = environment()
     return {
         "job": asdict(job),
         "metrics": metrics,
         "curve": curve.losses,
         "scale": round(float(scale.exp()), 3),
         "seconds": round(seconds, 1),
-        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
+        **stamp(),
         "open_clip": open_clip.__version__,
-        "machine": machine(env),
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -25,12 +25,11 @@ import numpy as np
 import torch
 
 import compopt
-from benchmarks.studies.command import parser
+from benchmarks.studies.command import parser, stamp
 from benchmarks.studies.search import SEEDS, Job
 from benchmarks.studies.text_arms import ARMS, EPOCHS, HELD_OUT, LOSSES, PAIRS, POOL, STUDY, TextArm
 from benchmarks.studies.text_report import write
 from recipes import cache
-from recipes.report import environment, machine
 from recipes.text import TextPairs, load, small_model, tokenizer_of
 
 ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
@@ -154,15 +153,12 @@ def run_one(job: Job, wordnet: Path, threads: int) -> dict[str, Any]:
     metrics = {
         f"{name}/{key}": value for name, at in tests.items() for key, value in evaluate(model, pairs, at).items()
     }
-    env = environment()
     return {
         "job": asdict(job),
         "metrics": metrics,
         "seconds": round(seconds, 1),
-        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
+        **stamp(),
         "sentence_transformers": sentence_transformers.__version__,
-        "machine": machine(env),
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -12,25 +12,21 @@ again.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import compopt
-from benchmarks.studies.command import parser
+from benchmarks.studies.command import command, stamp
 from benchmarks.studies.default.arms import ARMS, DEFAULT, STUDY
 from benchmarks.studies.default.losses import LOSSES
 from benchmarks.studies.default.report import write
 from benchmarks.studies.default.tasks import DIM, TASKS, Task
 from benchmarks.studies.default.training import Loss, Setting, train
 from benchmarks.studies.search import SEEDS, Job
-from recipes.report import environment, machine
 
 
 def loss_of(job: Job, task: Task) -> Loss:
@@ -49,32 +45,16 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     where = {"accumulate": cell.accumulate, "forward": cell.forward, "batches": cell.batches}
     setting = Setting(batch=cell.batch, lr=job.options["lr"], seed=job.seed, **where)
     model, _, seconds = train(task, lambda task: loss_of(job, task), setting)
-    env = environment()
     return {
         "job": asdict(job),
         "metrics": {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()},
         "seconds": round(seconds, 1),
-        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
-        "machine": machine(env),
-        "date": time.strftime("%Y-%m-%d"),
+        **stamp(),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = parser("benchmarks.studies.default", __doc__, STUDY.path)
-    root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
-    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
-    args = root.parse_args(argv)
-    if args.command == "report":
-        write(STUDY.finished(args.results))
-    elif args.command == "run-one":
-        print(json.dumps(run_one(Job(**json.loads(args.job)), args.wordnet, args.threads)))
-    else:
-        arms = [arm for pattern in args.arms for arm in ARMS if fnmatch(arm, pattern)]
-        if any(ARMS[arm].task == "words" for arm in arms) and args.wordnet is None:
-            root.error("--wordnet FOLDER")
-        where = "benchmarks.studies.default", ["--wordnet", str(args.wordnet)] if args.wordnet else []
-        STUDY.carry_out(arms, *where, args.command == "final", args.workers, args.threads, args.results)
+    command("benchmarks.studies.default", __doc__, STUDY, run_one, write, lambda arm: ARMS[arm].task == "words", argv)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,20 @@ wordnet-base has them.  ``--arms`` takes patterns: ``"noise: *"``.  Each finishe
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.studies.command import parser
+from benchmarks.studies.command import command, stamp
 from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import SEEDS, Job
 from benchmarks.studies.state.arms import ARMS, STUDY, estimator, loss_of
 from benchmarks.studies.state.cases import CASES
 from benchmarks.studies.state.gradients import measures
 from benchmarks.studies.state.report import write
-from recipes.report import environment, machine
 
 
 def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
@@ -47,32 +43,16 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
         with torch.no_grad():
             features = task.training_features(model)
         found |= measures(estimator(loss), *features, case.batch)
-    env = environment()
     return {
         "job": asdict(job),
         "metrics": {name: round(value, 6) for name, value in found.items()},
         "seconds": round(seconds, 1),
-        **{key: env[key] for key in ("python", "torch", "commit", "threads")},
-        "machine": machine(env),
-        "date": time.strftime("%Y-%m-%d"),
+        **stamp(),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = parser("benchmarks.studies.state", __doc__, STUDY.path)
-    root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
-    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
-    args = root.parse_args(argv)
-    if args.command == "report":
-        write(STUDY.finished(args.results))
-    elif args.command == "run-one":
-        print(json.dumps(run_one(Job(**json.loads(args.job)), args.wordnet, args.threads)))
-    else:
-        arms = [arm for pattern in args.arms for arm in ARMS if fnmatch(arm, pattern)]
-        if any("words" in ARMS[arm].case for arm in arms) and args.wordnet is None:
-            root.error("--wordnet FOLDER")
-        where = "benchmarks.studies.state", ["--wordnet", str(args.wordnet)] if args.wordnet else []
-        STUDY.carry_out(arms, *where, args.command == "final", args.workers, args.threads, args.results)
+    command("benchmarks.studies.state", __doc__, STUDY, run_one, write, lambda arm: "words" in ARMS[arm].case, argv)
 
 
 if __name__ == "__main__":
