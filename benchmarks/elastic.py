@@ -14,6 +14,8 @@ import psutil
 from tests.launching import ROOT, environment
 
 BATCH, LIMIT, WAIT = 12, 120, 240  # 10 updates per epoch; 12 samples on 4, 3 or 2 ranks
+# Otherwise ranks that torchrun starts again may find the addresses of the ranks before them: pytorch issue 135712.
+RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Elastic:
@@ -28,7 +30,7 @@ class Elastic:
         self.output, self.log = output, log or Path(f"{output}.log")
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), start_new_session=True, stdout=log, stderr=log
+                command, cwd=ROOT, env=environment() | RESTARTABLE, start_new_session=True, stdout=log, stderr=log
             )
 
     def __enter__(self):

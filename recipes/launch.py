@@ -12,7 +12,9 @@ agree::
         --deepspeed-config recipes/deepspeed/zero2.json
 
 With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
-by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size.
+by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size. Set
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` then: otherwise ranks that were started again may find the addresses of those
+before them, and fail to connect (pytorch issue 135712).
 
 ``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
 ``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile

@@ -1,5 +1,6 @@
 """The recipe for a folder of pictures and texts: train, resume, two processes."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_a_resumed_run_is_the_whole_run(folder, tmp_path, capsys):
 def test_two_processes_go_on_where_one_stopped(folder, tmp_path):
     output = ["--output", str(tmp_path)]
     own_data.main([str(folder), "--batch-size", "32", "--epochs", "1", *output])
+    gc.collect()  # an estimator that is there still holds the directory that it saved into
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "recipes.own_data", str(folder), "--batch-size", "16", "--resume", *output]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
