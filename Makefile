@@ -51,7 +51,6 @@ test-peers: $(BENCH_VENV)/.peers  ## run the pages beside other packages, in the
 test-full: $(VENV)/.dev  ## run every test
 	$(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-clip
-	$(MAKE) test-peers
 
 lint: $(VENV)/.dev  ## ruff, mypy (the library and a strict user of it) and codespell
 	$(BIN)/ruff check .

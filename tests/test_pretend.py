@@ -17,7 +17,7 @@ FILES = [
     ("cuda", ["tests/test_accelerator.py"]),
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),
-    ("mps", ["tests/test_stores.py", "tests/test_accelerator_options.py", "-k", "checkpoint or stores or candidates"]),
+    ("mps", ["tests/test_stores.py", "-k", "stores"]),
 ]
 SLOW = [("mps", ["tests/test_accelerator.py", "tests/test_accelerator_options.py", "tests/test_sampler_bank.py"])]
 

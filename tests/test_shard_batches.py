@@ -351,6 +351,7 @@ def test_spans():
     assert list(spans.cut(0, 99)) == [(10, 15), (3, 5)] and list(spans.cut(7, 9)) == []
 
 
+@pytest.mark.slow
 def test_a_new_layout_of_many_workers_needs_little_memory():
     """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
     sizes = ShardIndex({f"s3://{k}.tar": 10_000 for k in range(500)})
