@@ -36,6 +36,10 @@ class Moment:
     directories: set[int]
     over: bool = False
 
+    def unsynced(self) -> list[Name]:
+        """Names of which the disk may have more than one state."""
+        return [name for name, found in self.names.items() if len(found) > 1]
+
 
 @dataclass
 class Disk:
@@ -125,8 +129,13 @@ class Disk:
 
     # -- the power fails ---------------------------------------------------------------------------------------
 
-    def after_power_loss(self, moment: Moment, target: Path, choose: random.Random | bool) -> None:
-        """Lay out one disk: by chance, or with everything (``True``) or nothing (``False``) that was not synced."""
+    def after_power_loss(
+        self, moment: Moment, target: Path, choose: random.Random | bool, lost: Name | None = None
+    ) -> None:
+        """Lay out one disk: by chance, or with everything (``True``) or nothing (``False``) that was not synced.
+
+        ``lost``: what happened to this name is not on it in any case.
+        """
 
         def pick(found: list) -> object:
             return found[-1 if choose else 0] if isinstance(choose, bool) else choose.choice(found)
@@ -137,7 +146,7 @@ class Disk:
         def lay(directory: int, path: Path) -> None:
             path.mkdir()
             for name, found in moment.names.items():
-                inode = pick(found) if name[0] == directory else ABSENT
+                inode = ABSENT if name[0] != directory else found[0] if name == lost else pick(found)
                 if inode is ABSENT:
                     continue
                 if inode in moment.directories:

@@ -32,9 +32,10 @@ def judged(disk, tmp_path, states):
     choose, found = random.Random(0), []
     for number, moment in enumerate(disk.moments):
         here = set()
-        for trial, how in enumerate((True, False, *[choose] * TRIALS)):
+        hows = [(True, None), (False, None), *[(choose, None)] * TRIALS, *((True, name) for name in moment.unsynced())]
+        for trial, (how, lost) in enumerate(hows):
             root = tmp_path / f"disk-{number}-{trial}"
-            disk.after_power_loss(moment, root, how)
+            disk.after_power_loss(moment, root, how, lost)
             here.add(loaded(root / "run" / "checkpoints", states))
         found.append((moment.over, here))
     return found
