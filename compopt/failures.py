@@ -25,6 +25,8 @@ _REMEDIES = {
 def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
     """Give an ``OSError`` the path that it is about, and a remedy; its class and ``errno`` stay.
 
+    Blocks nest: an error that an inner one has explained passes as it is, since that one knows the path best.
+
     Args:
         path: what is written.
         kept: what is as it was.
@@ -35,10 +37,12 @@ def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise explained(error, path, kept) from error
+        if isinstance(error.__cause__, OSError):
+            raise
+        raise _explained(error, path, kept) from error
 
 
-def explained(error: OSError, path: str | os.PathLike[str], kept: str = "") -> OSError:
+def _explained(error: OSError, path: str | os.PathLike[str], kept: str = "") -> OSError:
     """The same error with a path, a remedy, and what is as it was."""
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "").format(free=_free(path))

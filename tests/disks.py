@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 
 
+class CannotMount(OSError):
+    """This process may not, or the machine has no mkfs."""
+
+
 @contextlib.contextmanager
 def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
-    """A file system of so many bytes in a file; skips where none may be mounted."""
+    """A file system of so many bytes in a file.
+
+    Raises:
+        CannotMount: none may be mounted here.
+    """
     path.mkdir()
     image = path.with_suffix(".image")
     image.touch()
@@ -23,8 +31,8 @@ def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
         subprocess.run(["mkfs.ext4", "-q", "-F", "-O", "^has_journal", image], check=True, capture_output=True)
         choices = ",".join(("loop", *options))
         subprocess.run(["mount", "-o", choices, image, path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("may not mount a file system")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CannotMount(f"may not mount a file system: {error}") from error
     try:
         yield path
     finally:
