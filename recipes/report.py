@@ -129,6 +129,11 @@ def spread(three: Sequence[float], digits: int = 2, unit: float = 1.0) -> str:
     return f"{median} ({low} to {high})"
 
 
+def paired(gaps: Sequence[float]) -> str:
+    """Mean of differences by seed ± its standard error."""
+    return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
+
+
 def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
     """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
     if not values:

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.studies.jobs import METRIC, RESULTS, Arm, Results, best, final_jobs, finished, provenance
 from recipes.methods import METHODS
 from recipes.plots import COLOURS, STYLE, plt, save_figure
-from recipes.report import mean_spread, table
+from recipes.report import mean_spread, paired, table
 
 BASELINES = ("infonce", "infonce-no-positive")
 # Runs of SogCLR and iSogCLR, reference "none", when their positives were pulled with the sum of the weights: commits
@@ -115,7 +115,7 @@ def forms_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
         own, other = _finals(arm, results, limit), _finals(arm, summed, limit)
         if own and other:
             gaps = [a - b for a, b in zip(_values(own), _values(other), strict=True)]
-            cells = [mean_spread(_values(own)), mean_spread(_values(other)), _paired(gaps)]
+            cells = [mean_spread(_values(own)), mean_spread(_values(other)), paired(gaps)]
             lines.append([arm.regime, arm_name(arm), *cells])
     head = "\n".join(
         [
@@ -125,11 +125,6 @@ def forms_section(arms: Sequence[Arm], results: Results, limit: int) -> str:
         ]
     )
     return f"## The weight of the positive\n\n{head}\n\n{table(titles, lines, 'l')}"
-
-
-def _paired(gaps: Sequence[float]) -> str:
-    """Mean of differences and its standard error."""
-    return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
 
 
 def tuning_section(arms: Sequence[Arm], results: Results, limit: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from benchmarks.saved import ROOT, append_run, read_runs
-from recipes.report import table
+from recipes.report import paired, table
 
 TUNE_SEED, SEEDS = 100, (0, 1, 2)
 
@@ -105,6 +105,10 @@ class Search(Generic[A]):
                 body.append([arm, f"**{options}**" if chosen else options, told])
         return table(["", "settings", title], body, "llr")
 
+    def settings(self, results: Results, said: str, title: str, digits: int) -> list[str]:
+        """The end of a study's page: every tuning run."""
+        return ["## Settings", "", said, "", self.tuning_table(results, title, digits)]
+
     def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
         """The best settings so far, and the runs that the present grid still lacks."""
         chosen = dict(self.arms[arm].first)
@@ -158,6 +162,17 @@ class Search(Generic[A]):
                 final_run = result["job"]["seed"] in SEEDS  # and has no validation
                 bar.set_postfix_str(result["job"]["arm"] + ("" if final_run else f" {self.score(result):.4f}"))
                 bar.update()
+
+
+def by_seed(runs: Sequence[Mapping[str, Any]], metric: str) -> dict[int, float]:
+    """A metric of some runs, in per cent."""
+    return {run["job"]["seed"]: 100 * run["metrics"][metric] for run in runs}
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    """Of two arms, by the seeds that both have; empty for fewer than two."""
+    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    return paired(gaps) if len(gaps) > 1 else ""
 
 
 def _beyond(values: tuple[Any, ...], best: Any, factor: float | None) -> tuple[Any, ...]:

@@ -45,11 +45,7 @@ def write(results: Results) -> None:
         "",
         _variants(finals),
         "",
-        "## Settings",
-        "",
-        "R@10 of the validation pairs, in per cent; the chosen ones are bold.",
-        "",
-        STUDY.tuning_table(results, "R@10", 1),
+        *STUDY.settings(results, "R@10 of the validation pairs, in per cent; the chosen ones are bold.", "R@10", 1),
     ]
     (FOLDER / "text.md").write_text("\n".join(lines) + "\n")
     if finals:

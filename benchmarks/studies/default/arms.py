@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.search import Arm, Search
+from recipes.batches import ORDERED, RANDOM, SPECTRAL
 
 DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
@@ -36,7 +37,7 @@ FIRST: dict[str, dict[str, Any]] = {
 }
 # beside those: losses in batches that a sampler chooses
 CHOSEN = {
-    f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in ("ordered", "spectral")
+    f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 }
 ROWS = (*FIRST, *CHOSEN)
 
@@ -59,11 +60,11 @@ class Cell(Arm):
     batch: int
     accumulate: int = 1
     forward: int = 0
-    batches: str = "random"
+    batches: str = RANDOM
 
 
 def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
-    loss, kind = CHOSEN.get(row, (row, "random"))
+    loss, kind = CHOSEN.get(row, (row, RANDOM))
     rates = LARGE_RATES if batch * accumulate >= 256 else RATES
     first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss]}
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}

@@ -33,6 +33,12 @@ class SigLIP(nn.Module):
         """It keeps nothing."""
 
 
+def in_batch(own: Tensor, sides: list[Tensor]) -> list[Tensor]:
+    """Similarities with the other samples of the batch; ``-inf`` with its own."""
+    itself = torch.eye(len(own), dtype=torch.bool)
+    return [(own @ side.T).masked_fill(itself, -math.inf) for side in sides]
+
+
 class DCLW(nn.Module):
     """The weighted form of DCL (Yeh et al., ECCV 2022, section 4): positives that are far apart weigh more.
 
@@ -53,10 +59,8 @@ class DCLW(nn.Module):
         return torch.cat(negatives).mean() - (weight * positive).mean()
 
     def _negatives(self, own: Tensor, other: Tensor) -> Tensor:
-        itself = torch.eye(len(own), dtype=torch.bool)
-        sides = [other, own] if self.unimodal else [other]
-        logits = torch.cat([(own @ side.T / self.tau).masked_fill(itself, -math.inf) for side in sides], 1)
-        return self.tau * logits.logsumexp(1)
+        similar = torch.cat(in_batch(own, [other, own] if self.unimodal else [other]), 1)
+        return self.tau * torch.logsumexp(similar / self.tau, 1)
 
     def step(self) -> None:
         """It keeps nothing."""
@@ -96,8 +100,7 @@ class CrossBatchMemory(nn.Module):
         own, other = z[direction], keys[1 - direction]
         inside = [other, keys[direction]] if self.unimodal else [other]
         past = self.queue if self.unimodal else self.queue[1 - direction :][:1]
-        itself = torch.eye(len(own), dtype=torch.bool)
-        parts = [(own @ side.T).masked_fill(itself, -math.inf) for side in inside]
+        parts = in_batch(own, inside)
         positive = torch.linalg.vecdot(own, other)
         parts += [own @ side.T for side in past] if self.updates >= self.warmup else []
         parts += [positive[:, None]] if self.positive else []

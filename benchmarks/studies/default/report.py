@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.command import provenance
 from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, ROWS, SETS, STUDY
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
-from benchmarks.studies.search import SEEDS, Results
+from benchmarks.studies.search import SEEDS, Results, by_seed, difference
 from recipes.report import mean_spread, table
 
 MEASURES = {
@@ -18,6 +17,7 @@ MEASURES = {
     "words": "words to definition and back, R@1 among 1,024 held-out synsets, mean of four such pools",
     "faces": "one face of a character to another, R@1 of held-out characters among all; one modality",
 }
+RECALL = "test/recall"
 COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16 x 16", "256 cached": "256 cached"}
 
 
@@ -48,11 +48,7 @@ def write(results: Results) -> None:
         "",
         _differences(finals),
         "",
-        "## Settings",
-        "",
-        "Validation recall, in per cent; the chosen ones are bold.",
-        "",
-        STUDY.tuning_table(results, "recall", 1),
+        *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
     ]
     (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
 
@@ -71,13 +67,13 @@ def overview() -> str:
         for name, column in COLUMNS.items():
             runs = [finals.get(f"{task}: {loss}, {column}", []) for loss in losses]
             if any(complete := [each if len(each) == len(SEEDS) else [] for each in runs]):
-                cells = [mean_spread(list(_recalls(each).values()), 100, 1) if each else "" for each in complete]
+                cells = [_recall(each) if each else "" for each in complete]
                 body.append([f"{task}, {name}", *cells])
     return table(["", *losses], body)
 
 
-def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
-    return {run["job"]["seed"]: run["metrics"]["test/recall"] for run in runs}
+def _recall(runs: list[dict[str, Any]]) -> str:
+    return mean_spread(list(by_seed(runs, RECALL).values()), digits=1)
 
 
 def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
@@ -85,7 +81,7 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
     for loss in (*ROWS, DEFAULT):
         cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
         if any(cells):
-            body.append([loss, *(mean_spread(list(_recalls(runs).values()), 100, 1) if runs else "" for runs in cells)])
+            body.append([loss, *(_recall(runs) if runs else "" for runs in cells)])
     return [f"## {task.capitalize()}", "", f"Measured: {MEASURES[task]}.", "", table(["", *COLUMNS], body), ""]
 
 
@@ -95,9 +91,8 @@ def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
         for loss in ROWS:
             cells = []
             for column in COLUMNS.values():
-                ours, theirs = (_recalls(finals.get(f"{task}: {name}, {column}", [])) for name in (DEFAULT, loss))
-                gaps = [100 * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
-                cells.append(f"{mean(gaps):+.1f} ± {stdev(gaps) / len(gaps) ** 0.5:.1f}" if len(gaps) > 1 else "")
+                pair = (finals.get(f"{task}: {name}, {column}", []) for name in (DEFAULT, loss))
+                cells.append(difference(*(by_seed(runs, RECALL) for runs in pair)))
             if any(cells):
                 body.append([task, loss, *cells])
     return table(["", "", *COLUMNS], body, "ll" + "r" * len(COLUMNS))

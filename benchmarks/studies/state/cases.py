@@ -13,7 +13,7 @@ noise       glyphs: a fifth of the captions is shuffled
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ class Case:
 
 def trained(task: Task, seed: int) -> nn.Module:
     """A model that DCL has trained at batch 256; its batch normalisation stays as it is from here on."""
-    beginning = Setting(BEGINNING.batch, BEGINNING.lr, samples=BEGINNING.samples, seed=seed)
-    return train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), beginning)[0]
+    return train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), replace(BEGINNING, seed=seed))[0]
 
 
 class HalfFrozen(nn.Module):

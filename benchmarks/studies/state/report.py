@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.command import provenance
-from benchmarks.studies.search import SEEDS, Results
+from benchmarks.studies.search import SEEDS, Results, by_seed, difference
 from benchmarks.studies.state.arms import ARMS, LOSS, STUDY
 from benchmarks.studies.state.cases import CASES, NOISE, OFTEN, PAIRS
 from recipes.report import mean_spread, table
 
-CONTROL = "DCL"
+CONTROL, RECALL, WHY = "DCL", "test/recall", ("normalizer_error", "bias", "spread")
 TITLES = {
     "tuned glyphs": f"Glyphs: weights that DCL has trained at batch 256 go on at batch 8 ({PAIRS:,} pairs)",
     "tuned words": f"Words: the same ({PAIRS:,} pairs)",
@@ -40,33 +39,21 @@ def write(results: Results) -> None:
         "over the whole data set at the estimator's own temperatures.",
         "",
         *(line for case in CASES if any(a.startswith(f"{case}:") for a in finals) for line in _of_case(finals, case)),
-        "## Settings",
-        "",
-        "Validation recall, in per cent; the chosen ones are bold.",
-        "",
-        STUDY.tuning_table(results, "recall", 1),
+        *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
     ]
     (FOLDER / "state.md").write_text("\n".join(lines) + "\n")
 
 
 def _of_case(finals: dict[str, list[dict[str, Any]]], case: str) -> list[str]:
-    control = _recalls(finals.get(f"{case}: {CONTROL}", []))
+    control = by_seed(finals.get(f"{case}: {CONTROL}", []), RECALL)
     body = []
     for loss in LOSS:
         runs = finals.get(f"{case}: {loss}", [])
         if not runs:
             continue
-        own = _recalls(runs)
-        gaps = [100 * (own[seed] - control[seed]) for seed in own if seed in control]
-        known = loss != CONTROL and len(gaps) > 1
-        gap = f"{mean(gaps):+.1f} ± {stdev(gaps) / len(gaps) ** 0.5:.1f}" if known else ""
-        why = [
-            mean_spread([run["metrics"][name] for run in runs], 1, 2) for name in ("normalizer_error", "bias", "spread")
-        ]
-        body.append([loss, mean_spread(list(own.values()), 100, 1), gap, *why])
+        own = by_seed(runs, RECALL)
+        gap = "" if loss == CONTROL else difference(own, control)
+        why = [mean_spread([run["metrics"][name] for run in runs], digits=2) for name in WHY]
+        body.append([loss, mean_spread(list(own.values()), digits=1), gap, *why])
     head = ["", "recall", f"over {CONTROL}", "error", "bias", "spread"]
     return [f"## {TITLES[case]}", "", table(head, body), ""]
-
-
-def _recalls(runs: list[dict[str, Any]]) -> dict[int, float]:
-    return {run["job"]["seed"]: run["metrics"]["test/recall"] for run in runs}
