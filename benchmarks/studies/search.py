@@ -170,7 +170,7 @@ def by_seed(runs: Sequence[Mapping[str, Any]], metric: str) -> dict[int, float]:
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Of two arms, by the seeds that both have; empty for fewer than two."""
+    """Compare two arms by the seeds that both have; empty for fewer than two."""
     gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     return paired(gaps) if len(gaps) > 1 else ""
 

@@ -193,9 +193,9 @@ def assert_alike(one, other, tolerance):
 
 
 def files(folder, name="run"):
-    """What lies in the folder of checkpoints, but for results."""
+    """What lies in the folder of checkpoints, but for results and for the locks of a run that has not ended."""
     found = (folder / "logs" / name / "checkpoints").iterdir()
-    return sorted(path.name for path in found if path.name != "results.jsonl")
+    return sorted(path.name for path in found if path.name != "results.jsonl" and path.suffix != ".lock")
 
 
 def checkpoint(folder, epoch=1, name="run"):
