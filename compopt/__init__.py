@@ -29,7 +29,7 @@ from compopt.presets import (
 from compopt.presets.recommended import recommended
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchNormalizer",
