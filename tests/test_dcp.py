@@ -13,11 +13,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import compopt
 from compopt.estimator.state_dict import KEYS
-from compopt.integrations.dcp import Stateful
 from compopt.stores import table
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
+
+if torch.__version__ < (2, 5):
+    pytest.skip("compopt.integrations.dcp needs torch 2.5", allow_module_level=True)
+from compopt.integrations.dcp import Stateful  # noqa: E402
 
 N = 23
 PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]

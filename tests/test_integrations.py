@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
@@ -67,11 +66,16 @@ def test_ddp_with_no_sync(shard):
     assert_like_reference(ours(train_ddp, shard), 1e-11)
 
 
+needs_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard needs torch 2.6")
+
+
 def full_weights(model):
     return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
 
 
 def train_fsdp(group, scaled, fused):
+    from torch.distributed.fsdp import fully_shard
+
     model = Encoders()
     for layer in (model.first, model.second):
         fully_shard(layer)
@@ -107,11 +111,13 @@ def spoil(model):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@needs_fsdp2
 def test_fsdp2(fused):
     assert_like_reference(ours(train_fsdp, False, fused), 1e-11)
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@needs_fsdp2
 def test_fsdp2_with_a_gradient_scaler_that_skips_a_step(fused):
     assert_like_reference(ours(train_fsdp, True, fused), 1e-11, skipped=SKIPPED)
 

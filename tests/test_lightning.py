@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from compopt.estimator import forgotten
 from tests.pool import the_pool
@@ -290,6 +289,8 @@ class Sharded(DualEncoder):
     """FSDP2; checkpoints are directories."""
 
     def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
         for part in (self.model.first, self.model.second, self.model):
             fully_shard(part)
 
@@ -314,6 +315,7 @@ def fsdp2(group, folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard needs torch 2.6")
 def test_checkpoints_that_are_directories(tmp_path):
     for whole, again, counts in the_pool(2, 120).run(fsdp2, 2, str(tmp_path / "c")):
         assert same(whole, again) and counts == (UPDATES, UPDATES, 2)

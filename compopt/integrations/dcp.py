@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from compopt.checkpoint import reading
 from compopt.distributed.control import doing
@@ -25,6 +24,11 @@ from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.stores import contiguous
 from compopt.stores import table as tables
+
+try:
+    from torch.distributed.tensor import DTensor, Shard
+except ImportError as error:
+    raise ImportError(f"compopt.integrations.dcp needs torch 2.5 or newer, not {torch.__version__}") from error
 
 # Odd 64-bit constants (2^64 over the golden ratio; of splitmix64): a multiplication loses no bit.
 _SPREAD, _MIX = -7046029254386353131, -4658895280553007687

@@ -125,7 +125,8 @@ class Pairs(PairStatistics):
             return same
         outside = self.extra.same(slice(start, stop))
         if len(outside) < len(same):  # view 2
-            outside = pad(outside, (0, 0, 0, len(same) - len(outside)), value=True)
+            others = outside.new_ones(len(same) - len(outside), outside.shape[1])
+            outside = torch.cat([outside, others])  # pad() of torch 2.4 refuses a tensor without entries
         return torch.cat([same, outside], dim=1)
 
     # -- the sweep ---------------------------------------------------------------------------------------------

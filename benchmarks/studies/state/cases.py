@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import compopt
 from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Task, Words
 from benchmarks.studies.default.training import Setting, train
+from recipes import cache
 from recipes.models import TextTower
 from recipes.tasks import NamedImages, in_chunks
 
@@ -51,8 +52,18 @@ class Case:
 
 
 def trained(task: Task, seed: int) -> nn.Module:
-    """A model that DCL has trained at batch 256; its batch normalisation stays as it is from here on."""
-    return train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), replace(BEGINNING, seed=seed))[0]
+    """A model that DCL has trained at batch 256, the same one for every arm; the next one finds it in the cache."""
+    setting = replace(BEGINNING, seed=seed)
+    path, key = cache.file(None, f"start_{type(task).__name__}_{seed}.npz"), f"{setting} {task.n} {torch.__version__}"
+    model = task.model()
+    names = list(model.state_dict())
+    known = cache.read(path, key, names)
+    if known is None:
+        model = train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting)[0]
+        cache.write(path, key, {name: value.numpy() for name, value in model.state_dict().items()})
+    else:
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in known.items()})
+    return model
 
 
 class HalfFrozen(nn.Module):
