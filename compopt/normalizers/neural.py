@@ -48,7 +48,7 @@ class NeuralNormalizer(Normalizer):
         lr: step size of the network's optimizer.
         updates: steps per batch, ``T_u``; 0 leaves the queue of features as the network.
         restart_every: commits between restarts, ``T_r``; ``None``: never after the queue was filled.
-        eps: inside the logarithms.
+        eps: inside the logarithms, >= 0.
         objective: ``"unified"`` as above (eq. 12); ``"separate"``: ``1/(2B) sum_i (alpha_i - log(eps + ghat_i))^2``.
         architecture: ``"prototype"``, or ``"mlp"``: one hidden layer that sees ``e_i``, random at first, never
             restarted, without a queue.
@@ -63,8 +63,11 @@ class NeuralNormalizer(Normalizer):
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
-    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each; nothing per sample.
-    ``state_dict`` holds them whole. They follow the rule of all state: a call works on a copy, committed by ``step()``.
+    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, ``D`` networks (1 in
+    unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` holds them whole. They follow the
+    rule of all state: a call works on a copy, committed by ``step()``.
+
+    Metrics: ``network_gap``, the mean of ``|log(eps + ghat_i) - alpha_i|`` in nats.
 
     Cost: ``2 updates + 1`` products of ``(B, d)`` with ``(d, m)`` per direction. With K ranks each holds ``m / K``
     prototypes, their part of the queue and of the optimizer's sums, and does ``1 / K`` of that work for the global
@@ -75,8 +78,9 @@ class NeuralNormalizer(Normalizer):
     ``state_dict`` and ``save`` are collective. A perceptron communicates nothing, every rank computes all of it.
 
     Raises:
-        ValueError: dim or prototypes < 1, lr < 0, updates < 0, an unknown option; at the call features of another
-            dimension.
+        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as a part, fewer prototypes
+            than ranks; at the call features of another dimension.
+        TypeError: a number or a flag that is none.
 
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B; Sun et al., AmorLIP, 2025 (separate, mlp).
@@ -171,14 +175,26 @@ class NeuralNormalizer(Normalizer):
         )
 
     def learn_from(self, call: Call, look_first: bool = False) -> Training:
-        """Queue, restart and updates of one batch; in training mode the new state is proposed."""
+        """Queue, restart and updates of one batch; in training mode the new state is proposed.
+
+        Args:
+            call: the batch.
+            look_first: also predict before its features and updates reach the network.
+        """
         training = Training(self, call, look_first)
         if call.training:
             self._pending_state = dict(training.state)
         return training
 
     def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Unit features of the anchors by network, and those that their prototypes stand for, ``(D, P, d)`` each."""
+        """Unit features of the anchors by network, and those that their prototypes stand for, ``(D, P, d)`` each.
+
+        Args:
+            features: of both modalities or views, ``(B, d)`` each.
+
+        Raises:
+            ValueError: ``d`` is not ``dim``.
+        """
         both = torch.stack(features).to(self._dtype)
         if both.shape[2] != self.dim:
             raise ValueError(f"dim is {self.dim}, the features have {both.shape[2]} dimensions; build it with theirs")
