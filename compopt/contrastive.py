@@ -125,11 +125,14 @@ class ContrastiveEstimator(Estimator):
 
     Raises:
         TypeError, ValueError, IndexError: at construction and call; the state is then as before.
-        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come.
+        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come. With
+            ``offload="disk"``: another process writes these rows.
+        MemoryError, OSError: the rows find no room in memory, or on the disk.
 
     Warns:
-        UserWarning: feature rows that are not finite, with their number; a ``rho`` that no batch can satisfy, once;
-            and what :class:`~compopt.Estimator` warns of.
+        UserWarning: feature rows that are not finite, with their number; a ``rho`` too large for a batch of this size,
+            once; with ``offload="disk"`` a disk with less room than the table takes, a file that was removed; and what
+            :class:`~compopt.Estimator` warns of.
 
     Example:
         >>> import torch, compopt
@@ -251,8 +254,8 @@ class ContrastiveEstimator(Estimator):
 
         Raises:
             IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
-            TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where there
-                are rows, ``extra_index`` without what it refers to.
+            TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
+                there are rows, ``extra_index`` without what it refers to.
             ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or beside a temperature
                 that learns, ``encode`` or ``extra`` with a normalizer that takes none.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.

@@ -69,7 +69,7 @@ class Estimator(Commits):
     with a ``RuntimeError``.
 
     Communicates, with several ranks: construction is collective with ``offload="disk"``; the first message forms a CPU
-    group where the group's backend takes no CPU tensors. A method that communicates says so; others communicate nothing.
+    group where the group's backend takes no CPU tensors. A method that communicates says so; the others do not.
 
     Raises:
         IndexError: an index on the CPU is outside the data set. The state is as it was, here and below.

@@ -204,16 +204,21 @@ class NeuralNormalizer(Normalizer):
         return self.by_network(both[: self._directions]), self.by_network(others[: self._directions])
 
     def by_network(self, by_direction: Tensor) -> Tensor:
-        """``(A, B, ...)`` -> ``(D, P, ...)``."""
+        """Rearrange a value ``by_direction``, ``(A, B, ...)`` -> ``(D, P, ...)``: in unimodal mode ``P = 2 B``."""
         return by_direction.reshape(-1, *by_direction.shape[2:]).unsqueeze(0) if self._shared else by_direction
 
     def per_anchor(self, value: Any, like: Tensor) -> Tensor:
-        """A number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype; ``like`` is ``(B, A)``."""
+        """Rearrange a ``value``: a number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype.
+
+        Args:
+            value: what is rearranged.
+            like: of the shape ``(B, A)``.
+        """
         value = value.to(self._dtype) if isinstance(value, Tensor) else like.new_full((), value, dtype=self._dtype)
         return self.by_network(value.expand(like.shape).T)
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """``(D, P)`` -> ``(B, A)``."""
+        """Rearrange a ``value``, ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
         return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
 
     def stored(
@@ -237,7 +242,14 @@ class NeuralNormalizer(Normalizer):
         return torch.cat(chunks)
 
     def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Scalar, bounded: bool) -> Sweep:
-        """Anchors before the network, with the prototypes that ``state`` has in use."""
+        """Anchors before the network, with the prototypes that ``state`` has in use.
+
+        Args:
+            state: where the queue says which are in use.
+            anchors: unit features, ``(D, P, d)``.
+            scale: ``1 / tau``, a number or ``(D, P)``.
+            bounded: no exponent needs a maximum, as the host knows.
+        """
         active = state[QUEUE[1]].to(anchors.device) if self.network.restarts else anchors.new_empty(0)
         return self.network.sweep(anchors, scale, active, bounded)
 
@@ -254,7 +266,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self.choose(found_inf == 0, new, self.state)
 
     def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``new`` where a flag on the device is true, else ``old``; the host's counters are the new ones."""
+        """``new`` where ``good``, a 0-d flag on the device, is true, else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):
@@ -264,7 +276,7 @@ class NeuralNormalizer(Normalizer):
         return chosen
 
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether a prediction means anything (the host's count of the queue)."""
+        """Whether a prediction from this ``state`` means anything (the host's count of the queue)."""
         return not self.network.restarts or state["queue_place"].tolist()[1] > 0
 
     def state_on(self, device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

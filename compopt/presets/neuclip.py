@@ -43,8 +43,8 @@ class NeuCLIPEstimator(ContrastiveEstimator):
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
     mode and with one direction); a learned temperature adds its own.
 
-    The call, communication, cost, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.NeuralNormalizer` and
-    :class:`~compopt.TemperatureDual`.
+    The call, communication, cost, errors: see :class:`~compopt.ContrastiveEstimator`,
+    :class:`~compopt.NeuralNormalizer` and :class:`~compopt.TemperatureDual`.
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
