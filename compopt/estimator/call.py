@@ -51,7 +51,7 @@ class Call:
 
     @property
     def count(self) -> Tensor:
-        """Visits so far, shaped as the columns, int32."""
+        """Visits so far, int32, in the shape of the columns."""
         return self.batch.count
 
     @property

@@ -228,8 +228,8 @@ class Normalizer(Component):
     """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
-    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state and errors: as of
-    :class:`~compopt.estimator.Component`.
+    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication
+    and errors: as of :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
@@ -314,8 +314,8 @@ class Temperature(Component):
     """Decides ``tau_i``.
 
     A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`value`; one that learns on the side also
-    :attr:`learns`, :meth:`update` and :meth:`~compopt.estimator.Component.columns`. Arguments, state and errors: as of
-    :class:`~compopt.estimator.Component`.
+    :attr:`learns`, :meth:`update` and :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication
+    and errors: as of :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt

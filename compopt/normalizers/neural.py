@@ -266,7 +266,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self.choose(found_inf == 0, new, self.state)
 
     def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``new`` where ``good``, a 0-d flag on the device, is true, else ``old``; the host's counters are the new ones."""
+        """``new`` where ``good`` (0-d, on the device) is true, else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):

@@ -63,7 +63,7 @@ class FeatureBank:
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
-        """Features ``z1`` and ``z2``, ``(b, d)`` each, as they are kept: normalised, ``(b, 2, d)`` in the bank's dtype."""
+        """Features ``z1``, ``z2``, ``(b, d)`` each, as they are kept: normalised, ``(b, 2, d)`` in the bank's dtype."""
         with torch.autocast(z1.device.type, enabled=False):
             return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 

@@ -125,7 +125,7 @@ class BankSampler(Sampler[list[int]]):
 
     @abstractmethod
     def do(self, piece: Any) -> Tensor:
-        """Compute one ``piece``: a CPU tensor. Runs in a thread; reads the bank and nothing that training changes."""
+        """Compute one ``piece``: a CPU tensor of any shape. Runs in a thread; of what changes reads the bank alone."""
 
     @abstractmethod
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -136,9 +136,13 @@ class BankSampler(Sampler[list[int]]):
         """
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both features of samples ``(...)``, ``(..., d)`` each, and their labels if there are any.
+        """Both features of ``samples`` and their labels, if there are any, on the bank's device.
 
-        On the bank's device; features float32 or wider, labels ``(...)`` int64.
+        Args:
+            samples: data-set positions, of any shape.
+
+        Returns:
+            Features ``(..., d)``, twice, float32 or wider, and labels ``(...)``, int64, or ``None``.
         """
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)

@@ -132,6 +132,7 @@ class OrderedBatchSampler(BankSampler):
         return plan, start
 
     def work(self, epoch: int) -> list[Tensor]:
+        """The candidates of an epoch in pieces of some batches, ``(k, B)`` data-set positions each."""
         size = max(1, PIECE // (self.batch_size * max(self.batch_size, 128)))
         return list(self.orders.batches(self.candidates, epoch).split(size))
 
