@@ -37,7 +37,7 @@ class ShardIndex:
     Attributes:
         n: rows of all shards.
 
-    Stored: names, first rows and sizes, and the bytes of the files that were there when it was built. Communicates
+    State: names, first rows and sizes, and the bytes of the files that were there when it was built. Communicates
     nothing: every rank has the whole of it.
 
     Raises:

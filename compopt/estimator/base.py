@@ -72,7 +72,7 @@ class Estimator(Commits):
     group where the group's backend takes no CPU tensors. A method that communicates says so; the others do not.
 
     Raises:
-        IndexError: an index on the CPU is outside the data set. The state is as it was, here and below.
+        IndexError: an index on the CPU is outside the data set. This and the other errors leave the state as it was.
         TypeError: an index that is not integral; a dtype that is none.
         ValueError: bad shapes or hyper-parameters; rows neither float32 nor float64.
         RuntimeError: with several ranks, another rank refused, does something else, or did not come.
@@ -429,7 +429,7 @@ class Estimator(Commits):
             ValueError: another n, mode, method or dtype; the message names both values. Entries that are missing.
             TypeError: ``state_dict`` is no mapping.
 
-        Communicates: collective where ranks share a file or split a network; otherwise nothing.
+        Communicates: collective where ranks share a file; otherwise nothing.
         """
         self.stand_alone()
         if isinstance(state_dict, Mapping):

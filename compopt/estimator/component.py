@@ -26,7 +26,7 @@ class Component(ABC):
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
     Its methods are called by the estimator, in the thread that calls that; users of an estimator need none of them.
-    They communicate nothing unless they say so.
+    They communicate nothing unless they or their class say so.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
@@ -228,8 +228,8 @@ class Normalizer(Component):
     """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
-    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication
-    and errors: as of :class:`~compopt.estimator.Component`.
+    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication and errors: as of
+    :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
