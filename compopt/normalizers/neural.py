@@ -80,7 +80,7 @@ class NeuralNormalizer(Normalizer):
     Raises:
         ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as a part, fewer prototypes
             than ranks; at the call features of another dimension.
-        TypeError: a number or a flag that is none.
+        TypeError: a number or a flag that is none; an optimizer that cannot train a network.
 
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B; Sun et al., AmorLIP, 2025 (separate, mlp).
