@@ -22,17 +22,25 @@ def compositional_loss(
     plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles.
 
     Args:
-        g: unbiased samples of the inner functions with their graph, ``(B,)``, all > 0. With several ranks each
-            passes its own; the value is that of all of them, and gradients are multiplied by the number of ranks.
-        index: which ``i``, ``(B,)`` int64.
-        estimator: holds ``log u``; commit it with its ``step()`` or ``attach``.
+        g: unbiased samples of the inner functions with their graph, ``(B,)``, floating point, all > 0. With several
+            ranks each passes its own; the value is that of all of them, and gradients are multiplied by the number of
+            ranks.
+        index: which ``i``, ``(B,)`` integers.
+        estimator: holds ``log u``; commit it with its ``step()`` or ``attach``. In training mode with gradients enabled
+            the new rows are deposited.
         f: the outer function, element-wise and differentiable.
 
     Returns:
-        0-d loss.
+        0-d loss, float64 if ``g`` or the rows are, else float32.
 
     Raises:
         ValueError: ``g`` is not ``(B,)`` or (on the CPU) has an entry <= 0: averages are kept as logarithms.
+        TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``index`` holds no integers.
+        IndexError: an index outside ``0 .. n - 1``.
+        RuntimeError: the estimator is part of another one; a transform or a tangent, as at a call of
+            :class:`~compopt.ContrastiveEstimator`.
+
+    Communicates: see :meth:`~compopt.MovingAverageEstimator.update`; backward nothing.
 
     References:
         Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022.

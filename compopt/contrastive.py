@@ -117,14 +117,22 @@ class ContrastiveEstimator(Estimator):
 
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
     (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
-    samples; one all-gather of 4 to 8 floats per sample and direction. With ``shard=True`` rows come by one all-reduce
-    of the global batch's rows instead. The backward pass and :meth:`step` communicate nothing. Every rank computes
-    its own anchors against all candidates, returns the global loss, and gets the complete gradient of its own
-    features, multiplied by K for wrappers that average over ranks.
+    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With ``shard=True`` rows come by
+    one all-reduce of the global batch's rows instead. ``extra`` takes one more all-gather, and a normalizer may
+    communicate too. The backward pass and :meth:`step` communicate nothing. Every rank computes its own anchors against
+    all candidates, returns the global loss, and gets the complete gradient of its own features, multiplied by K for
+    wrappers that average over ranks.
 
     Raises:
         TypeError, ValueError, IndexError: at construction and call; the state is then as before.
-        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come.
+        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come. With
+            ``offload="disk"``: another process writes these rows.
+        MemoryError, OSError: the rows find no room in memory, or on the disk.
+
+    Warns:
+        UserWarning: feature rows that are not finite, with their number; a ``rho`` too large for a batch of this size,
+            once; with ``offload="disk"`` a disk with less room than the table takes, a file that was removed; and what
+            :class:`~compopt.Estimator` warns of.
 
     Example:
         >>> import torch, compopt
@@ -210,7 +218,9 @@ class ContrastiveEstimator(Estimator):
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
     ) -> Tensor:
-        """The estimated objective of a batch, ready for ``backward()``.
+        """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
+
+        In training mode with gradients enabled it deposits the rows that it proposes.
 
         Args:
             z1, z2: features, ``(B, d)``, same dtype and device; half precision is computed in float32, float64
@@ -241,6 +251,16 @@ class ContrastiveEstimator(Estimator):
         Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
         ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
         that the encoders are does no harm.
+
+        Raises:
+            IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
+            TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
+                there are rows, ``extra_index`` without what it refers to.
+            ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or beside a temperature
+                that learns, ``encode`` or ``extra`` with a normalizer that takes none.
+            RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
+
+        Communicates: see :class:`~compopt.ContrastiveEstimator`.
         """
         refuse_transforms()
         with self._handshake.guard():
@@ -300,6 +320,8 @@ class ContrastiveEstimator(Estimator):
 
         Raises:
             ValueError: with ``encode``, or a ``tau`` that requires a gradient; whatever a call raises.
+
+        Communicates: as a call.
         """
         if encode is not None:
             raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
@@ -508,7 +530,9 @@ class ContrastiveEstimator(Estimator):
 
         ``log_normalizer``: mean alpha; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
         anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used;
-        ``new_rows``: samples seen for the first time.
+        ``new_rows``: samples seen for the first time (0 without rows); and those of the normalizer, which may replace
+        one. They are of the global batch; ``effective_negatives`` is of this rank's anchors. Empty before the first
+        call. Communicates nothing.
         """
         if self._last is None:
             return {}

@@ -3,7 +3,8 @@ r"""Exact quantities of a whole data set's features, to hold estimators against.
 All take features ``z1, z2`` of shape ``(n, d)``, row ``i`` of both being sample ``i``, and one batch worth of
 definitions: negatives of ``i`` are all other samples, ``g_i = 1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``. In unimodal
 mode ``views="averaged"`` is objective V2 of SogCLR (one normalizer per sample, the mean of both views' ``g``) and
-``views="separate"`` objective V1. Work is ``O(n^2 d)``, memory ``O(chunk_size n)``.
+``views="separate"`` objective V1. Work is ``O(n^2 d)``, memory ``O(chunk_size n)``. Nothing is stored. They
+compute in float32, or in float64 for float64 features, on the features' device; logarithms are in nats.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ def log_normalizers(
 
     Args:
         z1, z2: ``(n, d)``.
-        tau: a number, or a tensor ``(n, 1)``, or ``(n, 2)`` for both directions.
+        tau: a number, or a tensor: 0-d, ``(n,)``, ``(n, 1)``, or ``(n, 2)`` for both directions.
         mode, views: see the module.
         normalize: L2-normalise the features first.
         chunk_size: rows of the similarity matrix at a time.
         directions: as of :class:`~compopt.ContrastiveEstimator`.
 
     Returns:
-        ``(n, 2)``, a column per direction; ``(n, 1)`` for unimodal averaged views and for one direction.
+        ``(n, 2)``, a column per direction, in nats, without a graph; ``(n, 1)`` for unimodal averaged views and for one
+        direction.
+
+    Raises:
+        ValueError: wrong shapes or devices, fewer than two samples, tau <= 0, an unknown option.
+        TypeError: ``z1`` and ``z2`` are no floating-point tensors of one dtype; another argument of the wrong type.
+
+    Communicates: nothing.
 
     Example:
         >>> import torch, compopt
@@ -73,7 +81,16 @@ def global_loss(
     chunk_size: int = CHUNK_SIZE,
     directions: str = "both",
 ) -> Tensor:
-    """Exact objective ``mean of tau_i log g_i`` over samples and directions, 0-d.
+    """Exact objective ``mean of tau_i log g_i`` over samples and directions.
+
+    Args:
+        z1, z2, tau, mode, views, normalize, chunk_size, directions: as of :func:`log_normalizers`, which raises the
+            same errors.
+
+    Returns:
+        0-d, in nats times ``tau``; no gradient reaches the features, see :func:`global_gradient`.
+
+    Communicates: nothing.
 
     Example:
         >>> import torch, compopt
@@ -96,7 +113,16 @@ def global_gradient(
     chunk_size: int = CHUNK_SIZE,
     directions: str = "both",
 ) -> tuple[Tensor, Tensor]:
-    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``, ``(n, d)`` each.
+    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
+
+    Args:
+        z1, z2, tau, mode, views, normalize, chunk_size, directions: as of :func:`log_normalizers`, which raises the
+            same errors.
+
+    Returns:
+        ``(g1, g2)``, ``(n, d)`` each, in the features' dtype; through the normalization, if there is one.
+
+    Communicates: nothing.
 
     Example:
         >>> import torch, compopt
@@ -142,7 +168,12 @@ def normalizer_error(
         anchors: judge a random sample of so many, against all candidates (the paper takes 10,000); ``None``: all.
 
     Returns:
-        0-d; NaN if no row has been seen.
+        0-d, in squared nats; NaN if no row has been seen.
+
+    Raises:
+        ValueError: a stateless normalizer without ``batch_size``; a normalizer whose ``averages_views`` does not fit
+            what it stores; ``anchors`` or ``batch_size`` < 1.
+        IndexError: more samples than the estimator has rows for.
 
     Communicates: collective on shards and with a network that ranks split.
 
@@ -201,8 +232,21 @@ def gradient_error(
     averaged. With exact normalizers that average is unbiased, so what remains as ``repeats`` grows is the bias of
     the estimates. Nothing is deposited.
 
+    Args:
+        est: any estimator; in training mode again afterwards, if it was before.
+        z1, z2: current features of the whole data set it was built for, ``(n, d)``.
+        batch_size: samples per batch; a last, shorter batch is left out.
+        repeats: how often the data set is cut anew.
+        seed: of the random batches.
+        chunk_size: rows of the exact similarity matrix at a time.
+
     Returns:
         ``cosine`` of the angle and ``relative`` error ``|mean - exact| / |exact|``, 0-d.
+
+    Raises:
+        ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`.
+
+    Communicates: as ``est.feature_gradients``, once per batch.
 
     Example:
         >>> import torch, compopt

@@ -25,7 +25,9 @@ Scalar = float | Tensor
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm of a Python number or a tensor; ``log 0 = -inf``.
+    """Natural logarithm of a Python number or a tensor ``x`` of any shape; ``log 0 = -inf``.
+
+    A number <= 0 gives ``-inf``, a tensor's entry < 0 gives NaN.
 
     Example:
         >>> from compopt import functional as F
@@ -39,6 +41,13 @@ def log(x: Any) -> Any:
 
 def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
     """``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
+
+    Args:
+        log_g: in nats, any shape.
+        eps: >= 0; a number, or broadcastable to ``log_g``.
+
+    Returns:
+        As ``log_g``; itself where ``eps`` is the number 0.
 
     Example:
         >>> import torch
@@ -54,6 +63,10 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """``min(max(x, low), high)`` with bounds that are numbers or tensors.
 
+    Args:
+        x: any shape.
+        low, high: numbers, or broadcastable to ``x``.
+
     Example:
         >>> import torch
         >>> from compopt import functional as F
@@ -68,6 +81,10 @@ def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
     """``x - factor y`` with a factor that is a number or a tensor.
 
+    Args:
+        x, y, factor: broadcastable to one shape.
+        out: takes the result, if given.
+
     Example:
         >>> import torch
         >>> from compopt import functional as F
@@ -80,7 +97,7 @@ def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = Non
 
 
 def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
-    """``x - factor y / z`` with a factor that is a number or a tensor.
+    """``x - factor y / z`` with a factor that is a number or a tensor; all broadcastable to one shape.
 
     Example:
         >>> import torch
@@ -96,6 +113,13 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
     """Whether all values along an axis, or all there are, are finite: their largest magnitude is.
 
+    Args:
+        x: floating point, any shape.
+        dim: the axis; ``None``: all axes.
+
+    Returns:
+        Bool, ``x``'s shape without ``dim``, or 0-d, on its device.
+
     Example:
         >>> import torch
         >>> from compopt import functional as F
@@ -107,6 +131,9 @@ def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
 
 def mean_of_views(log_g: Tensor) -> Tensor:
     """``log((g_1 + g_2) / 2)`` over the last axis, kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9).
+
+    Args:
+        log_g: in nats, ``(..., V)``; ``V`` views, 2 as a rule.
 
     Example:
         >>> import torch
@@ -121,10 +148,13 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
     r"""``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
 
     Args:
-        log_u: stored values, any shape.
+        log_u: stored values in nats, any shape.
         log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
         gamma: in (0, 1]; a number, or one per row.
         first: True where the row was never visited; such a row takes ``log g`` itself. ``None``: nowhere.
+
+    Returns:
+        The new ``log u``, in the common shape.
 
     Example:
         >>> import torch
@@ -152,6 +182,10 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
         rho: radius of the KL constraint.
         sum_wh: ``sum_j w_ij h_ij``, ``(B, D)``; ``sum_j w_ij s_ij - s_ii`` where the positive's weight is 1.
         tau: temperatures, broadcastable to ``(B, D)``.
+        multiply_tau: see above.
+
+    Returns:
+        ``G``, ``(B, D)``; in nats with ``multiply_tau``. It is not clipped.
 
     Example:
         >>> import torch
@@ -169,6 +203,11 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
     """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8).
+
+    Args:
+        m: the average so far, any shape.
+        grad: ``G``, of that shape.
+        beta: in (0, 1], a number or one per row; the weight of the newest gradient.
 
     Example:
         >>> import torch
@@ -189,10 +228,24 @@ def adam(
     betas: tuple[Scalar, Scalar],
     eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Adam whose bias is corrected by each row's own number of visits, this one included.
+    r"""One step of Adam whose bias is corrected by each row's own number of visits, this one included.
+
+    .. math::
+        m &\leftarrow \beta_1 m + (1 - \beta_1) G, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) G^2 \\
+        x &\leftarrow x - \text{lr}\; \frac{m / (1 - \beta_1^k)}{\sqrt{v / (1 - \beta_2^k)} + \epsilon}
+
+    Args:
+        x, m, v, grad: value, moments and gradient ``G``, of one shape.
+        visits: ``k``, broadcastable to it, floating point, >= 1.
+        lr: step size, a number or one per row.
+        betas: ``beta_1`` and ``beta_2``, numbers or one per row.
+        eps: added to the root.
 
     Returns:
-        new value, new first moment, new second moment.
+        New value, new first moment, new second moment.
+
+    References:
+        Kingma and Ba, Adam, ICLR 2015, Algorithm 1, with a ``k`` of each row's own.
 
     Example:
         >>> import torch
@@ -215,18 +268,18 @@ def pair_weights(
     r"""The readable truth behind :mod:`compopt.kernel`: dense weights and log-normalizers of one direction.
 
     ``log ghat_i = logsumexp_{j in N_i} h_ij / tau_i - log |N_i|`` and
-    ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|`` (DESIGN: the one idea). Needs several ``(P, Q)`` matrices;
-    the kernel computes the same numbers in at most two.
+    ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|``: every method of the library is a choice of ``alpha`` or of ``w``.
+    Needs several ``(P, Q)`` matrices; the kernel computes the same numbers in at most two.
 
     Args:
-        s: similarities, ``(P, Q)``.
+        s: similarities of ``P`` anchors and ``Q`` candidates, ``(P, Q)``, floating point.
         positive: ``s_ii``, ``(P,)``.
         negative: True where candidate ``j`` is a negative of anchor ``i``, ``(P, Q)``.
         tau: ``(P,)``.
         alpha: ``(P,)``; ``None`` takes ``log ghat``, the stateless estimate.
 
     Returns:
-        ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,).
+        ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,) in nats. An anchor without negatives gets NaN.
 
     Example:
         >>> import torch

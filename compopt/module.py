@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class EstimatorModule(nn.Module):
     """What :func:`as_module` makes; ``module(...)`` is ``est(...)``.
 
+    Raises:
+        TypeError: a part's learned parameters are not those of its attribute ``learnable``.
+
     Attributes:
         est: the estimator, for everything else: ``attach``, ``read``, ``prefetch``, ``metrics``, ...
     """
@@ -39,7 +42,7 @@ class EstimatorModule(nn.Module):
         yield from self.est.learnables().items()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The estimator's call."""
+        """The estimator's call, with its arguments, result and errors; a ``TypeError`` where it has no call."""
         if not callable(self.est):
             raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
         return self.est(*args, **kwargs)
@@ -118,10 +121,12 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
         state: ``state_dict()`` and ``load_state_dict()`` of the module carry the estimator's.
 
     Returns:
-        The module; ``module.est`` is the estimator.
+        The module; ``module.est`` is the estimator. Making it communicates nothing; its call does what the estimator's
+        does.
 
     Raises:
-        TypeError: ``est`` is no estimator.
+        TypeError: ``est`` is no estimator, or ``state`` neither True nor False.
+        RuntimeError: ``est`` is a part of another estimator.
         ValueError: ``state=True``, and ranks hold different parts of the state, or share one file of rows. To collect
             it is collective, which ``state_dict()`` of a module is not: torch's users call it on one rank.
 

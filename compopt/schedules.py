@@ -19,6 +19,15 @@ class Schedule:
         key: a hyper-parameter of its groups.
         fn: the number of steps so far -> the value.
 
+    Attributes:
+        t: steps so far.
+
+    State: ``t``; the value is in the groups. Communicates nothing: every rank steps its own.
+
+    Raises:
+        TypeError: ``est`` is no estimator, ``fn`` no function, or what it returns no hyper-parameter.
+        ValueError: the estimator has no such key. A value out of range is refused at the estimator's next call.
+
     Example:
         >>> import compopt
         >>> est = compopt.SogCLREstimator(n=10)
@@ -43,16 +52,16 @@ class Schedule:
                 group[self.key] = value
 
     def step(self) -> None:
-        """One real update was made."""
+        """Count one real update, and set the value of the new count."""
         self.t += 1
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps; the function is the caller's."""
+        """The number of steps, ``{"t": t}``; the function is the caller's."""
         return {"t": self.t}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the number of steps and apply its value."""
+        """Restore the number of steps from what :meth:`state_dict` returned, and set its value."""
         self.t = int(state_dict["t"])
         self._apply()
 
@@ -64,6 +73,10 @@ class CosineGamma(Schedule):
         est: an estimator with a ``gamma``.
         decay_steps: updates until ``gamma_min`` is reached; it stays there.
         gamma_min: in (0, 1].
+
+    Raises:
+        ValueError: decay_steps < 1, gamma_min outside (0, 1], an estimator without a ``gamma``.
+        TypeError: see :class:`Schedule`.
 
     References:
         Wei et al., FastCLIP, 2024 (used by all its versions).

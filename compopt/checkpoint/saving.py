@@ -105,9 +105,16 @@ def save(
         ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
             with ``blocking=False``.
         ImportError: fsspec or the driver for a URL is missing.
+        TypeError: ``keep`` is no integer, ``blocking`` neither True nor False.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
-            another process saves into the directory: the message says which, on which machine, since when.
+            another process saves into the directory: the message says which, on which machine, since when; or ``est``
+            is a part of another estimator.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
+
+    Warns:
+        UserWarning: unchanged files cannot be linked (or copied by the store), so that all rows are written; the file
+            system has no locks, so that nobody notices two runs that save there.
+        RuntimeWarning: at a later commit, that a save beside training failed.
 
     Communicates: collective; a few small messages, all of them before it returns. Beside training the ranks learn
     from files in the new directory when all of them have written.
@@ -202,6 +209,9 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
             and both values, and the estimator is as it was.
+        TypeError: ``t`` is no integer.
+        RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
+            else.
 
     Communicates: collective; a few small messages.
 

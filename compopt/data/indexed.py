@@ -27,9 +27,12 @@ class Indexed(Dataset[tuple[Any, ...]]):
         dataset: with ``len()`` and ``[]``.
         first: position of its first sample.
 
+    Nothing is stored beside the data set, and nothing communicated.
+
     Raises:
-        TypeError: the data set is a stream.
-        ValueError: an item has a field or key ``index`` already.
+        TypeError: the data set is a stream; a position that is a list; ``first`` is no integer.
+        IndexError: a position outside the data set; negative ones count from its end.
+        ValueError: an item has a field or key ``index`` already; ``first`` < 0.
 
     Example:
         >>> import compopt
@@ -110,6 +113,12 @@ def _restored(kind: Any, values: Iterable[Any]) -> Any:
 
 def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
     """Keys of streaming data (URLs, file names) -> stable positions 0, 1, ... in the order given.
+
+    Args:
+        keys: one per sample, hashable, all different.
+
+    Returns:
+        A dict, which holds all keys in memory: one position for each.
 
     Raises:
         ValueError: a key occurs twice.

@@ -30,6 +30,12 @@ class KeyIndex:
         n: keys are ``first .. first + n - 1``.
         first: the smallest one.
 
+    Nothing else is stored, and nothing communicated.
+
+    Raises:
+        ValueError: n < 1 or first < 0.
+        TypeError: n or first is no integer.
+
     Example:
         >>> import compopt
         >>> compopt.data.KeyIndex(n=20_000).index({"__key__": "000010007"})
@@ -41,11 +47,15 @@ class KeyIndex:
 
     @property
     def fingerprint(self) -> str:
-        """The range of keys."""
+        """The range of keys, in words."""
         return f"keys {self.first}..{self.first + self.n - 1}"
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """The row of a sample; its position does not matter.
+        """The row of a sample, ``0 .. n - 1``; its position does not matter.
+
+        Args:
+            sample: with ``__key__``; folders before the key do not count.
+            position: ignored.
 
         Raises:
             ValueError: the key is no integer, or outside the range.
@@ -70,11 +80,17 @@ class UidIndex:
     the sample's json under ``"uid"``: 32 hexadecimal digits.
 
     Args:
-        path: an ``.npy`` file of dtype ``u8,u8``: the upper and lower half of each identifier, ascending.
+        path: an ``.npy`` file of dtype ``u8,u8``: the upper and lower half of each identifier, ascending, 16 bytes a
+            row.
+
+    Attributes:
+        n: rows of the file.
+        fingerprint: checksum of ``n`` and some 4,096 of the identifiers.
 
     Raises:
-        ValueError: the file has another dtype, is not sorted, or has an identifier twice (as far as the places that
-            are looked at show).
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another dtype or no rows, is not sorted, or has an identifier twice (as far as the
+            places that are looked at show).
 
     Example:
         >>> import compopt, numpy, os, tempfile
@@ -106,7 +122,11 @@ class UidIndex:
         return int(high) << 64 | int(low)
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """The row of a sample; its position does not matter.
+        """The row of a sample, ``0 .. n - 1``, by bisection; its position does not matter.
+
+        Args:
+            sample: with ``__key__``, perhaps ``json``.
+            position: ignored.
 
         Raises:
             ValueError: the sample has no identifier, or one that is not in the file.

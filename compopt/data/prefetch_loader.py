@@ -35,9 +35,13 @@ class PrefetchLoader(Generic[T]):
             in a dict, or a function of the batch.
         index2: where it holds the rows of the second modality, if these have their own.
 
+    Communicates: nothing itself; see :meth:`~compopt.Estimator.prefetch` for what announcing does.
+
     Raises:
-        TypeError: ``loader`` cannot be iterated; a batch has no such entry or it is no tensor of integers.
-        ValueError: an accelerate loader whose batches come from the main process.
+        TypeError: ``loader`` cannot be iterated; a batch is of another kind than ``index`` asks for, or its entry is no
+            tensor of integers.
+        ValueError: an accelerate loader whose batches come from the main process; a batch has no such entry, or it is
+            not ``(B,)``.
 
     Example:
         >>> import torch, compopt

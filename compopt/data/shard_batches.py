@@ -48,13 +48,18 @@ class ShardBatches(IterableDataset[Any]):
         rank, ranks: this process and how many there are; by default those of ``torch.distributed``.
 
     Attributes:
+        n: samples of all shards.
         epoch: see :meth:`set_epoch`.
         done: batches of this epoch that this rank has trained on, see :meth:`advance`.
+
+    State: seed, epoch and numbers of batches; see :meth:`state_dict`. A worker holds up to ``shuffle`` samples.
+    Communicates nothing: the order is a function of seed, epoch, ranks and workers.
 
     Raises:
         ValueError: a shard occurs twice, has no size, or is another file than the one whose size is known; too few
             samples for one batch on every rank. While reading: a shard has more samples than ``sizes`` says.
         FileNotFoundError: there is no shard; a local one is missing or empty.
+        TypeError: a number that is no integer.
         RuntimeError: while reading: another number of workers; workers that persist; nothing is left of a worker's
             share.
 
@@ -123,13 +128,16 @@ class ShardBatches(IterableDataset[Any]):
     # -- position ----------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; each has another order."""
+        """Begin an epoch, ``epoch`` >= 0; each has another order. Call it on every rank, with the same number."""
         self.epoch, self.done = checks.whole("epoch", epoch), 0
         self._earlier: list[tuple[Layout, int]] = []  # how this epoch was read before, and so many batches of a rank
         self._spans = Spans([(0, self.n)])
 
     def advance(self, batches: int = 1) -> None:
         """Say that this rank has trained on further batches, in the order in which the loader gave them.
+
+        Args:
+            batches: how many, >= 1.
 
         Raises:
             ValueError: the epoch has fewer left.
@@ -149,7 +157,7 @@ class ShardBatches(IterableDataset[Any]):
         return sum(layout.ranks * layout.batch_size * done for layout, done in stages)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the epoch; plain numbers, the same on every rank."""
+        """Position in the epoch: plain numbers and words, the same on every rank."""
         stages = [(layout, done) for layout, done in [*self._earlier, (self.layout, self.done)] if done]
         return {
             "shards": self._fingerprint,
@@ -164,6 +172,9 @@ class ShardBatches(IterableDataset[Any]):
         With the same ranks, workers and sizes of batch and block the batches are those that would have come. With
         others, what is left of the epoch is shared anew: still no sample comes twice and none is missing, but those
         of the last incomplete batch; the order is another one.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
 
         Raises:
             ValueError: the state is of other shards or of another seed, or is no state of this class.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Paths or URLs of shards.
+    """Paths or URLs of shards; names and braces are spelled out without a look whether the files are there.
 
     Args:
         shards: a folder, a pattern with braces (``"s3://bucket/{00000..00099}.tar"``) or, on local disks, wildcards; or

@@ -32,13 +32,17 @@ class ShardIndex:
     :class:`~compopt.data.KeyIndex`.
 
     Args:
-        shards: names and sizes, in the order of their rows.
+        shards: names and sizes in samples, in the order of their rows.
 
     Attributes:
         n: rows of all shards.
 
+    State: names, first rows and sizes, and the bytes of the files that were there when it was built. Communicates
+    nothing: every rank has the whole of it.
+
     Raises:
         ValueError: a shard occurs twice, or has no sample.
+        TypeError: a size is no integer.
 
     Example:
         >>> import compopt
@@ -113,7 +117,14 @@ class ShardIndex:
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON: ``[name, first row, count]`` of each shard, and the sizes of their files."""
+        """Write the index as JSON: ``[name, first row, count]`` of each shard, and the bytes of their files.
+
+        Args:
+            path: of the file; an older one is replaced as a whole.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         rows = [[name, first, count] for name, (first, count) in self._shards.items()]
         temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
         about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
@@ -124,7 +135,11 @@ class ShardIndex:
     def load(cls, path: str | os.PathLike[str]) -> ShardIndex:
         """Read what :meth:`save` wrote.
 
+        Args:
+            path: of the file.
+
         Raises:
+            FileNotFoundError: there is none.
             ValueError: it is something else, or was changed since.
         """
         try:
@@ -147,6 +162,9 @@ class ShardIndex:
     def check(self, shards: Iterable[str]) -> None:
         """Refuse shards that are not those of the index, as far as can be told without reading them.
 
+        Args:
+            shards: paths or URLs.
+
         Raises:
             ValueError: a shard has another name, or as a local file another size than when the index was built.
             FileNotFoundError: a local shard is missing or empty.
@@ -166,7 +184,7 @@ class ShardIndex:
     # -- one sample --------------------------------------------------------------------------------------------
 
     def index(self, sample: Mapping[str, Any], position: int) -> int:
-        """The row of a sample.
+        """The row of a sample, ``0 .. n - 1``.
 
         Args:
             sample: with ``__url__``, the shard it was read from.
@@ -187,11 +205,15 @@ class ShardIndex:
         return first + position
 
     def count(self, url: str) -> int:
-        """Samples that a shard should have."""
+        """Samples that the shard at ``url`` should have; a ``ValueError`` if it is not in the index."""
         return self._find(url)[2]
 
     def entry(self, url: str) -> tuple[str, int]:
-        """What the shard is called here, wherever it lies, and how many samples it should have."""
+        """What the shard at ``url`` is called here, wherever it lies, and how many samples it should have.
+
+        Raises:
+            ValueError: it is not in the index.
+        """
         _, _, count, name = self._find(url)
         return name, count
 

@@ -13,6 +13,9 @@ from compopt.data.shard_list import check_files
 class SampleIndex(Protocol):
     """What gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
 
+    Attributes:
+        n: rows; ``index`` is below it.
+
     Example:
         >>> import compopt
         >>> class ByName:  # an index of your own
@@ -27,10 +30,15 @@ class SampleIndex(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What must be equal for the same sample to have the same row."""
+        """What must be equal for the same sample to have the same row; ``est.data_fingerprint`` takes it."""
 
     def index(self, sample: dict[str, Any], position: int) -> int:
-        """The row of a sample, ``0 .. n - 1``."""
+        """The row of a sample, ``0 .. n - 1``; a ``ValueError`` if it has none.
+
+        Args:
+            sample: as the reader gives it, with ``__key__`` and ``__url__``.
+            position: its place in its shard, from 0 on.
+        """
 
 
 class indexed_reader:
@@ -45,7 +53,10 @@ class indexed_reader:
             ``tarfile_to_samples(handler=...)``.
         index: the rows.
 
+    Nothing is communicated: a row depends on nothing but the sample, its shard and its place in there.
+
     Raises:
+        TypeError: ``read`` is no function, or ``index`` none of the indices.
         ValueError: while reading: a sample that the index does not know.
 
     Warns:
@@ -85,6 +96,9 @@ class indexed_reader:
 
         A :class:`ShardIndex` looks at names and files. For any other index the first sample of the first shard and all
         of the last shard are read: the largest keys are there. One process of many is enough.
+
+        Args:
+            shards: paths or URLs.
 
         Raises:
             ValueError: a shard or a sample that the index does not know.

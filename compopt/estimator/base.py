@@ -60,15 +60,26 @@ class Estimator(Commits):
         data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
             ``UidIndex``): :func:`compopt.save` stores it, and :func:`compopt.load` refuses the rows of another one.
 
-    State: one row per sample, the columns of all components and ``count`` (int32, visits per direction).
+    State: one row per sample, the columns of all components and ``count`` (int32, visits per direction), padded to a
+    multiple of 16 bytes; beside the rows what components keep for all samples, and :attr:`t`.
 
     Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
     meanwhile, and sees the state between two commits; a commit waits for it, and does not for a save with
-    ``blocking=False``. What communicates with other ranks must
-    run in the thread that calls, and is refused elsewhere with a ``RuntimeError``.
+    ``blocking=False``. What communicates with other ranks must run in the thread that calls, and is refused elsewhere
+    with a ``RuntimeError``.
 
-    Errors leave the state as it was: ``IndexError`` for an index outside the data set, ``TypeError`` for one
-    that is not integral, ``ValueError`` for bad shapes and hyper-parameters.
+    Communicates, with several ranks: construction is collective with ``offload="disk"``; the first message forms a CPU
+    group where the group's backend takes no CPU tensors. A method that communicates says so; the others do not.
+
+    Raises:
+        IndexError: an index on the CPU is outside the data set. This and the other errors leave the state as it was.
+        TypeError: an index that is not integral; a dtype that is none.
+        ValueError: bad shapes or hyper-parameters; rows neither float32 nor float64.
+        RuntimeError: with several ranks, another rank refused, does something else, or did not come.
+
+    Warns:
+        UserWarning: once each: many calls have deposited and none was committed; a learned temperature had gradients
+            and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
 
     Example:
         >>> import torch, compopt
@@ -127,10 +138,18 @@ class Estimator(Commits):
         return self._groups.n
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
-        """Append the rows of another data set, ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
+        """Append the rows of another data set; its samples take the indices after all existing ones.
 
-        Its samples take the indices after all existing ones. The table is copied once. If that fails, the estimator
-        is as it was. With several ranks collective.
+        The table is copied once. If that fails, the estimator is as it was.
+
+        Args:
+            group: ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
+
+        Raises:
+            ValueError: an unknown key, a bad value, or an estimator without rows.
+            TypeError: ``n`` is no integer.
+
+        Communicates: collective with several ranks.
         """
         self.stand_alone()
         self._await_save()
@@ -243,8 +262,14 @@ class Estimator(Commits):
             index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
 
         Returns:
-            A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, in the rows'
-            dtype; ``count`` is ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0).
+            A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, on the rows'
+            device, floats in the rows' dtype and integers as stored; ``count`` is ``(B,)`` int64, the visits of the
+            sample (0: never seen, its logarithms read 0).
+
+        Raises:
+            IndexError: outside the data set.
+            TypeError, ValueError: the index is no 1-D tensor of integers.
+            RuntimeError: nothing is kept per sample; or this is a part of another estimator, which has the rows.
         """
         self.stand_alone()
         if self._table is None:
@@ -274,7 +299,12 @@ class Estimator(Commits):
             index2: with an index, that of the second modality; with a loader, where the batch holds it.
 
         Returns:
-            ``None`` for an index; for a loader an iterable over its batches.
+            ``None`` for an index; for a loader an iterable over its batches, a :class:`~compopt.data.PrefetchLoader`
+            (the loader itself, where nothing is kept per sample).
+
+        Raises:
+            IndexError: an index on the CPU is outside the data set.
+            TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
@@ -300,18 +330,32 @@ class Estimator(Commits):
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Deposit proposals (the default)."""
+        """Deposit proposals (the default).
+
+        Args:
+            mode: ``False`` is :meth:`eval`. Equal on all ranks at a call.
+
+        Returns:
+            The estimator.
+        """
         self.training = bool(mode)
         return self
 
     def eval(self) -> Self:
-        """Estimate from what is committed, deposit nothing."""
+        """Estimate from what is committed, deposit nothing; what is pending stays pending. Returns the estimator."""
         return self.train(False)
 
     def to(self, device: torch.device | str) -> Self:
         """Move rows and other state to a device.
 
         They are made on the CPU, whatever torch's default device is, and follow the first features in training mode.
+        Rows with ``offload=`` stay where they are. No dtype changes.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: the meta device.
         """
         device = torch.device(device)
         if device.type == "meta":
@@ -343,7 +387,7 @@ class Estimator(Commits):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d tensors that describe the last call, by name."""
+        """0-d tensors that describe the last call, by name; empty before one. Communicates nothing."""
         return {}
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -352,10 +396,19 @@ class Estimator(Commits):
         """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
 
         In a thread beside training it is the state between two commits; but a temperature in the hands of the user's
-        optimizer is taken as it is.
+        optimizer is taken as it is. State-dict hooks run.
 
-        Collective on shards and with a network that ranks split, which every rank gets whole, and where ranks share a
-        file.
+        Returns:
+            Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
+            ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
+            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow.
+
+        Raises:
+            RuntimeError: this is a part of another estimator; with several ranks, another one failed or does something
+                else.
+
+        Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
+        every rank gets whole, and where ranks share a file. Otherwise nothing.
         """
         self.stand_alone()
         self._run("state_dict_pre")
@@ -367,10 +420,16 @@ class Estimator(Commits):
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
         dtype and device stay those of this estimator. Nothing is written unless everything fits. Not beside calls in
-        another thread. Collective where ranks share a file.
+        another thread. State-dict hooks run.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another n, mode, method or dtype; the message names both values.
+            ValueError: another n, mode, method or dtype; the message names both values. Entries that are missing.
+            TypeError: ``state_dict`` is no mapping.
+
+        Communicates: collective where ranks share a file; otherwise nothing.
         """
         self.stand_alone()
         if isinstance(state_dict, Mapping):

@@ -22,9 +22,10 @@ class Call:
     """What one forward pass shows to a component.
 
     Attributes:
-        batch: the samples of all ranks, their features and their committed rows.
-        pairs: the statistics of all pairs of anchor and negative.
-        tau: temperatures of this call, a number or ``(B, 1)`` or ``(B, 2)``.
+        batch: the samples of all ranks, their features ``(B, d)`` each and their committed rows.
+        pairs: the statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
+            ``positive``, ...; ``A`` directions of anchors.
+        tau: temperatures of this call, a number, 0-d, ``(B, 1)`` or ``(B, 2)``, without a graph.
         hyper: the component's hyper-parameters for these rows.
         chunk_size: anchors that may be held at a time, or ``None``.
         encoder: features of samples outside the batch, if the caller can give them.
@@ -50,7 +51,7 @@ class Call:
 
     @property
     def count(self) -> Tensor:
-        """Visits so far, shaped as the columns."""
+        """Visits so far, int32, in the shape of the columns."""
         return self.batch.count
 
     @property

@@ -46,7 +46,7 @@ class Commits(Hooks):
             yield from part.learned()
 
     def stand_alone(self) -> None:
-        """A hook, called first by whatever a part of another estimator leaves to its owner."""
+        """Do nothing; a part of another estimator refuses here what it leaves to its owner."""
 
     @property
     def pending(self) -> int:
@@ -64,7 +64,18 @@ class Commits(Hooks):
 
     @outside_of_graphs
     def step(self) -> None:
-        """Commit everything pending; with nothing pending, do nothing. Communicates nothing."""
+        """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.
+
+        With :meth:`attach` it runs by itself. Step hooks run before and after it.
+
+        Raises:
+            RuntimeError: this is a part of another estimator, which commits.
+
+        Warns:
+            RuntimeWarning: a save beside training has failed (``compopt.save(..., blocking=False)``).
+
+        Communicates: nothing.
+        """
         self.stand_alone()
         self._commit(None)
 
@@ -92,7 +103,7 @@ class Commits(Hooks):
 
     @outside_of_graphs
     def discard(self) -> None:
-        """Forget everything pending: call it when an update was skipped."""
+        """Forget everything pending: call it when an update was skipped. Communicates nothing."""
         with self._state.writing():
             self._pending = 0
             if self._table is not None:
@@ -113,13 +124,20 @@ class Commits(Hooks):
         not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
         because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
         :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. Attach anew to an
-        optimizer that is made anew: a warning says when nothing commits any more.
+        optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
+        alive.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
 
         Returns:
             A handle with ``remove()``.
 
         Raises:
             TypeError: no torch optimizer is inside.
+            RuntimeError: this is a part of another estimator; attach that.
+
+        Communicates: nothing, neither here nor when it commits.
         """
         self.stand_alone()
         return self._attachments.add(optimizer, self._commit)

@@ -25,11 +25,20 @@ class Component(ABC):
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
+    Its methods are called by the estimator, in the thread that calls that; users of an estimator need none of them.
+    They communicate nothing unless they or their class say so.
+
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
         defaults: hyper-parameters that groups may override.
 
+    Raises:
+        TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
+            that defines a method under a name of before.
+        ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
+
     Attributes:
+        state: tensors by name, committed, that are not rows.
         learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
             replace them there); their names are those of :meth:`saved_state`.
     """
@@ -60,41 +69,70 @@ class Component(ABC):
         self.check(self.own_defaults)
 
     def check_free(self) -> None:
-        """A part belongs to one estimator; two would write the same state twice."""
+        """Refuse to become a part twice: two estimators would write the same state.
+
+        Raises:
+            ValueError: this part is already in an estimator.
+        """
         if self.owner is not None:
             raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """This part now belongs to ``setting.owner``, and its groups are merged into ``groups``."""
+        """Become a part of ``setting.owner``; state whose shape depends on the setting is made here.
+
+        Args:
+            groups: the estimator's, into which this part's are merged.
+            setting: what a part may know of the estimator.
+        """
         self.owner = setting.owner
         self.own_groups = groups.groups
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group; ``None`` means "filled by mode"."""
+        """Refuse a bad hyper-parameter of one group.
+
+        Args:
+            group: values by the part's own names; ``None`` means "filled by mode".
+
+        Raises:
+            ValueError, TypeError: with the name, the value and the remedy.
+        """
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
-        """Replace ``None`` by the default of the mode, in place."""
+        """Replace ``None`` by the default of the mode, in place.
+
+        Args:
+            group: values by the part's own names.
+            mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
+        """
         del group, mode
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        """The columns this part keeps per sample."""
+        """The columns this part keeps per sample; none by default.
+
+        Args:
+            directions: values per sample and column, ``D``.
+            dtype: of floating-point columns.
+        """
         del directions, dtype
         return []
 
     def structure(self) -> dict[str, Any]:
-        """What decides the meaning of the state beside hyper-parameters and columns."""
+        """What decides the meaning of the state beside hyper-parameters and columns: plain values, by name.
+
+        A checkpoint is refused by an estimator where they differ.
+        """
         return {}
 
     def learned(self) -> Iterator[torch.nn.Parameter]:
-        """Learned by the user's own optimizer."""
+        """Parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     # -- state that is not rows --------------------------------------------------------------------------------
 
     @property
     def has_state(self) -> bool:
-        """Whether anything is kept that is not rows."""
+        """Whether anything is kept, committed, that is not rows."""
         return bool(self.state)
 
     @property
@@ -112,7 +150,11 @@ class Component(ABC):
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values; if any of them is not finite, all keep their previous values."""
+        """Deposit new values; if any of them is not finite, all keep their previous values.
+
+        Args:
+            **tensors: entries of :attr:`state`, in their shapes and dtypes. The test runs on the device.
+        """
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
         if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
@@ -124,7 +166,11 @@ class Component(ABC):
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy, unless ``found_inf`` (on the device) is positive."""
+        """Commit the pending copy.
+
+        Args:
+            found_inf: 0-d or ``(1,)`` flag on the device; where it is positive the state stays. ``None``: no flag.
+        """
         if self._pending_state is None:
             return
         for name, new in self._pending_state.items():
@@ -138,11 +184,11 @@ class Component(ABC):
         self._pending_state = None
 
     def move(self, device: torch.device) -> None:
-        """Take state to the features' device."""
+        """Take committed state to the features' device; dtypes stay."""
         self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Committed state that is not rows, whole; collective where ranks split it."""
+        """Committed state that is not rows, copied, whole; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -151,7 +197,14 @@ class Component(ABC):
         return {name: tuple(value.shape) for name, value in self.saved_state().items()}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse saved state that does not fit, before anything is written."""
+        """Refuse saved state that does not fit, before anything is written.
+
+        Args:
+            state: as :meth:`saved_state` returned it.
+
+        Raises:
+            ValueError: other names or shapes, with both.
+        """
         expected = self.expected_shapes(state)
         if set(state) != set(expected):
             raise ValueError(
@@ -166,13 +219,17 @@ class Component(ABC):
                 )
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of :meth:`saved_state`; keeps dtype and device."""
+        """Take over what :meth:`saved_state` returned, ``state``; keeps dtype and device."""
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])
 
 
 class Normalizer(Component):
     """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+
+    A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
+    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication and errors: as of
+    :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
@@ -205,7 +262,15 @@ class Normalizer(Component):
         return 0
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        """Refuse an ``encode`` that cannot be used, or its absence; ``given``: index and what else came along."""
+        """Refuse an ``encode`` that cannot be used, or its absence.
+
+        Args:
+            encode: what came with the call, or ``None``.
+            given: names of the keys that came along: ``"index"``, ``"index2"``, ``"labels"``.
+
+        Raises:
+            ValueError: by default for any ``encode``.
+        """
         del given
         if encode is not None:
             raise ValueError(
@@ -214,22 +279,43 @@ class Normalizer(Component):
             )
 
     def check_extra(self) -> None:
-        """Refuse further candidates, where the weights of pairs are not those of all candidates."""
+        """Refuse further candidates (``extra=``) with a ``ValueError``, where pairs have weights of their own."""
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:
-        """Log-normalizers of this batch and the rows they propose."""
+        """Log-normalizers of this batch and the rows they propose.
+
+        It runs without a graph and writes no committed state; ``call.training`` says whether proposals may be
+        committed. With several ranks every rank gets the global batch and must answer the same.
+
+        Args:
+            call: the batch, its pairs, temperatures and hyper-parameters.
+        """
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor | None:
-        """Log-normalizers as the committed state has them, for the features of now; ``None``: stateless."""
+        """Log-normalizers as the committed state has them, for the features of now: what diagnostics judge.
+
+        Args:
+            rows: committed columns of all samples, ``(n, D)`` each.
+            features: of both modalities or views as the kernel takes them, ``(n, d)`` each.
+            tau: temperatures, a number or broadcastable to ``(n, 2)``.
+            hyper: this part's hyper-parameters for these rows.
+
+        Returns:
+            ``(n, A)`` or ``(n, 1)``; ``None``: nothing is kept.
+        """
         del rows, features, tau, hyper
         return None
 
 
 class Temperature(Component):
     """Decides ``tau_i``.
+
+    A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`value`; one that learns on the side also
+    :attr:`learns`, :meth:`update` and :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication
+    and errors: as of :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
@@ -253,14 +339,32 @@ class Temperature(Component):
 
     @abstractmethod
     def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
-        """Temperatures of these rows: a number, or a tensor broadcastable to ``(B, 2)``."""
+        """Temperatures of a batch.
+
+        Args:
+            rows: committed columns of the batch, ``(B, D)`` each.
+            hyper: this part's hyper-parameters for these rows.
+            training: the call deposits, so that a pending state counts.
+
+        Returns:
+            A number > 0, or a tensor broadcastable to ``(B, 2)``; with a graph, it gets a gradient.
+        """
 
     def rho(self, hyper: Hyper) -> Any:
-        """Radius of the KL constraint, added to ``alpha`` in the objective."""
+        """Radius of the KL constraint in nats, added to ``alpha`` in the objective: a number, or one per row."""
         del hyper
         return 0.0
 
     def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
-        """New values of this part's columns, from ``G`` ``(B, 2)``."""
+        """New values of this part's columns.
+
+        Args:
+            call: the batch, with the temperature's hyper-parameters.
+            gradient: ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`.
+
+        Returns:
+            By column, ``(B, D)`` each; state that is not rows goes to
+            :meth:`~compopt.estimator.Component.deposit_state` instead.
+        """
         del call, gradient
         return {}

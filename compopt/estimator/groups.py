@@ -93,7 +93,9 @@ def _types(groups: Groups) -> list[list[type]]:
 class Hyper:
     """Hyper-parameters as one component sees them for the rows of one call.
 
-    ``hyper("gamma")`` is a Python number if all groups agree, else a tensor with one value per row.
+    ``hyper("gamma")`` is a Python number if all groups agree, else a tensor with one value per row, ``(B, R)``;
+    ``hyper("betas", 0)`` the same of a pair's first entry. ``R`` is 1, or 2 where the second modality has rows of its
+    own. A name that the component does not have is a ``KeyError``.
 
     Args:
         groups: the estimator's sample groups.
@@ -110,11 +112,16 @@ class Hyper:
         return self._spread(values)
 
     def of_first_group(self) -> Hyper:
-        """The same keys, read from the first group only."""
+        """The same keys, read from the first group only: every value is that group's own."""
         return Hyper(self._groups[:1], self._names, None, self._dtype)
 
     def choose(self, key: str, table: Mapping[Any, float]) -> Any:
-        """A named option as a number per row."""
+        """A named option as a number, or one per row, ``(B, R)``.
+
+        Args:
+            key: the hyper-parameter.
+            table: its values -> numbers.
+        """
         return self._spread([table[value] for value in self._values(key)])
 
     def _values(self, key: str) -> Iterator[Any]:

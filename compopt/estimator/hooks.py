@@ -48,25 +48,35 @@ class Hooks:
         return state
 
     def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """``hook(estimator, args, kwargs) -> None``, before a commit; not called when nothing is pending."""
+        """Call ``hook(estimator, args, kwargs)`` before each commit; not where nothing is pending.
+
+        Returns:
+            A handle with ``remove()``, here and below.
+        """
         return self._register("step_pre", hook)
 
     def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
-        """``hook(estimator, args, kwargs) -> None``, after a commit; not called when nothing was pending."""
+        """Call ``hook(estimator, args, kwargs)`` after each commit; not where nothing was pending."""
         return self._register("step_post", hook)
 
     def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """``hook(estimator) -> None``, before :meth:`state_dict` is built."""
+        """Call ``hook(estimator)`` before :meth:`state_dict` is built; ``prepend``: before the other hooks."""
         return self._register("state_dict_pre", hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """``hook(estimator, state_dict) -> state_dict or None``, on the finished dict."""
+        """Call ``hook(estimator, state_dict)`` on the finished dict; it may return another one.
+
+        ``prepend``: before the other hooks.
+        """
         return self._register("state_dict_post", hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """``hook(estimator, state_dict) -> state_dict or None``, before anything is checked or written."""
+        """Call ``hook(estimator, state_dict)`` before anything is checked or written; it may return another dict.
+
+        ``prepend``: before the other hooks.
+        """
         return self._register("load_state_dict_pre", hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """``hook(estimator) -> None``, after a successful load."""
+        """Call ``hook(estimator)`` after a successful load; ``prepend``: before the other hooks."""
         return self._register("load_state_dict_post", hook, prepend)

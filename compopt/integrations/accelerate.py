@@ -29,6 +29,11 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle 
     Returns:
         A handle with ``remove()``.
 
+    Raises:
+        TypeError: no torch optimizer is inside ``optimizer``.
+
+    Communicates: nothing.
+
     Warns:
         UserWarning: a launcher started several processes, and accelerate made no group of them: each trains alone.
     """
@@ -67,7 +72,9 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         name: folder inside the checkpoint; another one for every estimator.
 
     Raises:
-        FileNotFoundError, ValueError: at ``load_state``: rows of another save, damaged, or of another configuration.
+        FileNotFoundError, ValueError: at ``load_state``: rows of another save, damaged, or of another configuration;
+            estimators registered in another order.
+        OSError, RuntimeError: at ``save_state``, see :func:`compopt.save`.
 
     Communicates: collective when saving and loading, see :func:`compopt.save`.
     """

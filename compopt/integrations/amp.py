@@ -24,7 +24,7 @@ class Handles:
         self._handles = handles
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all of them; what is pending stays pending."""
         for handle in self._handles:
             handle.remove()
 
@@ -42,7 +42,12 @@ def attach(est: Estimator, optimizer: Any, scaler: Any) -> Handles:
         scaler: a ``torch.amp.GradScaler``; it keeps ``state_dict()`` but can no longer be pickled.
 
     Returns:
-        A handle with ``remove()``.
+        A handle with ``remove()``; the scaler's ``step`` stays replaced.
+
+    Raises:
+        TypeError: no torch optimizer is inside ``optimizer``.
+
+    Communicates: nothing.
 
     Example:
         >>> import torch, compopt

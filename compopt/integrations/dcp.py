@@ -46,7 +46,13 @@ class Stateful:
     which ``except Exception`` does not catch.
 
     Args:
-        est: the estimator.
+        est: the estimator; what is kept is the estimator's.
+
+    Raises:
+        RuntimeError: ``est`` is a part of another estimator.
+        ValueError: at ``dcp.load``, see :meth:`load_state_dict`.
+
+    Communicates: each method is collective.
 
     Example:
         >>> import compopt
@@ -60,7 +66,12 @@ class Stateful:
         self.est = est
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all committed state, this rank's part of the rows; ``state_dict`` pre-hooks run. Collective."""
+        """A copy of all committed state, this rank's part of the rows; ``state_dict`` pre-hooks run. Collective.
+
+        Returns:
+            ``"rows"``: by column ``(n, 2)`` or ``(n, 1)``, a DTensor on the CPU, of one rank a tensor; ``"rest"``:
+            bytes.
+        """
         est = self.est
         est.stand_alone()
         est._run("state_dict_pre")
@@ -74,6 +85,9 @@ class Stateful:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Fill the estimator; drops anything pending; ``load_state_dict`` post-hooks run. Collective.
+
+        Args:
+            state_dict: as :meth:`state_dict` returned it, filled by dcp.
 
         Raises:
             ValueError: another mode, method, dtype, option or data_fingerprint, with both values; rows that are not

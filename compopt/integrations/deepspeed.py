@@ -36,6 +36,10 @@ def save_checkpoint(
     Returns:
         What the engine returns.
 
+    Raises:
+        ValueError: ``client_state`` has a key ``"compopt"``.
+        OSError, RuntimeError: see :func:`compopt.save`; the engine has then written nothing.
+
     Communicates: collective, as the engine's method.
     """
     client_state = dict(client_state or {})

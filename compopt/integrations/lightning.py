@@ -46,7 +46,16 @@ class EstimatorCallback(Callback):
     Raises:
         ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on
             several ranks, an estimator that was built too early; with ``ckpt_path``: a checkpoint without rows.
+        TypeError: the attribute ``est`` of the module is no estimator.
         FileNotFoundError: the rows of the checkpoint are no longer in ``directory``.
+        ValueError, OSError, RuntimeError: when rows are saved or loaded, see :func:`compopt.save` and
+            :func:`compopt.load`.
+
+    Warns:
+        UserWarning: a launcher started several processes, and the Trainer knows of one.
+
+    Communicates: collective when saving and loading with a ``directory``, and, without, where the state is
+    :attr:`~compopt.Estimator.split`; commits communicate nothing.
 
     Example::
 
@@ -64,7 +73,13 @@ class EstimatorCallback(Callback):
         self.directory = None if directory is None else Path(directory)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach; optimizers, scaler and engine are there."""
+        """Attach, since optimizers, scaler and engine are there.
+
+        Lightning calls it, with arguments of its own, as it does the others.
+
+        Raises:
+            TypeError, ValueError: see the class.
+        """
         est = self._estimator(pl_module)
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
         warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
@@ -77,13 +92,13 @@ class EstimatorCallback(Callback):
             est.attach(self._optimizer(trainer.optimizers))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the loaders, which are there by now."""
+        """Look at the loaders, which are there by now; a ``ValueError`` for ``drop_last=False`` on several ranks."""
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
             refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank, before Lightning writes on those that its strategy lets write."""
+        """Put the rows, or the name of their checkpoint, into Lightning's; on every rank, before it writes."""
         est = self._estimator(pl_module)
         saved = checkpoint.setdefault(KEY, {}).setdefault(self.est, {})
         if self.directory is None:
@@ -92,7 +107,12 @@ class EstimatorCallback(Callback):
             saved["checkpoint"] = saving.save(est, self.directory, keep=self.keep).name
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """On every rank."""
+        """Load the rows of a checkpoint to fit from, on every rank.
+
+        Raises:
+            ValueError: it has none, or they are in a directory and none was given.
+            FileNotFoundError: they are no longer in ``directory``.
+        """
         if trainer.state.fn != "fit":
             return
         saved = checkpoint.get(KEY, {}).get(self.est)

@@ -47,6 +47,13 @@ class EstimatorCallback(TrainerCallback):
             too early, a hyper-parameter search (its trials would share one estimator), two estimators under one
             ``name``, a last batch of a single sample.
         FileNotFoundError: the checkpoint to resume from has no rows, or it was not found.
+        ValueError, OSError, RuntimeError: when rows are saved or loaded, see :func:`compopt.save` and
+            :func:`compopt.load`.
+
+    Warns:
+        UserWarning: a launcher started several processes, and the Trainer's accelerator made no group of them.
+
+    Communicates: collective when saving and loading; commits communicate nothing.
 
     Example::
 
@@ -64,7 +71,13 @@ class EstimatorCallback(TrainerCallback):
         self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Attach: the optimizer, its scaler or engine are prepared, and resumed where they resume."""
+        """Attach, since the optimizer, its scaler or engine are prepared; load rows where the Trainer resumes.
+
+        The Trainer calls it, with arguments of its own, as it does the others.
+
+        Raises:
+            ValueError, FileNotFoundError: see the class.
+        """
         if state.is_hyper_param_search:
             raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
         refuse_ranks(self.est, args.world_size, "after TrainingArguments(...)")
@@ -77,11 +90,11 @@ class EstimatorCallback(TrainerCallback):
             self._load(self._resumed(args, state))
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """On every rank, once the Trainer has written its files."""
+        """Save the rows, on every rank, once the Trainer has written its files. Collective."""
         saving.save(self.est, _checkpoint(args, state) / self.name, keep=1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """The Trainer has loaded the best model: its rows too."""
+        """Load the rows of the best model, where the Trainer has loaded that. Collective."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint))
 

@@ -157,7 +157,7 @@ class GatheredPairs(PairStatistics):
         sizes: ``b`` of every rank.
         distinct, directions, extra, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
 
-    Communicates: one all-gather of 4 to 8 floats per sample.
+    Communicates: one all-gather of ``1 + A`` to ``1 + 3 A`` floats per sample, for ``A`` directions of anchors.
     """
 
     def __init__(

@@ -59,6 +59,8 @@ class MCMCNegativeSampler(Normalizer):
             similarity is stale. Otherwise only those that have visits, afterwards.
         seed: of the draws.
 
+    Hyper-parameters: ``burn_in``, which may differ between sample groups.
+
     State, per sample: ``chain`` (int64, data-set position of the sample) and ``score`` (the similarity, not divided by
     tau), one each per direction, or one of both views. Draws are functions of seed, step, pass within the step,
     direction and position in the global batch: a resumed run and any number of ranks draw the same. ``state_dict``
@@ -80,8 +82,11 @@ class MCMCNegativeSampler(Normalizer):
     a sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
 
     Raises:
-        ValueError: burn_in < 0 or a float of 1 or more; ``rescore`` without ``encode``; ``encode`` together with
-            ``index2``, whose positions name samples of two kinds.
+        ValueError: burn_in < 0 or a float of 1 or more; a seed of 2^63 or more; an unknown option. At the call:
+            ``rescore`` without ``encode``; ``encode`` together with ``index2``, whose positions name samples of two
+            kinds; ``extra``; features from ``encode`` of another shape or device than the batch's.
+        TypeError: at the call: ``encode`` is no function, or does not return features as the mode needs them.
+        RuntimeError: at the call, with several ranks: ``encode`` failed on another one; nothing was deposited.
 
     References:
         Yau et al., EMC2, ICML 2024, eq. 9 to 11, Algorithm 1, section 4.1.

@@ -26,7 +26,18 @@ class BatchNormalizer(Normalizer):
     Args:
         include_positive: count the positive pair in the denominator.
 
+    Hyper-parameters: ``include_positive``, which may differ between sample groups.
+
     State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1).
+
+    Communicates: nothing of its own.
+
+    Raises:
+        TypeError: ``include_positive`` is neither True nor False.
+
+    References:
+        Chen et al., SimCLR, ICML 2020; van den Oord et al., 2018 (InfoNCE); Radford et al., CLIP, 2021. Without the
+        positive: Yeh et al., Decoupled Contrastive Learning, ECCV 2022.
 
     Example:
         >>> import torch, compopt

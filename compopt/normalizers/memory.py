@@ -67,10 +67,13 @@ class MemoryNormalizer(Normalizer):
 
     In ``eval()`` leave the index of validation data out: a number that a training sample has too would mask its slot.
 
+    Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights.
+
     Communicates: nothing of its own.
 
     Raises:
         ValueError: dim or length < 1; at the call features of another dimension.
+        TypeError: dim or length is no integer.
 
     References:
         Queues of features: MoCo (He et al., CVPR 2020), cross-batch memory (Wang et al., CVPR 2020). Moving them to
@@ -198,7 +201,7 @@ class MemoryNormalizer(Normalizer):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        """The queue's part of ``alpha``; row ``i`` is sample ``i``. NaN where no slot counts."""
+        """The queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN where no slot counts."""
         z, state = self._stack(features), self._state_on(features[0].device, False)
         queue = self._moved(state, self._mean(self._candidates(z)), z.dtype)
         index = torch.arange(z.shape[1], device=z.device)

@@ -61,9 +61,13 @@ class MovingAverageEstimator(Normalizer, Estimator):
         process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.ContrastiveEstimator`,
             which otherwise brings its own.
 
-    State, per sample: ``log_u`` and the number of visits, one each per direction (bimodal), or one shared by
-    both views (unimodal: ``g_i`` is the mean of the views, objective V2). A row never visited takes
-    ``log(eps + g)`` itself.
+    Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
+
+    State, per sample: ``log_u`` (in nats, in the rows' dtype) and the number of visits (int32), one each per direction
+    (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views, objective V2). A row never
+    visited takes ``log(eps + g)`` itself. Rows belong to the estimator of which it is a part, or to it alone.
+
+    Communicates: as a part nothing of its own; alone see :meth:`update`.
 
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one.
@@ -72,11 +76,17 @@ class MovingAverageEstimator(Normalizer, Estimator):
         direction; the objective is followed.
 
     Raises:
-        ValueError: gamma outside (0, 1], eps < 0, an unknown reference. MemoryError: of the first use alone, where the
-            rows do not fit; name a placement.
+        ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
+        TypeError: a hyper-parameter that is no number.
+        MemoryError: at the first use alone, where the rows do not fit; name a placement.
+        RuntimeError: it is a part, and what only its owner does is asked of it: rows, commits, checkpoints.
+
+    Warns:
+        UserWarning: it had commits of its own, and becomes a part: its rows are dropped.
 
     References:
-        Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12.
+        Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
+        eq. 3 and 4.
 
     Example:
         >>> import torch, compopt
@@ -115,7 +125,11 @@ class MovingAverageEstimator(Normalizer, Estimator):
         return super()._make_table(placement) if self._placed else None
 
     def stand_alone(self) -> None:
-        """Refuse what its owner does; without an owner, it is none from here on and has rows of its own."""
+        """Refuse what its owner does; without an owner, it is none from here on and has rows of its own.
+
+        Raises:
+            RuntimeError: this object is part of a ``ContrastiveEstimator``.
+        """
         if self.owner is not None:
             raise RuntimeError(
                 "this object is part of a ContrastiveEstimator, which reads, writes, saves and grows its rows; ask that"
@@ -194,16 +208,19 @@ class MovingAverageEstimator(Normalizer, Estimator):
         nothing is.
 
         Args:
-            log_g: ``log g_i`` of the batch (with several ranks, of this rank's part of it), ``(B,)``; no gradient
-                flows through it.
-            index: data-set positions, ``(B,)`` int64.
+            log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, floating
+                point; no gradient flows through it.
+            index: data-set positions, ``(B,)`` integers, best on the CPU.
 
         Returns:
-            ``log u_i`` after the update, ``(B,)``, without a graph.
+            ``log u_i`` after the update, ``(B,)``, without a graph; float64 if ``log_g`` or the rows are, else float32.
 
         Raises:
-            RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it.
-            IndexError, TypeError, ValueError: see :class:`~compopt.Estimator`.
+            RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it; a transform of
+                ``torch.func``, or a checkpointed function.
+            TypeError: ``log_g`` is no floating-point tensor, ``index`` holds no integers.
+            ValueError: shapes other than ``(B,)``, or another B.
+            IndexError: an index outside ``0 .. n - 1``.
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """

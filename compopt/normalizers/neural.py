@@ -48,7 +48,7 @@ class NeuralNormalizer(Normalizer):
         lr: step size of the network's optimizer.
         updates: steps per batch, ``T_u``; 0 leaves the queue of features as the network.
         restart_every: commits between restarts, ``T_r``; ``None``: never after the queue was filled.
-        eps: inside the logarithms.
+        eps: inside the logarithms, >= 0.
         objective: ``"unified"`` as above (eq. 12); ``"separate"``: ``1/(2B) sum_i (alpha_i - log(eps + ghat_i))^2``.
         architecture: ``"prototype"``, or ``"mlp"``: one hidden layer that sees ``e_i``, random at first, never
             restarted, without a queue.
@@ -63,8 +63,11 @@ class NeuralNormalizer(Normalizer):
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
-    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each; nothing per sample.
-    ``state_dict`` holds them whole. They follow the rule of all state: a call works on a copy, committed by ``step()``.
+    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, ``D`` networks (1 in
+    unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` holds them whole. They follow the
+    rule of all state: a call works on a copy, committed by ``step()``.
+
+    Metrics: ``network_gap``, the mean of ``|log(eps + ghat_i) - alpha_i|`` in nats.
 
     Cost: ``2 updates + 1`` products of ``(B, d)`` with ``(d, m)`` per direction. With K ranks each holds ``m / K``
     prototypes, their part of the queue and of the optimizer's sums, and does ``1 / K`` of that work for the global
@@ -75,8 +78,9 @@ class NeuralNormalizer(Normalizer):
     ``state_dict`` and ``save`` are collective. A perceptron communicates nothing, every rank computes all of it.
 
     Raises:
-        ValueError: dim or prototypes < 1, lr < 0, updates < 0, an unknown option; at the call features of another
-            dimension.
+        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as a part, fewer prototypes
+            than ranks; at the call features of another dimension.
+        TypeError: a number or a flag that is none; an optimizer that cannot train a network.
 
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B; Sun et al., AmorLIP, 2025 (separate, mlp).
@@ -171,14 +175,26 @@ class NeuralNormalizer(Normalizer):
         )
 
     def learn_from(self, call: Call, look_first: bool = False) -> Training:
-        """Queue, restart and updates of one batch; in training mode the new state is proposed."""
+        """Queue, restart and updates of one batch; in training mode the new state is proposed.
+
+        Args:
+            call: the batch.
+            look_first: also predict before its features and updates reach the network.
+        """
         training = Training(self, call, look_first)
         if call.training:
             self._pending_state = dict(training.state)
         return training
 
     def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Unit features of the anchors by network, and those that their prototypes stand for, ``(D, P, d)`` each."""
+        """Unit features of the anchors by network, and those that their prototypes stand for, ``(D, P, d)`` each.
+
+        Args:
+            features: of both modalities or views, ``(B, d)`` each.
+
+        Raises:
+            ValueError: ``d`` is not ``dim``.
+        """
         both = torch.stack(features).to(self._dtype)
         if both.shape[2] != self.dim:
             raise ValueError(f"dim is {self.dim}, the features have {both.shape[2]} dimensions; build it with theirs")
@@ -188,16 +204,21 @@ class NeuralNormalizer(Normalizer):
         return self.by_network(both[: self._directions]), self.by_network(others[: self._directions])
 
     def by_network(self, by_direction: Tensor) -> Tensor:
-        """``(A, B, ...)`` -> ``(D, P, ...)``."""
+        """Rearrange a value ``by_direction``, ``(A, B, ...)`` -> ``(D, P, ...)``: in unimodal mode ``P = 2 B``."""
         return by_direction.reshape(-1, *by_direction.shape[2:]).unsqueeze(0) if self._shared else by_direction
 
     def per_anchor(self, value: Any, like: Tensor) -> Tensor:
-        """A number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype; ``like`` is ``(B, A)``."""
+        """Rearrange a ``value``: a number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype.
+
+        Args:
+            value: what is rearranged.
+            like: of the shape ``(B, A)``.
+        """
         value = value.to(self._dtype) if isinstance(value, Tensor) else like.new_full((), value, dtype=self._dtype)
         return self.by_network(value.expand(like.shape).T)
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """``(D, P)`` -> ``(B, A)``."""
+        """Rearrange a ``value``, ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
         return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
 
     def stored(
@@ -221,7 +242,14 @@ class NeuralNormalizer(Normalizer):
         return torch.cat(chunks)
 
     def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Scalar, bounded: bool) -> Sweep:
-        """Anchors before the network, with the prototypes that ``state`` has in use."""
+        """Anchors before the network, with the prototypes that ``state`` has in use.
+
+        Args:
+            state: where the queue says which are in use.
+            anchors: unit features, ``(D, P, d)``.
+            scale: ``1 / tau``, a number or ``(D, P)``.
+            bounded: no exponent needs a maximum, as the host knows.
+        """
         active = state[QUEUE[1]].to(anchors.device) if self.network.restarts else anchors.new_empty(0)
         return self.network.sweep(anchors, scale, active, bounded)
 
@@ -238,7 +266,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self.choose(found_inf == 0, new, self.state)
 
     def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``new`` where a flag on the device is true, else ``old``; the host's counters are the new ones."""
+        """``new`` where ``good`` (0-d, on the device) is true, else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):
@@ -248,7 +276,7 @@ class NeuralNormalizer(Normalizer):
         return chosen
 
     def knows_something(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether a prediction means anything (the host's count of the queue)."""
+        """Whether a prediction from this ``state`` means anything (the host's count of the queue)."""
         return not self.network.restarts or state["queue_place"].tolist()[1] > 0
 
     def state_on(self, device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,16 +51,19 @@ class ResidualNormalizer(Normalizer):
         first: of a sample never visited: ``"one"``, the network is believed with weight ``1 - gamma``; ``"ratio"``, the
             batch is believed.
 
-    Hyper-parameters: ``gamma`` and those of the network.
+    Hyper-parameters: ``gamma``, which may differ between sample groups, and those of the network.
 
-    State, per sample: ``log_ratio`` (0 before the first visit) and the number of visits, one each per direction
-    (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
+    State, per sample: ``log_ratio`` (in nats, 0 before the first visit) and the number of visits, one each per
+    direction (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
+
+    Metrics: ``network_gap``, see :class:`~compopt.NeuralNormalizer`.
 
     Communicates: what the network does.
 
     Raises:
-        TypeError: neural is not a :class:`~compopt.NeuralNormalizer`. ValueError: gamma outside (0, 1], an unknown
-            option, a network that is already part of an estimator.
+        TypeError: neural is not a :class:`~compopt.NeuralNormalizer`.
+        ValueError: gamma outside (0, 1], an unknown option, a network that is already part of an estimator or has an
+            ``n`` of its own.
 
     References:
         Ours; the network is that of NeuCLIP, the average that of SogCLR.

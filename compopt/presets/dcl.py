@@ -34,6 +34,9 @@ class DCLEstimator(ContrastiveEstimator):
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.BatchNormalizer` and
+    :class:`~compopt.FixedTemperature`.
+
     References:
         Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL (not DCLW, which weights the positives too).
 

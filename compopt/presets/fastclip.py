@@ -21,6 +21,8 @@ FASTCLIP_VERSIONS = ("v0", "v1", "v2", "v3")
 class FastCLIPEstimator(ContrastiveEstimator):
     r"""FastCLIP: moving averages with a cosine schedule of gamma, and a choice of temperatures.
 
+    ``alpha_i = log u_i`` as in :class:`~compopt.MovingAverageEstimator` with ``reference="positive"``:
+
     ========  ==============================================  ======================
     version   temperature                                     objective
     ========  ==============================================  ======================
@@ -42,11 +44,15 @@ class FastCLIPEstimator(ContrastiveEstimator):
             weights that sum to one it must stay below ``log |N_i|``.
         lr: step size of the learned temperature (Adam).
         tau_min, tau_max, max_grad: bounds; ``None`` is filled by mode.
+        betas: of Adam.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
         **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
-    three numbers.
+    four numbers: ``tau``, Adam's moments and the number of updates.
+
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
+    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.TemperatureDual`.
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.

@@ -30,6 +30,9 @@ class InfoNCEEstimator(ContrastiveEstimator):
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.BatchNormalizer` and
+    :class:`~compopt.FixedTemperature`.
+
     References:
         van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
 

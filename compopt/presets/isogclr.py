@@ -18,7 +18,9 @@ class ISogCLREstimator(ContrastiveEstimator):
     r"""iSogCLR: per-sample moving averages and per-sample temperatures.
 
     .. math::
-        G(\tau_i) = \log u_i + \rho - \sum_j w_{ij} h_{ij}/\tau_i, \qquad
+        u_i &\leftarrow (1-\gamma) u_i + \gamma\, \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}, \qquad
+        w_{ij} = \frac{e^{h_{ij}/\tau_i}}{|N_i|\, u_i} \\
+        G(\tau_i) &= \log u_i + \rho - \sum_j w_{ij} h_{ij}/\tau_i, \qquad
         \tau_i \leftarrow \Pi\,(\tau_i - \text{lr}\; m_i)
 
     Args:
@@ -29,6 +31,9 @@ class ISogCLREstimator(ContrastiveEstimator):
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
     bimodal mode, 16 in unimodal.
+
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
+    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.TemperatureDual`.
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.

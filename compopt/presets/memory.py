@@ -34,6 +34,9 @@ class MemoryEstimator(ContrastiveEstimator):
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
     may be left out when no sample repeats within a batch or the queue.
 
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.MemoryNormalizer` and
+    :class:`~compopt.FixedTemperature`.
+
     References:
         Cross-batch memory (Wang et al., CVPR 2020) with the positive left out (DCL, Yeh et al., ECCV 2022) and the
         queue moved to the mean of now (Ajanthan et al., Adaptive Cross Batch Normalization, 2023); the balance is ours.

@@ -40,8 +40,11 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
         **options: see :class:`~compopt.ContrastiveEstimator`.
 
-    State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each; a learned temperature adds
-    its own. Communication and cost: see :class:`~compopt.NeuralNormalizer`.
+    State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
+    mode and with one direction); a learned temperature adds its own.
+
+    The call, communication, cost, errors: see :class:`~compopt.ContrastiveEstimator`,
+    :class:`~compopt.NeuralNormalizer` and :class:`~compopt.TemperatureDual`.
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.

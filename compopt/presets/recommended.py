@@ -36,8 +36,12 @@ def recommended(
         mode: ``"bimodal"`` or ``"unimodal"``.
         directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
 
+    Returns:
+        The estimator. Communicates nothing here; what its calls do, see there.
+
     Raises:
         ValueError: dim, n or batch_size < 1, an unknown mode.
+        TypeError: dim, n or batch_size is no integer.
 
     Example:
         >>> import compopt

@@ -27,12 +27,15 @@ class SogCLREstimator(ContrastiveEstimator):
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
         gamma: in (0, 1]; weight of the newest value. 1 is the stateless control.
-        tau: temperature.
+        tau: temperature, > 0.
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
-        eps: added to the inner function.
+        eps: added to the inner function, >= 0.
         **options: see :class:`~compopt.ContrastiveEstimator`.
 
     State: ``log_u`` and ``count`` per sample, one each per direction in bimodal mode: 16 bytes a sample.
+
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
+    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.FixedTemperature`.
 
     References:
         Yuan et al., Provable Stochastic Optimization for Global Contrastive Learning, ICML 2022, Algorithm 1.

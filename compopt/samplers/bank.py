@@ -32,6 +32,12 @@ class FeatureBank:
     it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite, or
     too large to be normalised, is not written; :meth:`unseen` warns of those.
 
+    Communicates: nothing.
+
+    Raises:
+        ValueError: n < 1, another dtype or ``offload``; at a write, features of another dimension than before.
+        TypeError: n is no integer.
+
     Example:
         >>> import torch
         >>> from compopt.samplers import FeatureBank
@@ -57,17 +63,29 @@ class FeatureBank:
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
-        """Features ``(b, d)`` as they are kept, normalised and in the bank's precision: ``(b, 2, d)``."""
+        """Features ``z1``, ``z2``, ``(b, d)`` each, as they are kept: normalised, ``(b, 2, d)`` in the bank's dtype."""
         with torch.autocast(z1.device.type, enabled=False):
             return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 
     def check_width(self, d: int) -> None:
-        """Refuse features of another dimension than those before."""
+        """Refuse features of another dimension ``d`` than those before.
+
+        Raises:
+            ValueError: with both dimensions.
+        """
         if self.rows is not None and self.rows.shape[2] != d:
             raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 
     def write(self, index: Tensor, rows: Tensor) -> None:
-        """Keep what :meth:`rounded` gave for the samples ``index`` (b,), which are on the CPU; the last of equals."""
+        """Keep features of some samples, now or when the bank is no longer held.
+
+        Args:
+            index: data-set positions, ``(b,)`` int64 on the CPU; of equal ones the last counts.
+            rows: what :meth:`rounded` gave, ``(b, 2, d)``; the bank goes to their device, unless it is offloaded.
+
+        Raises:
+            ValueError: another ``d`` than before.
+        """
         self.check_width(rows.shape[2])
         self._place(rows)
         event = None
@@ -120,7 +138,11 @@ class FeatureBank:
         self._skipped += (~good).sum()
 
     def unseen(self) -> Tensor:
-        """Which samples have no features, ``(n,)`` bool on the CPU. Waits for the device."""
+        """Which samples have no features, ``(n,)`` bool on the CPU. Waits for the device.
+
+        Warns:
+            UserWarning: features that were not finite, or too large, and were left out since this was last asked.
+        """
         self.settle()
         skipped = int(self._skipped)
         if skipped:
@@ -150,7 +172,7 @@ class FeatureBank:
         return rows[..., 0, :], rows[..., 1, :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies on the CPU."""
+        """``rows``, ``seen``, ``offered`` and the kind of ``device``; copies on the CPU. Waits for the device."""
         self.settle()
         rows = None if self.rows is None else self.rows.detach().to("cpu", copy=True)
         device = "cpu" if self.rows is None else self.rows.device.type
@@ -158,7 +180,11 @@ class FeatureBank:
         return {"rows": rows, "seen": seen, "offered": self.offered.clone(), "device": device}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies into this bank, on the kind of device where the rows were, if there is one."""
+        """Copy what :meth:`state_dict` gave, ``state_dict``, into this bank, in its own dtype.
+
+        Rows go to the kind of device where they were; where there is none, or with ``offload``, to the CPU. What waited
+        to be written is dropped.
+        """
         rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
         present = accelerator.available()
         if self.offload or present is None or device.type != present.type:

@@ -37,7 +37,20 @@ class BankSampler(Sampler[list[int]]):
     made ahead (the first after the bank has filled; ``background=False``). Each iteration is an epoch; the first one
     after :meth:`load_state_dict` goes on where the state was taken.
 
-    Subclasses define :meth:`work`, :meth:`do` and :meth:`assemble`.
+    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. Arguments, state, communication and
+    metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`.
+
+    Raises:
+        ValueError: batch_size < 2 or > n, tau <= 0, lead outside (0, 1], a seed of 2^63 or more, bad labels; rank
+            without world_size or beside a process_group, fewer samples in a batch than ranks; another dtype or
+            ``offload``.
+        TypeError: an argument of the wrong type; ``labels`` and ``group`` together.
+        RuntimeError: at an iteration: the epoch's plan could not be made in the thread, on this rank or another. The
+            next iteration tries again.
+
+    Warns:
+        UserWarning: when an epoch begins: features that were not finite; samples that never had finite ones; nothing
+            of what was observed in the epoch before was one of its batches.
 
     Example:
         >>> import compopt
@@ -108,18 +121,29 @@ class BankSampler(Sampler[list[int]]):
 
     @abstractmethod
     def work(self, epoch: int) -> list[Any]:
-        """The plan's independent pieces, each of bounded size; ranks share them out."""
+        """The independent pieces of an epoch's plan, each of bounded size; ranks share them out."""
 
     @abstractmethod
     def do(self, piece: Any) -> Tensor:
-        """One piece: a CPU tensor. Runs in a thread; reads the bank and nothing that training changes."""
+        """Compute one ``piece``: a CPU tensor of any shape. Runs in a thread; of what changes reads the bank alone."""
 
     @abstractmethod
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The samples of all batches, one batch after the other, and metrics."""
+        """The plan of an epoch from its pieces and their results.
+
+        Returns:
+            The samples of all batches, one batch after the other, ``(samples,)`` int64; and metrics.
+        """
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both features of samples, ``(..., d)``, and their labels if there are any, on the bank's device."""
+        """Both features of ``samples`` and their labels, if there are any, on the bank's device.
+
+        Args:
+            samples: data-set positions, of any shape.
+
+        Returns:
+            Features ``(..., d)``, twice, float32 or wider, and labels ``(...)``, int64, or ``None``.
+        """
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
 
@@ -130,7 +154,12 @@ class BankSampler(Sampler[list[int]]):
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
     def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
-        """Before all samples were observed. Those that were not come first, so that those left out get their turn."""
+        """A plan of random batches, before all samples were observed: ``(samples,)`` int64.
+
+        Args:
+            epoch: decides the order, together with the seed.
+            missing: samples never observed, ``(n,)`` bool; they come first, so that those left out get their turn.
+        """
         return self.orders.batches(len(self), epoch, first=missing).flatten()
 
     # -- epochs ------------------------------------------------------------------------------------------------------
@@ -142,7 +171,7 @@ class BankSampler(Sampler[list[int]]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures of the newest plan and of this epoch, a copy."""
+        """Figures of the newest plan and of this epoch, a copy; seconds are those of this rank."""
         return dict(self._planner.metrics)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -196,6 +225,9 @@ class BankSampler(Sampler[list[int]]):
 
         Raises:
             RuntimeError: another rank refused its arguments.
+            IndexError: a position outside ``0 .. n - 1``.
+            TypeError, ValueError: wrong types or shapes, another ``d`` than before; with ``rank=`` an index that is
+                only this rank's part of a batch.
         """
         if not self._apart:
             self._ranks.check_alive()
@@ -256,6 +288,9 @@ class BankSampler(Sampler[list[int]]):
 
         Raises:
             RuntimeError: another rank failed.
+            TypeError, ValueError: what ``encode`` returned is no pair of features, or of another ``d`` than before.
+
+        Communicates, with K ranks: as :meth:`observe`, once per chunk.
         """
         checks.count("chunk_size", chunk_size)
         self._give_up()
@@ -296,7 +331,10 @@ class BankSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was taken, with the next iteration, on any number of ranks.
+        """Continue where the state was taken, with the next iteration, on any number of ranks. Communicates nothing.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
 
         Raises:
             ValueError: the state is of a sampler with other arguments.

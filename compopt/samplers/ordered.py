@@ -53,7 +53,8 @@ class OrderedBatchSampler(BankSampler):
     the newest plan's batches and of its candidates in nats.
 
     Raises:
-        ValueError, TypeError: bad arguments; ``keep`` exceeds ``candidates`` or the number of different batches.
+        ValueError: ``keep`` exceeds ``candidates`` or the number of different batches.
+        ValueError, TypeError, RuntimeError: as :class:`~compopt.samplers.BankSampler`, which also warns.
 
     References:
         Kawaguchi and Lu, Ordered SGD, AISTATS 2020. Cho et al., Mini-Batch Optimization of Contrastive Loss, section
@@ -131,11 +132,12 @@ class OrderedBatchSampler(BankSampler):
         return plan, start
 
     def work(self, epoch: int) -> list[Tensor]:
+        """The candidates of an epoch in pieces of some batches, ``(k, B)`` data-set positions each."""
         size = max(1, PIECE // (self.batch_size * max(self.batch_size, 128)))
         return list(self.orders.batches(self.candidates, epoch).split(size))
 
     def do(self, piece: Tensor) -> Tensor:
-        """Losses of the candidates, ``(k,)``."""
+        """Losses of the candidates ``(k, B)``, in nats: ``(k,)``."""
         z1, z2, labels = self.read(piece)
         absent = ~self.bank.seen[piece.to(self.bank.seen.device)]
         return batch_losses(z1, z2, self.tau, labels, absent if bool(absent.any()) else None).cpu()

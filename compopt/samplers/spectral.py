@@ -90,8 +90,8 @@ class SpectralBatchSampler(BankSampler):
 
     Raises:
         ImportError: SciPy or scikit-learn is missing.
-        ValueError, TypeError: bad arguments.
-        RuntimeError: when an epoch begins whose batches could not be formed in the thread, on all ranks.
+        ValueError: a last batch with fewer than two samples, or than ranks; group < 1, sharpness <= 0.
+        ValueError, TypeError, RuntimeError: as :class:`~compopt.samplers.BankSampler`, which also warns.
 
     References:
         Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3
@@ -191,7 +191,7 @@ class SpectralBatchSampler(BankSampler):
         return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
 
     def do(self, piece: Group) -> Tensor:
-        """The group's samples, one batch after the other."""
+        """The samples of a group, one batch after the other, ``(m,)`` int64."""
         if piece.absent.any():
             return self._do_without(piece)
         return piece.samples[self._clusters(piece.samples, piece.sizes, piece.seed).argsort(stable=True)]

@@ -33,7 +33,9 @@ class TemperatureDual(Temperature):
         \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
     With a normalizer of ``reference="none"`` (SogCLR) the positive has weight 1, and ``G`` gains
-    ``(1 - sum_j w_ij) s_ii / tau_i``.
+    ``(1 - sum_j w_ij) s_ii / tau_i``. With a :class:`~compopt.NeuralNormalizer` it gains
+    ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP). With ``multiply_tau=False`` it is
+    ``-sum_j w_ij h_ij / tau_i^2``.
 
     A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller.
 
@@ -52,12 +54,23 @@ class TemperatureDual(Temperature):
         beta: weight of the newest gradient in ``m``, in (0, 1].
         betas: of Adam, each in [0, 1).
 
-    State: individual, per sample ``tau``, ``tau_exp_avg`` (``m``) and, with Adam, ``tau_exp_avg_sq``; a row
-    never visited shows ``tau_init``. Global: the same as 0-d tensors, and the number of updates. In unimodal
-    mode both views share a row and ``G`` is their mean.
+    Hyper-parameters: ``rho``, ``lr``, ``tau_init``, ``tau_min``, ``tau_max``, ``max_grad``, ``beta``, ``betas``; they
+    may differ between sample groups.
+
+    State: individual, per sample ``tau``, ``tau_exp_avg`` (``m``) and, with Adam, ``tau_exp_avg_sq``, ``(n, 2)`` or
+    ``(n, 1)`` each in the rows' dtype; a row never visited shows ``tau_init``. Global: ``tau``, ``exp_avg``, with Adam
+    ``exp_avg_sq``, and the number of ``updates``, 0-d float64. In unimodal mode both views share a row and ``G`` is
+    their mean.
+
+    Communicates: nothing of its own.
 
     Raises:
-        ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside them, bad beta or option.
+        ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside them, bad beta or option; no
+            ``n`` for individual temperatures.
+        TypeError: a hyper-parameter that is no number, or ``betas`` that are no pair.
+
+    Warns:
+        UserWarning: at a call, once: rho is not below ``log |N_i|`` of its batch.
 
     References:
         Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global).
@@ -149,7 +162,11 @@ class TemperatureDual(Temperature):
 
     @property
     def tau(self) -> Tensor:
-        """The committed global temperature, 0-d."""
+        """The committed global temperature, 0-d float64, once this is a part of an estimator.
+
+        Raises:
+            AttributeError: temperatures are individual, which are rows.
+        """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
         return self.state["tau"]

@@ -29,10 +29,15 @@ class FixedTemperature(Temperature):
             does; ``tau`` is clamped to at least 0.01 where it is used (and can return from below).
         dtype: of that parameter.
 
-    State: nothing per sample; the parameter when ``learn=True`` (part of ``state_dict``).
+    Hyper-parameters: ``tau``, if it is a number and not learned.
+
+    State: nothing per sample; the parameter ``log_inverse``, 0-d, when ``learn=True`` (part of ``state_dict``).
+
+    Communicates: nothing. With several ranks each gets the whole gradient of a learned or 0-d ``tau``.
 
     Raises:
-        ValueError: tau <= 0, or a tensor together with ``learn=True``.
+        ValueError: tau <= 0, a tensor that is not 0-d, or a tensor together with ``learn=True``.
+        TypeError: tau is no number and no floating-point tensor; ``learn`` is neither True nor False.
 
     References:
         Radford et al., CLIP, 2021 (the learned scale).
@@ -71,7 +76,7 @@ class FixedTemperature(Temperature):
 
     @property
     def log_inverse(self) -> torch.nn.Parameter | None:
-        """The learned ``log(1/tau)``, 0-d."""
+        """The learned ``log(1/tau)``, 0-d; ``None`` where nothing is learned."""
         return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
     def check(self, group: Mapping[str, Any]) -> None:

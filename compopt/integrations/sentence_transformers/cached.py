@@ -21,7 +21,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale: as there.
+        model, est, eval_scale: as there; so are state, communication and warnings.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
         show_progress_bar: of the mini-batches.
@@ -59,7 +59,13 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """The mixin's part: the loss of the whole batch, and its gradient in the cached embeddings."""
+        """The loss of the whole batch, and its gradient in the cached embeddings: the part that the mixin calls.
+
+        Args:
+            reps: embeddings of each column by mini-batch, ``(b, d)`` each.
+            labels: as of :meth:`forward`.
+            with_backward: leave gradients in ``reps``, and return the loss without its graph.
+        """
         loss = self._loss([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss

@@ -46,6 +46,11 @@ class EstimatorLoss(nn.Module):
             pairs nor columns; a dimension without an estimator; a loss around this one that calls it several times
             with one batch (``AdaptiveLayerLoss``), where there are rows.
 
+    Warns:
+        UserWarning: three updates without a commit; labels that look like classes.
+
+    State and communication: as of the estimator.
+
     Example::
 
         est = compopt.SogCLREstimator(n=len(data), tau=0.05, directions="forward")
@@ -76,7 +81,12 @@ class EstimatorLoss(nn.Module):
         self._uncommitted = 0
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch of tokenised columns."""
+        """The loss of a batch of tokenised columns, 0-d.
+
+        Args:
+            sentence_features: tokens of each column, ``B`` texts.
+            labels: the label column, ``(B,)`` or ``(B, k)`` integers; see the class.
+        """
         return self._loss(embed_columns(self.model, sentence_features), labels)
 
     def _loss(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
@@ -138,7 +148,7 @@ class EstimatorLoss(nn.Module):
         return est
 
     def get_config_dict(self) -> dict[str, Any]:
-        """For the model card: estimators with their hyper-parameters."""
+        """Estimators with their hyper-parameters, for the model card."""
         described = [
             {
                 "estimator": type(est).__name__,

@@ -32,7 +32,8 @@ def add_index(
             -1 if they are nobody's positive.
 
     Returns:
-        The same with a column ``label``.
+        The same with a column ``label``, of integers or lists of them; all texts of the named columns are in memory
+        meanwhile. Communicates nothing: every rank makes the same.
 
     Raises:
         TypeError: a data set without a length; a column of something else than texts.
