@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
+from compopt.batch import Batch
 from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
@@ -112,12 +113,14 @@ def global_gradient(
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
     directions: str = "both",
+    multiply_tau: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
 
     Args:
         z1, z2, tau, mode, views, normalize, chunk_size, directions: as of :func:`log_normalizers`, which raises the
             same errors.
+        multiply_tau: without it the gradient of the mean of ``log g_i``, whose terms do not weigh ``tau_i``.
 
     Returns:
         ``(g1, g2)``, ``(n, d)`` each, in the features' dtype; through the normalization, if there is one.
@@ -138,7 +141,8 @@ def global_gradient(
         with torch.no_grad():
             pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size, directions)
             alpha = _exact(pairs, mode, views).expand_as(pairs.positive)
-            gradients, _ = pairs.gradients(alpha, 1 / alpha.numel(), pairs.sum_weights(alpha))
+            weight = 1.0 if multiply_tau else 1 / tau
+            gradients, _ = pairs.gradients(alpha, weight / alpha.numel(), pairs.sum_weights(alpha))
         loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients.unbind(), strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
     return g1, g2
@@ -184,11 +188,10 @@ def normalizer_error(
         >>> compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=50).item() < 1e-8  # the batch is the data set
         True
     """
+    checks.count("chunk_size", chunk_size)
+    seen, tau, views = _about(est, z1, z2)
+    n = len(z1)
     with torch.no_grad():
-        n = len(z1)
-        seen = est._look(torch.arange(n, device="cpu"), z1)
-        tau = est._temperature(seen, None)
-        views = "averaged" if est.normalizer.averages_views else "separate"
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(n, generator=generator, device="cpu")[
@@ -244,7 +247,7 @@ def gradient_error(
         ``cosine`` of the angle and ``relative`` error ``|mean - exact| / |exact|``, 0-d.
 
     Raises:
-        ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`.
+        ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1.
 
     Communicates: as ``est.feature_gradients``, once per batch.
 
@@ -256,34 +259,42 @@ def gradient_error(
         >>> sorted(error), error["relative"].item() < 1e-4
         (['cosine', 'relative'], True)
     """
-    n = len(z1)
-    with torch.no_grad():
-        seen = est._look(torch.arange(n, device="cpu"), z1)
-        tau = est._temperature(seen, None)
-        views = "averaged" if est.normalizer.averages_views else "separate"
-    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, est.normalize, chunk_size, est.directions))
+    checks.count("batch_size", batch_size)
+    checks.count("repeats", repeats)
+    _, tau, views = _about(est, z1, z2)
+    options = (est.normalize, chunk_size, est.directions, est.multiply_tau)
+    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, *options))
     total, batches = torch.zeros_like(exact), 0
     training = est.training
     est.eval()
     try:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(repeats):
-            for rows in torch.randperm(n, generator=generator, device="cpu").split(batch_size):
+            for rows in torch.randperm(len(z1), generator=generator, device="cpu").split(batch_size):
                 if len(rows) < batch_size and batches:
                     continue  # a short last batch would weigh as much as a full one
-                _, g1, g2 = est.feature_gradients(z1[rows], z2[rows], rows)
-                total[0].index_add_(0, rows, g1)
-                total[1].index_add_(0, rows, g2)
+                there = rows.to(z1.device)
+                _, g1, g2 = est.feature_gradients(z1[there], z2[there], rows)
+                total[0].index_add_(0, there, g1)
+                total[1].index_add_(0, there, g2)
                 batches += 1
     finally:
         est.train(training)
     mean = total / batches
-    if not est.multiply_tau:
-        exact = exact / tau
     return {
         "cosine": F.cosine_similarity(mean.flatten(), exact.flatten(), dim=0),
         "relative": (mean - exact).norm() / exact.norm(),
     }
+
+
+def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, float | Tensor, str]:
+    """Rows and temperatures of all samples, and whether views have a normalizer in common."""
+    if not isinstance(est, ContrastiveEstimator):
+        raise TypeError(f"est must be a ContrastiveEstimator, got {type(est).__name__}")
+    check_features(z1, z2)
+    with torch.no_grad():
+        seen = est._look(torch.arange(len(z1), device="cpu"), z1)
+        return seen, est._temperature(seen, None), "averaged" if est.normalizer.averages_views else "separate"
 
 
 def _check(

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 DIM = 128  # width of the features
 PAD = 0  # the token that fills a caption up
@@ -85,6 +84,22 @@ def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
     return convolution, BatchNorm(outputs), nn.ReLU()
 
 
+class SumOfRanks(torch.autograd.Function):
+    """The sum over all ranks, of values and of their gradients."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm over the images of all ranks, so that K ranks compute what one does.
 
@@ -96,7 +111,7 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         moments = torch.stack([wide.mean((0, 2, 3)), wide.square().mean((0, 2, 3))])
-        mean, square = all_reduce(moments) / dist.get_world_size()  # ranks have equally many images
+        mean, square = SumOfRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
         variance = (square - mean.square()).clamp(min=0)
         self._remember(mean.detach(), variance.detach(), x.numel() // x.shape[1] * dist.get_world_size())
         scale = (variance + self.eps).rsqrt() * self.weight

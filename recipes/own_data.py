@@ -6,7 +6,9 @@ torchrun --nproc_per_node 2 -m recipes.own_data FOLDER --epochs 6 --resume   # t
 """
 
 import argparse
+import hashlib
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,34 +26,44 @@ PICTURES = (".png", ".jpg", ".jpeg")
 
 
 class Folder(Dataset):
-    """Pairs of a picture and a text, in the order of their names: a pair's position is its index."""
+    """Pairs of a picture and a text, in the order of their names: a pair's position is its index.
+
+    An item is the picture, the tokens of its text, and a number of that text: texts may repeat.
+    """
 
     def __init__(self, paths, tokenizer=None):
         self.paths = paths
         self.texts = [path.with_suffix(".txt").read_text().strip() for path in paths]
         self.tokenizer = tokenizer or Tokenizer(sorted(set(self.texts)))
         self.tokens = self.tokenizer(self.texts)
+        self.caption = torch.from_numpy(np.unique(self.texts, return_inverse=True)[1])
 
     def __len__(self):
         return len(self.paths)
 
     def __getitem__(self, position):
         picture = Image.open(self.paths[position]).convert("L").resize((32, 32))
-        return torch.from_numpy(np.array(picture)), self.tokens[position]
+        return torch.from_numpy(np.array(picture)), self.tokens[position], self.caption[position]
 
 
 def read(folder):
-    """Pairs to train on, and every tenth one, held out."""
+    """Pairs to train on, and a tenth that is held out: by their names, so that a new pair moves no other."""
     paths = sorted(path for path in folder.iterdir() if path.suffix in PICTURES and path.with_suffix(".txt").exists())
-    train = Folder([path for at, path in enumerate(paths) if at % 10])
-    return train, Folder(paths[::10], train.tokenizer)
+    held_out = [path for path in paths if zlib.crc32(path.name.encode()) % 10 == 0]
+    train = Folder([path for path in paths if path not in set(held_out)])
+    return train, Folder(held_out, train.tokenizer)
+
+
+def fingerprint(train):
+    """Of the names in their order: rows of other data are refused."""
+    return hashlib.sha256("\n".join(path.name for path in train.paths).encode()).hexdigest()
 
 
 @torch.no_grad()
 def recall(model, held_out):
     """Share of held-out pictures whose nearest text is their own."""
     texts, right = held_out.tokens.unique(dim=0, return_inverse=True)
-    pictures = torch.stack([picture for picture, _ in held_out])
+    pictures = torch.stack([picture for picture, *_ in held_out])
     return retrieval(model.eval().image(pictures), model.text(texts), right).image_to_text
 
 
@@ -68,31 +80,42 @@ def main(argv=None):
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     train, held_out = read(args.data)
+    if len(train) < args.batch_size * ranks:
+        parser.error(
+            f"{args.data} has {len(train)} pairs to train on, {', '.join(PICTURES)} with a .txt beside each, and "
+            f"--batch-size {args.batch_size} on {ranks} processes asks for {args.batch_size * ranks}"
+        )
     sampler = DistributedSampler(train, ranks, rank, drop_last=True)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
     model = TwoTowers(len(train.tokenizer), train.tokenizer.length)
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after the process group: it gathers by itself
+    # after the process group: it gathers the features of all processes by itself
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size * ranks)
+    est.data_fingerprint = fingerprint(train)
     est.attach(optimizer)
     first = 0
+    if args.resume and not (args.output / "last.pt").exists():
+        parser.error(f"--resume: there is no {args.output / 'last.pt'}")
     if args.resume:
         saved = torch.load(args.output / "last.pt")
         first = saved["epoch"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        compopt.load(est, args.output / "rows" / saved["rows"])  # on any number of processes
+        compopt.load(est, args.output / "state" / saved["state"])  # on any number of processes
+        if first >= args.epochs:
+            parser.error(f"--resume: {first} epochs are done already, and --epochs {args.epochs} counts them")
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)
-        for pictures, tokens, index in loader:
-            loss = est(*wrapped.train()(pictures, tokens), index)
+        for pictures, tokens, caption, index in loader:
+            loss = est(*wrapped.train()(pictures, tokens), index, index2=caption)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        rows = compopt.save(est, args.output / "rows").name  # every process takes part
+        state = compopt.save(est, args.output / "state").name  # every process takes part
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({"epoch": epoch + 1, "rows": rows, **states}, args.output / "last.pt")
+            torch.save({"epoch": epoch + 1, "state": state, **states}, args.output / "last.pt")
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
     if dist.is_initialized():
         dist.destroy_process_group()

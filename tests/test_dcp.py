@@ -20,7 +20,7 @@ from tests.pool import the_pool
 
 if torch.__version__ < (2, 5):
     pytest.skip("compopt.integrations.dcp needs torch 2.5", allow_module_level=True)
-from compopt.integrations.dcp import Stateful  # noqa: E402
+from compopt.integrations.dcp import Stateful
 
 N = 23
 PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]

@@ -167,3 +167,41 @@ def test_normalizer_error_of_sampled_anchors(mode, stateful):
     some = compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=20, anchors=200)
     torch.testing.assert_close(as_many, everything, rtol=1e-10, atol=0)
     assert abs(some / everything - 1) < 0.35
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("multiply_tau", [True, False])
+def test_gradients_at_temperatures_per_sample(mode, multiply_tau):
+    """Where the batch is the data set, each anchor's term has its own temperature, and the gradient is exact."""
+    dual = compopt.TemperatureDual(N, rho=1.0, tau_init=0.3, tau_min=0.05, tau_max=1.0)
+    est = compopt.ContrastiveEstimator(
+        compopt.BatchNormalizer(), dual, mode=mode, multiply_tau=multiply_tau, dtype=torch.float64
+    )
+    z1, z2 = features(N, 5, seed=11)
+    for rows in torch.arange(N).chunk(2):  # temperatures of both halves become their own
+        est.feature_gradients(z1[rows], z2[rows], rows)
+        est.step()
+    assert est.read(torch.arange(N))["tau"].unique().numel() > 5
+    assert diagnostics.gradient_error(est, z1, z2, batch_size=N)["relative"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"z2": torch.randn(N - 1, 5)}, ValueError, "shape"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"est": compopt.MovingAverageEstimator(N)}, TypeError, "ContrastiveEstimator"),
+        ({"chunk_size": 0}, ValueError, "chunk_size"),
+    ],
+)
+@pytest.mark.parametrize("diagnostic", [diagnostics.normalizer_error, diagnostics.gradient_error])
+def test_wrong_arguments_are_named(diagnostic, arguments, error, words):
+    z1, z2 = torch.randn(2, N, 5)
+    given = {"est": compopt.DCLEstimator(0.1), "z1": z1, "z2": z2, "batch_size": 8}
+    with pytest.raises(error, match=words):
+        diagnostic(**given | arguments)
+
+
+def test_no_cut_of_the_data_set_is_refused():
+    with pytest.raises(ValueError, match="repeats"):
+        diagnostics.gradient_error(compopt.DCLEstimator(0.1), *torch.randn(2, N, 5), batch_size=8, repeats=0)

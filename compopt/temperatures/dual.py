@@ -165,10 +165,12 @@ class TemperatureDual(Temperature):
         """The committed global temperature, 0-d float64, once this is a part of an estimator.
 
         Raises:
-            AttributeError: temperatures are individual, which are rows.
+            AttributeError: temperatures are individual, which are rows; this is no part of an estimator yet.
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
+        if "tau" not in self.state:
+            raise AttributeError("there is no temperature yet: make this a part of an estimator first")
         return self.state["tau"]
 
     @property

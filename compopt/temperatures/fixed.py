@@ -57,12 +57,12 @@ class FixedTemperature(Temperature):
         self.tensor: Tensor | None = None
         checks.flag("learn", learn)
         if isinstance(tau, Tensor):
-            check_tau(tau, batch=0)
             if tau.dim() != 0:
                 raise ValueError(
                     f"tau must be a number or a 0-d tensor, got shape {tuple(tau.shape)}; temperatures per anchor go "
                     f"into the call: est(z1, z2, index, tau=tau)"
                 )
+            check_tau(tau, batch=0)
             if learn:
                 raise ValueError("tau is a tensor and learn=True; give a number, or drop learn")
             self.tensor = tau
