@@ -238,3 +238,32 @@ def test_the_whole_data_set_in_every_batch_is_no_alarm():
     loop = Loop(compopt.SogCLREstimator(B, tau=0.1))
     loop.train(POSITIONS + 10, index=torch.arange(B))
     assert not loop.said
+
+
+@pytest.mark.parametrize("save", ["state_dict", "save"])
+def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
+    """A short run may be over before PATIENCE is."""
+    loop = Loop(attach=False)
+
+    def saved():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.est.state_dict() if save == "state_dict" else compopt.save(loop.est, tmp_path)
+        assert all(w.filename == __file__ for w in caught)
+        loop.said += [str(w.message) for w in caught]
+
+    saved()
+    loop.train(1)  # perhaps the first part of a window
+    saved()
+    assert not loop.said
+    loop.train(2)
+    saved()
+    assert loop.heard("3 calls", "none of them", "est.step()")
+    saved()
+    loop.train(PATIENCE)
+    assert len(loop.said) == 1  # it is said once
+    loop = Loop()
+    loop.train(3)
+    loop.call(2)
+    saved()
+    assert not loop.said

@@ -267,7 +267,7 @@ def _begin(est: Estimator, directory: str | os.PathLike[str] | RemotePath, block
     running, est._saving = est._saving, None
     if running is not None:
         running.raise_untold()
-    est._run("state_dict_pre")
+    est._begin_saving()
     return root
 
 

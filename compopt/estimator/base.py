@@ -411,7 +411,7 @@ class Estimator(Commits):
         every rank gets whole, and where ranks share a file. Otherwise nothing.
         """
         self.stand_alone()
-        self._run("state_dict_pre")
+        self._begin_saving()
         with doing("state_dict()", self.t), self._state.copying():
             state = states.state_dict(self)
         return self._run_replacing("state_dict_post", state)

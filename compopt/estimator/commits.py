@@ -62,6 +62,11 @@ class Commits(Hooks):
         self._pending += 1
         self._forgotten.pending(self._pending, self._attachments)
 
+    def _begin_saving(self) -> None:
+        """What precedes a copy of the state, whoever takes it."""
+        self._forgotten.saving(self.t, self._pending, self._attachments)
+        self._run("state_dict_pre")
+
     @outside_of_graphs
     def step(self) -> None:
         """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.

@@ -53,19 +53,15 @@ class Forgotten:
         if calls < max(least, windows * self._longest):
             return
         self._said_pending = True
-        if gone is not None:
-            remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
-        elif silent is not None:
-            remedy = (
-                f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
-                f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
-            )
-        else:
-            remedy = (
-                "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and "
-                "that of Lightning need the EstimatorCallback in compopt.integrations"
-            )
-        warn(f"{calls} calls have deposited and none was committed: {remedy}")
+        warn(f"{calls} calls have deposited and none was committed: {_remedy(gone, silent)}")
+
+    def saving(self, t: int, calls: int, attached: Attachments) -> None:
+        """Warn once when a state is saved that knows nothing, although there were calls."""
+        if t or calls < 2 or self._said_pending:
+            return
+        self._said_pending = True
+        remedy = _remedy(attached.gone(), attached.listening())
+        warn(f"{calls} calls have deposited and none was committed, so that what is saved has none of them: {remedy}")
 
     # -- a learned temperature ---------------------------------------------------------------------------------
 
@@ -121,6 +117,20 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("compopt.", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def _remedy(gone: str | None, silent: str | None) -> str:
+    if gone is not None:
+        return f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
+    if silent is not None:
+        return (
+            f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
+            f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
+        )
+    return (
+        "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and that of "
+        "Lightning need the EstimatorCallback in compopt.integrations"
+    )
 
 
 def _have_gradients(parameters: Sequence[Parameter]) -> bool:

@@ -74,7 +74,7 @@ class Stateful:
         """
         est = self.est
         est.stand_alone()
-        est._run("state_dict_pre")
+        est._begin_saving()
         with doing("state_dict()", est.t), est._state.copying():
             about = states.rest(est)
             parts = {} if est._table is None else contiguous.columns(est._table)
