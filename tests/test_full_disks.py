@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,10 +284,13 @@ def test_a_read_only_directory(how, tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     if os.geteuid() == 0:  # may write everywhere
 
-        def denied(path, *args, **options):
+        def denied(path, *args, exist_ok=False, **options):
+            if exist_ok and os.path.isdir(path):
+                return
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
         monkeypatch.setattr(os, "mkdir", denied)
+        monkeypatch.setattr(Path, "mkdir", denied)  # which has its own name for it in Python 3.10
         monkeypatch.setattr(os, "access", lambda *args: False)
     (tmp_path / "disk").chmod(0o500)
     refused(est, tmp_path / "disk", "may not write there: name another directory")
