@@ -55,7 +55,7 @@ def read(folder):
 
 
 def fingerprint(train):
-    """Of the names in their order: rows of other data are refused."""
+    """Tell apart other names or another order: what was kept of other data is refused."""
     return hashlib.sha256("\n".join(path.name for path in train.paths).encode()).hexdigest()
 
 

@@ -208,7 +208,8 @@ GROUPS = [
     ([12], [12, 5], r"estimator with n=12, then append the rest: est\.add_sample_group\({'n': 5}\)"),
     ([12, 5], [12], r"before loading, append .*: est\.add_sample_group\({'n': 5}\)"),
     ([12], [12, 5, 3], r"n=12, .*add_sample_group\({'n': 5}\), est\.add_sample_group\({'n': 3}\)"),
-    ([12, 5], [12, 6], r"estimator with n=\[{'n': 12}, {'n': 5}\]$"),
+    ([12, 5], [12, 6], r"with n=\[{'n': 12}, {'n': 5}\]; .*grown at its end, est\.add_sample_group\({'n': 1}\) after"),
+    ([12, 5], [12, 4], r"estimator with n=\[{'n': 12}, {'n': 5}\]$"),
     ([17], [12, 5], r"estimator with n=17$"),
 ]
 

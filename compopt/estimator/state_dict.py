@@ -138,6 +138,8 @@ def _sizes_remedy(saved: Any, own: list[int | None]) -> str:
     if own == saved[: len(own)]:
         return f"; before loading, append what the checkpoint has: {_appended(saved[len(own) :])}"
     rest = f", then append the rest: {_appended(own[len(saved) :])}" if saved == own[: len(saved)] else ""
+    if len(own) == len(saved) and own[:-1] == saved[:-1] and own[-1] > saved[-1]:
+        rest = f"; if the data set has grown at its end, {_appended([own[-1] - saved[-1]])} after that"
     return f"; load it into an estimator with {_groups(saved)}{rest}"
 
 
