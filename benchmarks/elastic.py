@@ -69,18 +69,26 @@ class Elastic:
         raise AssertionError(f"no checkpoint: {self.log.read_text()[-4000:]}")
 
     def kill_a_rank(self, which):
-        """By SIGKILL."""
-        ranks = []
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
-                if "train_clip" in " ".join(child.cmdline()):
-                    ranks.append(child)
+        """By SIGKILL, once the launcher has started any."""
+        end, ranks = time.monotonic() + WAIT, []
+        while not ranks and time.monotonic() < end:
+            ranks = self.ranks()
+            time.sleep(0.02)
         assert ranks, f"no rank to kill: {self.log.read_text()[-4000:]}"
         ranks[which % len(ranks)].kill()
 
-    def result(self):
-        """When it ended well: losses and final measures."""
-        assert self.process.wait(WAIT) == 0, self.log.read_text()[-4000:]
+    def ranks(self):
+        """Their processes."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+                if "train_clip" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
+
+    def result(self, limit=WAIT):
+        """When it ended well, within so many seconds: losses and final measures."""
+        assert self.process.wait(limit) == 0, self.log.read_text()[-4000:]
         run = json.loads((self.output / "metrics.json").read_text())["runs"][0]
         assert run["finished"]
         return run["final"], run["history"]

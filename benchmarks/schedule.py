@@ -78,6 +78,7 @@ class Disturbed:
                 if time.monotonic() > end or self.run.process.poll() is not None:
                     raise AssertionError(f"no save failed: {self.run.log.read_text()[-4000:]}")
                 time.sleep(0.1)
+                fill(self.disk)  # a checkpoint that was removed makes room for the next
         finally:
             balloon.unlink()
 
@@ -90,14 +91,15 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
     events = [kind for kind, count in counts.items() for _ in range(count)]
     choose.shuffle(events)
     epochs = len(events) * PER_EVENT // PER_EPOCH + 2
-    with Elastic(cache, folder / "undisturbed", RANKS, "--epochs", str(epochs)) as run:
-        expected = run.result()
+    once = ("--epochs", str(epochs), "--checkpoint-every", str(epochs * PER_EPOCH))
+    with Elastic(cache, folder / "undisturbed", RANKS, *once) as run:
+        expected = run.result(WAIT + epochs * PER_EPOCH)
     started, disturbed = time.perf_counter(), Disturbed(cache, disk, epochs)
     try:
         for number, kind in enumerate(events):
             disturbed.disturb(kind, choose)
             print(f"{number + 1} of {len(events)}: {kind} after update {disturbed.saved}", flush=True)
-        found = disturbed.run.result()
+        found = disturbed.run.result(WAIT + epochs * PER_EPOCH)
     finally:
         disturbed.run.kill()
     if found != expected:

@@ -40,12 +40,15 @@ def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
 
 
 def fill(path: Path, left: int = 0) -> Path:
-    """Take all the room of a file system but so many bytes; removing the file gives it back."""
+    """Take all the room of a file system but so many bytes, called again also what has become free since.
+
+    Removing the file gives it back.
+    """
     balloon = path / "balloon"
     usage = os.statvfs(path)
-    with open(balloon, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    with open(balloon, "ab", buffering=0) as file, contextlib.suppress(OSError):
         with contextlib.suppress(OSError):  # at once; what the file system's own records then take is not left
-            os.posix_fallocate(file.fileno(), 0, max(0, usage.f_bavail - 64) * usage.f_frsize)
+            os.posix_fallocate(file.fileno(), file.tell(), max(0, usage.f_bavail - 64) * usage.f_frsize)
         file.seek(0, os.SEEK_END)
         while file.write(b"x" * 4096):
             pass

@@ -135,13 +135,18 @@ def test_everything_public_has_a_docstring(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_run(name):
+def test_examples_in_docstrings_run(name, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on stdout what it has chosen
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(importlib.import_module(name), optionflags=options)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; see the output above"
 
 
-@pytest.mark.parametrize("module", ["", ".data", ".diagnostics", ".functional", ".samplers", ".schedules"])
+SHOWN = ["", ".data", ".diagnostics", ".functional", ".samplers", ".schedules"]
+SHOWN += [f".integrations.{name}" for name in "accelerate amp dcp lightning sentence_transformers transformers".split()]
+
+
+@pytest.mark.parametrize("module", SHOWN)
 def test_every_public_name_shows_its_use(module):
     module = importlib.import_module("compopt" + module)
     names = getattr(module, "__all__", defined_in(module))

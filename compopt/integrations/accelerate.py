@@ -36,6 +36,18 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle 
 
     Warns:
         UserWarning: a launcher started several processes, and accelerate made no group of them: each trains alone.
+
+    Example:
+        >>> import accelerate, torch, compopt
+        >>> from compopt.integrations.accelerate import attach
+        >>> accelerator, x = accelerate.Accelerator(cpu=True), torch.randn(4, 4)
+        >>> est, weight = compopt.SogCLREstimator(10), torch.nn.Parameter(torch.ones(4, 4))
+        >>> optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
+        >>> handle = attach(est, optimizer, accelerator)
+        >>> accelerator.backward(est(x @ weight, x, torch.arange(4)))
+        >>> optimizer.step()
+        >>> est.t
+        1
     """
     _check_group(accelerator)
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
@@ -77,6 +89,14 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         OSError, RuntimeError: at ``save_state``, see :func:`compopt.save`.
 
     Communicates: collective when saving and loading, see :func:`compopt.save`.
+
+    Example:
+        >>> import tempfile, accelerate, compopt
+        >>> from compopt.integrations.accelerate import register_for_checkpointing
+        >>> accelerator, est = accelerate.Accelerator(cpu=True), compopt.SogCLREstimator(10)
+        >>> register_for_checkpointing(est, accelerator)
+        >>> folder = accelerator.save_state(tempfile.mkdtemp())
+        >>> accelerator.load_state(folder)
     """
     rows = _Rows(est, name)
     accelerator.register_save_state_pre_hook(rows.save)

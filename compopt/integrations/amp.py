@@ -18,7 +18,15 @@ Watcher = Callable[[torch.optim.Optimizer], None]
 
 
 class Handles:
-    """Several handles as one."""
+    """Several handles as one.
+
+    Example:
+        >>> import torch
+        >>> from compopt.integrations.amp import Handles
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> both = Handles(layer.register_forward_hook(print), layer.register_forward_pre_hook(print))
+        >>> both.remove()
+    """
 
     def __init__(self, *handles: RemovableHandle) -> None:
         self._handles = handles

@@ -57,9 +57,23 @@ class EstimatorCallback(Callback):
     Communicates: collective when saving and loading with a ``directory``, and, without, where the state is
     :attr:`~compopt.Estimator.split`; commits communicate nothing.
 
-    Example::
-
-        Trainer(callbacks=[EstimatorCallback()])
+    Example:
+        >>> import torch, lightning, compopt
+        >>> from compopt.integrations.lightning import EstimatorCallback
+        >>> class Encoder(lightning.LightningModule):
+        ...     def setup(self, stage):
+        ...         self.layer, self.est = torch.nn.Linear(4, 4), compopt.SogCLREstimator(n=16)
+        ...     def training_step(self, batch, number):
+        ...         x, index = batch
+        ...         return self.est(self.layer(x), x, index)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters())
+        >>> data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16))
+        >>> quiet = dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+        >>> trainer = lightning.Trainer("cpu", max_epochs=1, callbacks=[EstimatorCallback()], logger=False, **quiet)
+        >>> trainer.fit(module := Encoder(), torch.utils.data.DataLoader(data, batch_size=8))
+        >>> module.est.t
+        2
     """
 
     def __init__(

@@ -55,9 +55,21 @@ class EstimatorCallback(TrainerCallback):
 
     Communicates: collective when saving and loading; commits communicate nothing.
 
-    Example::
-
-        trainer.add_callback(EstimatorCallback(est, trainer))
+    Example:
+        >>> import tempfile, torch, compopt
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from compopt.integrations.transformers import EstimatorCallback
+        >>> class Contrastive(Trainer):
+        ...     def compute_loss(self, model, inputs, **kwargs):
+        ...         return est(model(inputs["x"]), inputs["x"], inputs["index"])
+        >>> data = [{"x": torch.randn(4), "index": number} for number in range(16)]
+        >>> plain = {"remove_unused_columns": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, use_cpu=True, **plain)
+        >>> est, trainer = compopt.SogCLREstimator(n=16), Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
+        >>> trainer.add_callback(EstimatorCallback(est, trainer))
+        >>> trainer.train().global_step == est.t
+        {'train_runtime': ...}
+        True
     """
 
     def __init__(

@@ -29,6 +29,17 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Raises:
         ValueError: the model has a ``StaticEmbedding``, whose inputs cannot be cut into mini-batches; whatever
             :class:`EstimatorLoss` raises.
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import CachedEstimatorLoss
+        >>> class Model(torch.nn.Sequential):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["input_ids"])}
+        >>> est = compopt.DCLEstimator(tau=0.05, directions="forward")
+        >>> loss = CachedEstimatorLoss(Model(torch.nn.Linear(4, 4)), est, mini_batch_size=2)
+        >>> questions, answers = {"input_ids": torch.randn(8, 4)}, {"input_ids": torch.randn(8, 4)}
+        >>> loss([questions, answers]).backward()
     """
 
     def __init__(

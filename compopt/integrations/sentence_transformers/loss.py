@@ -51,11 +51,25 @@ class EstimatorLoss(nn.Module):
 
     State and communication: as of the estimator.
 
-    Example::
+    In a trainer::
 
         est = compopt.SogCLREstimator(n=len(data), tau=0.05, directions="forward")
         trainer = SentenceTransformerTrainer(model, args, add_index(data), loss=EstimatorLoss(model, est))
         trainer.add_callback(EstimatorCallback(est, trainer))
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import EstimatorLoss
+        >>> class Model(torch.nn.Linear):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["x"])}
+        >>> model, est = Model(4, 4), compopt.SogCLREstimator(n=100, directions="forward")
+        >>> loss = EstimatorLoss(model, est)
+        >>> questions, answers = {"x": torch.randn(8, 4)}, {"x": torch.randn(8, 4)}
+        >>> loss([questions, answers], labels=torch.arange(8)).backward()
+        >>> est.step()
+        >>> est.t
+        1
     """
 
     def __init__(

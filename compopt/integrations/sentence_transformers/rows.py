@@ -39,6 +39,15 @@ def add_index(
         TypeError: a data set without a length; a column of something else than texts.
         ValueError: there is a column already that the trainer would take for the label; ``negatives`` without
             ``positives``.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from compopt.integrations.sentence_transformers import add_index
+        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
+        >>> list(add_index(data)["label"])
+        [0, 1, 2]
+        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
+        [[0, 0], [1, 1], [2, 0]]
     """
     sets = data if isinstance(data, Mapping) else {"": data}
     negatives = [negatives] if isinstance(negatives, str) else list(negatives)
