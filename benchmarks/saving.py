@@ -1,14 +1,17 @@
-"""How long training waits for a save, with ``blocking=True`` and ``False``, and what a commit takes meanwhile.
+"""How long training waits for a save, what it writes and holds in memory, and what a commit takes meanwhile.
 
     python -m benchmarks.saving --n 20000000
+    python -m benchmarks.saving --n 200000000 --saves 1 --name saving_large     # some 10 GB of disk, ten minutes
 
-Every row is written by every save. Between two commits there is a step of a small model, so that commits come about as
-often as in training. Times are medians of the saves; of commits the median and the 99th percentile.
+Three saves in turn: of every row (``incremental=False``); of what changed since, after commits of rows of a tenth of
+the table, as data read shard by shard visit them; and of every row with ``blocking=False``, beside training. Between
+two commits there is a step of a small model, so that commits come about as often as in training.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
 import time
 from pathlib import Path
@@ -16,45 +19,83 @@ from pathlib import Path
 import torch
 
 import compopt
+from benchmarks.memory import MIB, Peak, fill
 from benchmarks.saved import save
 from recipes.report import environment, heading, table
 
-ABOUT = """SogCLR with n = {n:,}, batches of {batch} random rows; every save writes all rows. Medians of {saves} saves;
-of commits median and 99th percentile, without a save and beside one."""
-BATCH, DIM = 1024, 64
-COLUMNS = [
-    "rows on",
-    "save() blocking",
-    "save() beside",
-    "until it is complete",
-    "a commit",
-    "99 %",
-    "beside a save",
-    "99 %",
-]
+ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of each save. *Blocking*, *beside*: every
+row is written ({size:,.0f} MiB). *Changed*: blocking, after {visits:,} commits of random rows of one tenth of the
+table; *touched* are the chunks that these rows are in. Memory is the highest anonymous memory during the save, sampled
+every 2 ms, beyond that before it; training has its own share of it beside a save. Of commits median and 99th
+percentile, without a save and beside one."""
+BATCH, DIM, VISITS = 1024, 64, 1000
+ROW = 16  # bytes: both directions of log u and their numbers of visits
+HEAD = ["rows on", "blocking", "memory, MiB", "changed", "touched, MiB", "written, MiB", "memory, MiB"]
+HEAD += ["beside", "until it is complete", "memory, MiB", "a commit", "99 %", "beside a save", "99 %", "commits beside"]
 
 
 def filled(n: int, offload: str | None, folder: Path) -> compopt.SogCLREstimator:
     """An estimator all of whose rows were visited."""
     options = {"offload_dir": folder / "rows"} if offload == "disk" else {}
     est = compopt.SogCLREstimator(n, gamma=0.9, offload=offload, **options)
-    store = est._table.store
-    for start in range(0, n, 1 << 20):
-        stop = min(start + (1 << 20), n)
-        store.write_block(
-            start, torch.complex(torch.rand(stop - start, 1).double(), torch.ones(stop - start, 1).double())
-        )
+    fill(est)
     return est
 
 
-def commit(est: compopt.SogCLREstimator, seed: int) -> float:
-    """Seconds of one commit, of random rows."""
+def batch(seed: int, rows: int) -> torch.Tensor:
+    """Some of the first rows."""
+    return torch.randint(rows, (BATCH,), generator=torch.Generator().manual_seed(seed))
+
+
+def commit(est: compopt.SogCLREstimator, seed: int, rows: int) -> float:
+    """Seconds of one commit, of random rows among the first."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(BATCH, DIM, generator=generator).requires_grad_() for _ in range(2))
-    est(x, y, torch.randint(est.n, (BATCH,), generator=generator)).backward()
+    est(x, y, batch(seed, rows)).backward()
     start = time.perf_counter()
     est.step()
     return time.perf_counter() - start
+
+
+class Measured:
+    """Seconds and memory of a blocking save."""
+
+    def __init__(self, est: compopt.SogCLREstimator, folder: Path, incremental: bool) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+        with Peak() as peak:
+            before, start = peak.most, time.perf_counter()
+            self.path = compopt.save(est, folder, keep=2, incremental=incremental)
+            self.seconds = time.perf_counter() - start
+        self.memory = peak.most - before
+
+    def written(self) -> int:
+        """Bytes that no earlier checkpoint shares."""
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.stat().st_nlink == 1)
+
+
+class Beside:
+    """Seconds and memory of a save that goes on beside commits."""
+
+    def __init__(self, est: compopt.SogCLREstimator, folder: Path, seed: int) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+        with Peak() as peak:
+            before, start = peak.most, time.perf_counter()
+            handle = compopt.save(est, folder, keep=2, incremental=False, blocking=False)
+            self.call = time.perf_counter() - start
+            self.commits = []
+            while not handle.done:
+                self.commits.append(commit(est, seed + len(self.commits), est.n))
+            self.complete = time.perf_counter() - start
+            handle.wait()
+        self.memory = peak.most - before
+
+
+def touched(est: compopt.SogCLREstimator, seeds: range, rows: int) -> int:
+    """Bytes of the chunks that some batches' rows are in."""
+    chunk = est._table.store.changes.chunk_rows
+    return (
+        ROW * chunk * len(torch.cat([batch(seed, rows) for seed in seeds]).div(chunk, rounding_mode="floor").unique())
+    )
 
 
 def percentiles(seconds: list[float]) -> list[str]:
@@ -66,25 +107,28 @@ def median(seconds: list[float]) -> str:
     return f"{1e3 * sorted(seconds)[len(seconds) // 2]:.0f} ms"
 
 
+def highest(sizes: list[int]) -> str:
+    return f"{max(sizes) / MIB:.0f}"
+
+
 def measure(n: int, offload: str | None, saves: int, folder: Path) -> list[str]:
     """One line of the table."""
-    est = filled(n, offload, folder)
-    waits, calls, completions, alone, beside = [], [], [], [], []
+    est, all_of, changed, beside, alone = filled(n, offload, folder), [], [], [], []
     for number in range(saves):
-        alone += [commit(est, seed) for seed in range(100)]
-        start = time.perf_counter()
-        compopt.save(est, folder / "c", keep=1, incremental=False)
-        waits.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        handle = compopt.save(est, folder / "c", keep=1, incremental=False, blocking=False)
-        calls.append(time.perf_counter() - start)
-        seed = 1000 * (number + 1)
-        while not handle.done:
-            beside.append(commit(est, seed := seed + 1))
-        completions.append(time.perf_counter() - start)
-        handle.wait()
-    times = [median(waits), median(calls), median(completions)]
-    return [offload or "device", *times, *percentiles(alone[10:]), *percentiles(beside), str(len(beside))]
+        first = 1_000_000 * number
+        all_of.append(Measured(est, folder / "c", incremental=False))
+        alone += [commit(est, first + visit, n // 10) for visit in range(VISITS)]
+        changed.append(Measured(est, folder / "c", incremental=True))
+        size, written = touched(est, range(first, first + VISITS), n // 10), changed[-1].written()
+        beside.append(Beside(est, folder / "c", first + VISITS))
+    commits = [seconds for one in beside for seconds in one.commits]
+    return [
+        offload or "device", median([one.seconds for one in all_of]), highest([one.memory for one in all_of]),
+        median([one.seconds for one in changed]), f"{size / MIB:.0f}", f"{written / MIB:.0f}",
+        highest([one.memory for one in changed]), median([one.call for one in beside]),
+        median([one.complete for one in beside]), highest([one.memory for one in beside]),
+        *percentiles(alone[10:]), *percentiles(commits), str(len(commits)),
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -93,6 +137,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
+    parser.add_argument("--name", default="saving", help="of the result file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,12 +146,11 @@ def main() -> None:
     for offload in args.offload:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
             lines.append(measure(args.n, None if offload == "none" else offload, args.saves, Path(folder)))
-    head = [*COLUMNS, "commits beside"]
-    what = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves)
-    text = "\n".join([*heading("Saves and training", env), what, "", table(head, lines)])
+    what = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves, size=ROW * args.n / MIB, visits=VISITS)
+    text = "\n".join([*heading("Saves and training", env), what, "", table(HEAD, lines)])
     print(text)
     if not args.no_save:
-        save("saving", text, env, [dict(zip(head, line, strict=True)) for line in lines])
+        save(args.name, text, env, [list(line) for line in lines])
 
 
 if __name__ == "__main__":
