@@ -13,13 +13,13 @@ from tests import pretend
 from tests.devices import PRETEND
 
 ROOT = Path(__file__).parent.parent
-FILES = [
-    ("cuda", ["tests/test_accelerator.py"]),
+DAILY = ("cuda", ["tests/test_accelerator.py"])
+SLOW = [
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),
     ("mps", ["tests/test_stores.py", "-k", "stores"]),
+    ("mps", ["tests/test_accelerator.py", "tests/test_accelerator_options.py", "tests/test_sampler_bank.py"]),
 ]
-SLOW = [("mps", ["tests/test_accelerator.py", "tests/test_accelerator_options.py", "tests/test_sampler_bank.py"])]
 
 pytestmark = pytest.mark.skipif(bool(PRETEND), reason="this process pretends already")
 
@@ -37,7 +37,7 @@ def run(like, files):
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch takes no backend written in Python",
 )
-@pytest.mark.parametrize(("like", "files"), [*FILES, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+@pytest.mark.parametrize(("like", "files"), [DAILY, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_on_a_pretend_device(like, files):
     run(like, files)
 
