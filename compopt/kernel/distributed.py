@@ -261,6 +261,7 @@ class GatheredPairs(PairStatistics):
         for direction, block in enumerate(self._row_blocks):
             anchors = own[direction] if direction < self.directions else {}
             gradient = block.gradient(anchors, self._column_values(values, direction))
+            block.release()
             gradients.append(gradient.addcmul_(pull, self._z[1 - direction], value=-1))
         outside: Tensor | None = None
         if self.extra is not None:

@@ -229,6 +229,7 @@ class Pairs(PairStatistics):
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
         gradient, outside = self._products(factor)
+        self.release()  # what the gradient goes through next finds their memory
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
         pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions

@@ -67,7 +67,7 @@ class PairStatistics(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give back what only :meth:`gradients` needs, where somebody else gives the gradients."""
+        """Give back what only :meth:`gradients` needs: it does so itself, unless somebody else gives the gradients."""
 
     @cached_property
     def log_ghat(self) -> Tensor:
