@@ -36,7 +36,7 @@ def write(results: Results) -> None:
         f"half and another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. *Error*: "
         "mean squared error of the log-normalizers that the estimator works with. *Bias*, *spread*: of a sample's "
         "feature gradient over the batches that it may be in, at the final weights, relative to the exact gradient "
-        "over the whole data set at the estimator's own temperatures.",
+        "over the whole data set at the estimator's own temperatures: compare them where *tau* is the same.",
         "",
         *(line for case in CASES if any(a.startswith(f"{case}:") for a in finals) for line in _of_case(finals, case)),
         *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
@@ -54,6 +54,7 @@ def _of_case(finals: dict[str, list[dict[str, Any]]], case: str) -> list[str]:
         own = by_seed(runs, RECALL)
         gap = "" if loss == CONTROL else difference(own, control)
         why = [mean_spread([run["metrics"][name] for run in runs], digits=2) for name in WHY]
-        body.append([loss, mean_spread(list(own.values()), digits=1), gap, *why])
-    head = ["", "recall", f"over {CONTROL}", "error", "bias", "spread"]
+        tau = f"{runs[0]['job']['options']['tau']:g}"
+        body.append([loss, mean_spread(list(own.values()), digits=1), gap, tau, *why])
+    head = ["", "recall", f"over {CONTROL}", "tau", "error", "bias", "spread"]
     return [f"## {TITLES[case]}", "", table(head, body), ""]
