@@ -114,7 +114,8 @@ def no_index(given: Given) -> str | None:
     if given.network and given.n is None:
         return None  # names of its own in every call: the memory tells them apart
     given.args["index"] = None
-    return AGREE if given.n is None and "extra_index" not in given.args else REFUSE
+    told = "extra_index" not in given.args or "index2" in given.args  # whose positions those of extra are
+    return AGREE if given.n is None and told else REFUSE
 
 
 def out_of_range(given: Given) -> str | None:

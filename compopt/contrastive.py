@@ -54,7 +54,7 @@ from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.features import Encode, Encoder, Features, working_dtype
+from compopt.kernel.features import Encode, Encoder, Features, nothing, working_dtype
 from compopt.kernel.local import Pairs
 from compopt.kernel.statistics import Extra, PairStatistics
 from compopt.objective import Objective, Summary
@@ -455,6 +455,8 @@ class ContrastiveEstimator(Estimator):
             batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, self._ranks.size
         )
         value = objective.value().to(own.unit.dtype)
+        if candidates is not None or len(pairs.keys) > 1:  # a sample may be in no pair; a network's alpha sees no extra
+            value = value + nothing(*batch.features, *(() if candidates is None else (candidates.everyone,)))
         prepared = (own, extras, None if encoder is None else encoder.encoded)
         units = [features.unit for features in prepared if features is not None]
         self._async_checks.watch_features(value, *units)  # a warning may be an error, and this call counts from here on

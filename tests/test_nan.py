@@ -270,3 +270,24 @@ def test_clean_batches_do_not_warn_after_a_bad_one():
     for _ in range(3):
         assert quietly(est, z1, z2, index)[1] == []
         assert quietly(est.step)[1] == []
+
+
+@pytest.mark.covering("info mode")
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
+    """Its index is that of the second sample, its label that of the third; its gradient would be NaN all the same."""
+    est = warmed(info, mode)
+    z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    z[side] = poisoned(z[side], 0, float("nan"))
+    index, labels = torch.tensor([3, 3, 5, 7]), torch.tensor([1, 0, 1, 1])
+    assert bad_rows(est, *z, index, labels=labels) == 1
+
+
+@pytest.mark.parametrize("name", ["neural-through-alpha", "dcl"])
+def test_a_bad_further_candidate(name):
+    """A network's alpha does not depend on it; the weights do."""
+    est = warmed(BY_NAME[name], "bimodal")
+    z1, z2, extra = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1

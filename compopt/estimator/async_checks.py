@@ -62,7 +62,7 @@ class AsyncChecks:
     def watch_features(self, value: Tensor, *features: Tensor) -> None:
         """Warn of bad rows of prepared features ``(k, b, d)``, if the value says that there may be some."""
         if value.device.type == "cpu" and math.isfinite(value.item()):
-            return  # a bad feature reaches every anchor's sum
+            return  # a bad feature reaches the value, see ``nothing``
         with torch.no_grad():
             bad = torch.cat([z[..., 0].flatten() for z in features]).isnan()  # they are NaN throughout
             self.watch(bad.sum(), _warn_features)

@@ -43,6 +43,11 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
     return z.div_(norm), norm
 
 
+def nothing(*features: Tensor) -> Tensor:
+    """Zero, or NaN if a row of some prepared features is bad, be it in a pair or not; ``(..., d)`` each."""
+    return 0 * torch.stack([z[..., 0].sum() for z in features]).sum()
+
+
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
     """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
     radial = torch.linalg.vecdot(gradient, unit).unsqueeze(-1)
