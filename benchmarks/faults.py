@@ -43,8 +43,7 @@ ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every
 was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
 resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
 one would have ended the program with an error. Of two ranks one was killed, or, every other time, both; the other one
-ended with an error of its own. What two ranks saved was also loaded on one. The first 137 kills were on a disk, the
-others in a file system in memory (`--dir`): what a killed process has given to the kernel is there on either."""
+ended with an error of its own. What two ranks saved was also loaded on one."""
 
 
 @dataclass

@@ -93,9 +93,8 @@ class Beside:
 def touched(est: compopt.SogCLREstimator, seeds: range, rows: int) -> int:
     """Bytes of the chunks that some batches' rows are in."""
     chunk = est._table.store.changes.chunk_rows
-    return (
-        ROW * chunk * len(torch.cat([batch(seed, rows) for seed in seeds]).div(chunk, rounding_mode="floor").unique())
-    )
+    visited = torch.cat([batch(seed, rows) for seed in seeds])
+    return ROW * chunk * len((visited // chunk).unique())
 
 
 def percentiles(seconds: list[float]) -> list[str]:

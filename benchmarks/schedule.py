@@ -91,15 +91,17 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
     events = [kind for kind, count in counts.items() for _ in range(count)]
     choose.shuffle(events)
     epochs = len(events) * PER_EVENT // PER_EPOCH + 2
-    once = ("--epochs", str(epochs), "--checkpoint-every", str(epochs * PER_EPOCH))
+    updates = epochs * PER_EPOCH
+    limit = WAIT + updates  # seconds
+    once = ("--epochs", str(epochs), "--checkpoint-every", str(updates))
     with Elastic(cache, folder / "undisturbed", RANKS, *once) as run:
-        expected = run.result(WAIT + epochs * PER_EPOCH)
+        expected = run.result(limit)
     started, disturbed = time.perf_counter(), Disturbed(cache, disk, epochs)
     try:
         for number, kind in enumerate(events):
             disturbed.disturb(kind, choose)
             print(f"{number + 1} of {len(events)}: {kind} after update {disturbed.saved}", flush=True)
-        found = disturbed.run.result(WAIT + epochs * PER_EPOCH)
+        found = disturbed.run.result(limit)
     finally:
         disturbed.run.kill()
     if found != expected:
@@ -108,7 +110,7 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
     different = [name for name in one if not torch.equal(one[name], other[name])]
     if different or one.keys() != other.keys():
         raise AssertionError(f"weights or rows differ: {different}")
-    return time.perf_counter() - started, epochs * PER_EPOCH
+    return time.perf_counter() - started, updates
 
 
 ABOUT = """The CLIP recipe on the smallest data (two ranks, rows sharded on disk, a checkpoint after every update) in

@@ -49,9 +49,9 @@ class Folder(Dataset):
 def read(folder):
     """Pairs to train on, and a tenth that is held out: by their names, so that a new pair moves no other."""
     paths = sorted(path for path in folder.iterdir() if path.suffix in PICTURES and path.with_suffix(".txt").exists())
-    held_out = [path for path in paths if zlib.crc32(path.name.encode()) % 10 == 0]
-    train = Folder([path for path in paths if path not in set(held_out)])
-    return train, Folder(held_out, train.tokenizer)
+    held_out = {path for path in paths if zlib.crc32(path.name.encode()) % 10 == 0}
+    train = Folder([path for path in paths if path not in held_out])
+    return train, Folder(sorted(held_out), train.tokenizer)
 
 
 def fingerprint(train):

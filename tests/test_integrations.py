@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 from compopt.integrations import amp
 from tests.pool import the_pool
-from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, reference, rows, weights
+from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, needs_fsdp2, reference, rows, weights
 
 pytestmark = pytest.mark.distributed
 UPDATES = 4
@@ -64,9 +64,6 @@ def train_ddp(group, shard):
 @pytest.mark.parametrize("shard", [False, True])
 def test_ddp_with_no_sync(shard):
     assert_like_reference(ours(train_ddp, shard), 1e-11)
-
-
-needs_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard needs torch 2.6")
 
 
 def full_weights(model):

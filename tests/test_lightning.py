@@ -15,7 +15,7 @@ import torch.distributed as dist
 from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
-from tests.training import MICRO, WINDOW, Encoders, rows, weights
+from tests.training import MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
 
 pl = pytest.importorskip("lightning.pytorch")
 talk = "treespec|dirpath has changed|Checkpoint directory|Be aware|workers|ended before|logging interval|GPU"
@@ -315,7 +315,7 @@ def fsdp2(group, folder):
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard needs torch 2.6")
+@needs_fsdp2
 def test_checkpoints_that_are_directories(tmp_path):
     for whole, again, counts in the_pool(2, 120).run(fsdp2, 2, str(tmp_path / "c")):
         assert same(whole, again) and counts == (UPDATES, UPDATES, 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import compopt
 
 N, DIM, MICRO, WINDOW = 40, 6, 8, 2
+needs_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard needs torch 2.6")
 
 
 class Encoders(nn.Module):
