@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
     python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
+    python -m benchmarks.studies.default.timing --wordnet FOLDER                   # what "equal time" gives each
     python -m benchmarks.studies.default report                                    # results/default.md
 
 FOLDER has WordNet 3.0's files, as Debian's package wordnet-base has them.  ``--arms`` takes patterns:
@@ -19,22 +20,13 @@ from typing import Any
 
 import torch
 
-import compopt
 from benchmarks.studies.command import command, stamp
-from benchmarks.studies.default.arms import ARMS, DEFAULT, STUDY
-from benchmarks.studies.default.losses import LOSSES
+from benchmarks.studies.default.arms import ARMS, STUDY
+from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.report import write
-from benchmarks.studies.default.tasks import DIM, TASKS, Task
-from benchmarks.studies.default.training import Loss, Setting, train
+from benchmarks.studies.default.tasks import TASKS
+from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import SEEDS, Job
-
-
-def loss_of(job: Job, task: Task) -> Loss:
-    """A new one."""
-    cell = ARMS[job.arm]
-    if cell.loss == DEFAULT:
-        return compopt.recommended(DIM, task.n, cell.batch, task.mode)
-    return LOSSES[cell.loss](task, job.options)
 
 
 def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
@@ -42,9 +34,9 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     cell, part = ARMS[job.arm], "test" if job.seed in SEEDS else "validation"
     task = TASKS[cell.task](part, *([wordnet] if cell.task == "words" else []))
-    where = {"accumulate": cell.accumulate, "forward": cell.forward, "batches": cell.batches}
-    setting = Setting(batch=cell.batch, lr=job.options["lr"], seed=job.seed, **where)
-    model, _, seconds = train(task, lambda task: loss_of(job, task), setting)
+    where = {name: getattr(cell, name) for name in ("batch", "accumulate", "forward", "batches", "samples")}
+    setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
+    model, _, seconds = train(task, lambda task: loss_of(cell, job.options, task), setting)
     return {
         "job": asdict(job),
         "metrics": {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.saved import stored
+from benchmarks.studies.default.tasks import SAMPLES
 from benchmarks.studies.search import Arm, Search
 from recipes.batches import ORDERED, RANDOM, SPECTRAL
 
@@ -16,6 +19,9 @@ RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
 WIDEN = {"lr": 2.0, "tau": 1.5}
 BATCHES = (8, 16, 64, 256, 1024)
+# compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
+TIMED = tuple(f"{loss}, {batch}" for loss in ("InfoNCE", "DCL", "MoCo", DEFAULT) for batch in (16, 64, 256))
+REFERENCE, TIMES, IN_TIME = "InfoNCE, 256", "default_time", "equal time"
 # beside learning rate and temperature
 FIRST: dict[str, dict[str, Any]] = {
     "InfoNCE": {},
@@ -53,6 +59,7 @@ class Cell(Arm):
         accumulate: calls per update.
         forward: samples of a forward pass, where they are fewer than those of a call (gradient cache).
         batches: which samples share one.
+        samples: seen.
     """
 
     task: str
@@ -61,6 +68,7 @@ class Cell(Arm):
     accumulate: int = 1
     forward: int = 0
     batches: str = RANDOM
+    samples: int = SAMPLES
 
 
 def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
@@ -84,7 +92,22 @@ def _arms(task: str) -> dict[str, Cell]:
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
-    return cells | {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
+    cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
+    timed = [name for name in TIMED if name in _times(task) and name != REFERENCE]
+    return cells | {f"{name}, {IN_TIME}": _in_time(task, name, cells[name]) for name in timed}
+
+
+@cache
+def _times(task: str) -> dict[str, float]:
+    """Seconds per sample of what is compared at equal time; none before they were measured."""
+    return stored(TIMES)["results"].get(task, {}) if (FOLDER / f"{TIMES}.json").exists() else {}
+
+
+def _in_time(task: str, name: str, cell: Cell) -> Cell:
+    """The same with its chosen settings, and as many whole updates as fit in the reference's time."""
+    times = _times(task)
+    samples = int(SAMPLES * times[REFERENCE] / times[name]) // cell.batch * cell.batch
+    return replace(cell, as_arm=f"{task}: {name}", samples=samples)
 
 
 ARMS: Mapping[str, Cell] = {f"{task}: {name}": cell for task in SETS for name, cell in _arms(task).items()}

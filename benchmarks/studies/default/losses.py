@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
+from benchmarks.studies.default.arms import DEFAULT, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
 
@@ -189,3 +190,10 @@ LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
     "Memory": lambda task, o: compopt.MemoryEstimator(DIM, int(o["length"]), o["tau"], mode=task.mode),
 }
 """Loss by name: from a task and the settings that the search has chosen."""
+
+
+def loss_of(cell: Cell, options: Options, task: Task) -> Loss:
+    """A new one."""
+    if cell.loss == DEFAULT:
+        return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+    return LOSSES[cell.loss](task, options)

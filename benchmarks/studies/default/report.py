@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.command import provenance
-from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, ROWS, SETS, STUDY
+from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, IN_TIME, REFERENCE, ROWS, SETS, STUDY, TIMED
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results, by_seed, difference
 from recipes.report import mean_spread, table
@@ -48,6 +48,7 @@ def write(results: Results) -> None:
         "",
         _differences(finals),
         "",
+        *_at_equal_time(finals),
         *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
     ]
     (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
@@ -83,6 +84,21 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
         if any(cells):
             body.append([loss, *(_recall(runs) if runs else "" for runs in cells)])
     return [f"## {task.capitalize()}", "", f"Measured: {MEASURES[task]}.", "", table(["", *COLUMNS], body), ""]
+
+
+def _at_equal_time(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Losses and batches that have seen as many samples as fit in the reference's time; nothing if none has run."""
+    body = []
+    for name in TIMED:
+        arm = name if name == REFERENCE else f"{name}, {IN_TIME}"
+        cells = [finals.get(f"{task}: {arm}", []) for task in SETS]
+        if any(cells):
+            body.append([name, *(_recall(runs) if runs else "" for runs in cells)])
+    told = (
+        f"Each has trained for as long as {REFERENCE} takes for its {SAMPLES:,} samples, by the times of "
+        "`default_time.md`, at the settings chosen above: small batches see fewer samples."
+    )
+    return ["## At equal time", "", told, "", table(["", *SETS], body), ""] if len(body) > 1 else []
 
 
 def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:

@@ -1,0 +1,70 @@
+"""What a sample costs each loss, so that some are also compared at equal time.
+
+    python -m benchmarks.studies.default.timing --wordnet FOLDER    # results/default_time.md, on a machine at rest
+
+Training steps alone are timed, with the loop and the models of the study: forward passes, loss, backward passes,
+update. The contenders of a data set take turns, so that what the machine does besides meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.saved import save
+from benchmarks.studies.default.arms import ARMS, REFERENCE, SETS, TIMED, TIMES
+from benchmarks.studies.default.losses import loss_of
+from benchmarks.studies.default.tasks import SAMPLES, TASKS
+from benchmarks.studies.default.training import Setting, train
+from recipes.report import environment, heading, table
+
+ABOUT = f"""Milliseconds per 1,024 samples: the median of the rounds, all contenders once in each. Where losses are
+compared at equal time, each sees as many samples as fit in the time that {REFERENCE} takes for {SAMPLES:,}: the number
+in brackets, in thousands. Small batches pay for their many calls here, since these encoders are small."""
+
+
+def seconds_per_sample(task: Any, name: str, samples: int) -> float:
+    """Of one short run."""
+    cell = ARMS[name]
+    setting = Setting(batch=cell.batch, lr=1e-3, samples=samples)
+    return train(task, lambda task: loss_of(cell, cell.first, task), setting)[2] / samples
+
+
+def measured(name: str, wordnet: Path, rounds: int, samples: int) -> dict[str, float]:
+    """Of every contender on a data set."""
+    task = TASKS[name]("validation", *([wordnet] if name == "words" else []))
+    found: dict[str, list[float]] = {contender: [] for contender in TIMED}
+    for number in range(rounds + 1):
+        for contender, times in found.items():
+            seconds = seconds_per_sample(task, f"{name}: {contender}", samples)
+            if number:  # the first round warms up
+                times.append(seconds)
+    return {contender: median(times) for contender, times in found.items()}
+
+
+def told(times: dict[str, float], contender: str) -> str:
+    """Milliseconds, and thousands of samples at equal time."""
+    return f"{1024e3 * times[contender]:,.0f} ({SAMPLES / 1e3 * times[REFERENCE] / times[contender]:.0f})"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wordnet", type=Path, required=True, help="folder of WordNet's files")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=2048, help="of a contender in a round")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    env = {**environment(), "command": "python -m benchmarks.studies.default.timing --wordnet FOLDER"}
+    results = {name: measured(name, args.wordnet, args.rounds, args.samples) for name in SETS}
+    body = [[contender, *(told(results[name], contender) for name in SETS)] for contender in TIMED]
+    lines = [*heading("What a sample costs", env), ABOUT, "", table(["", *SETS], body)]
+    save(TIMES, "\n".join(lines), env, results)
+
+
+if __name__ == "__main__":
+    main()
