@@ -113,7 +113,7 @@ def operations_alone(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         e.exp_()
         log_sum = torch.stack([e.sum(1), e.sum(0)], dim=1).log_() - scaled
         alpha = F.softplus(log_sum)
-        share = TAU / alpha.numel()
+        share = 1 / alpha.numel()  # tau times the derivative with respect to similarities, which has 1 / tau
         factor = (-scaled - alpha).exp_().mul_(share)
         a = e.mul_(factor[:, :1] + factor[:, 1])
         gradient = torch.empty_like(unit)
