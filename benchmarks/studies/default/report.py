@@ -6,7 +6,18 @@ from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
 from benchmarks.studies.command import provenance
-from benchmarks.studies.default.arms import ARMS, BATCHES, DEFAULT, IN_TIME, REFERENCE, ROWS, SETS, STUDY, TIMED
+from benchmarks.studies.default.arms import (
+    ARMS,
+    BATCHES,
+    DEFAULT,
+    IN_TIME,
+    LARGEST_RATE,
+    REFERENCE,
+    ROWS,
+    SETS,
+    STUDY,
+    TIMED,
+)
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results, by_seed, difference
 from recipes.report import mean_spread, table
@@ -36,7 +47,7 @@ def write(results: Results) -> None:
         f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
         f"seed, for every loss in every cell, from grids that reach past the best value on both sides; for "
         f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
-        f"0.001 times the square root of the samples per update. `16 x 16`: micro-batches of 16, accumulated to 256. "
+        f"0.001 times the square root of the samples per update, at most {LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. "
         f"`256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache has it. An empty cell has not "
         f"been run.",
         "",
