@@ -7,8 +7,8 @@
 
 FOLDER has WordNet 3.0's files, as Debian's package wordnet-base has them.  ``--arms`` takes patterns:
 ``"glyphs: *, 16"``.  ``recommended`` is :func:`compopt.recommended`: nothing is chosen for it, and its learning rate is
-``1e-3 sqrt(samples per update)``, at most 0.016, everywhere.  Each finished run is a line of ``results/default.jsonl``; it is not run
-again.
+``1e-3 sqrt(samples per update)``, at most 0.016, everywhere.  Each finished run is a line of
+``results/default.jsonl``; it is not run again.
 """
 
 from __future__ import annotations

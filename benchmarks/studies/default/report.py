@@ -47,9 +47,9 @@ def write(results: Results) -> None:
         f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
         f"seed, for every loss in every cell, from grids that reach past the best value on both sides; for "
         f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
-        f"0.001 times the square root of the samples per update, at most {LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. "
-        f"`256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache has it. An empty cell has not "
-        f"been run.",
+        f"0.001 times the square root of the samples per update, at most {LARGEST_RATE:g}. `16 x 16`: micro-batches "
+        f"of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache "
+        f"has it. An empty cell has not been run.",
         "",
         *(line for task in SETS for line in _of_task(finals, task)),
         "## Against the default",
