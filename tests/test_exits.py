@@ -34,8 +34,8 @@ def hold(seconds):
 
 
 def test_the_end_waits_until_tensors_are_given_back():
-    thread = hold(0.3)
     start = time.monotonic()
+    thread = hold(0.3)
     collectives._await_lent()
     assert time.monotonic() - start > 0.2
     assert not collectives._lent
@@ -45,10 +45,10 @@ def test_the_end_waits_until_tensors_are_given_back():
 
 def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(collectives, "GRACE", 0.1)
-    thread = hold(1.0)
+    thread = hold(3.0)
     start = time.monotonic()
     collectives._await_lent()
-    assert time.monotonic() - start < 0.7
+    assert time.monotonic() - start < 2.5
     thread.join()
 
 

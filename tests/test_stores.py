@@ -267,8 +267,8 @@ def test_nothing_waits_for_the_writer_until_the_journal_is_full():
     assert rows.written == 0 and value_of(rows.fetch(torch.tensor([2]))) == 4
     assert value_of(early.take()) == 4
     assert value_of(rows.prefetch(torch.tensor([2]), CPU).take()) == 4
-    threading.Timer(0.2, rows.store.gate.set).start()
     start = time.perf_counter()
+    threading.Timer(0.2, rows.store.gate.set).start()
     commit_value(rows, 5)  # waits for the gate
     assert time.perf_counter() - start > 0.05
     rows.settle()
