@@ -66,7 +66,7 @@ def write(results: Results) -> None:
 
 
 def overview() -> str:
-    """One line per data set and batch size, one column per loss, of the final runs that there are."""
+    """One line per data set and batch size where losses can be compared, one column per loss."""
     finals = STUDY.finals(STUDY.finished())
     columns = COLUMNS.values()
     losses = [
@@ -78,7 +78,8 @@ def overview() -> str:
     for task in SETS:
         for name, column in COLUMNS.items():
             runs = [finals.get(f"{task}: {loss}, {column}", []) for loss in losses]
-            if any(complete := [each if len(each) == len(SEEDS) else [] for each in runs]):
+            complete = [each if len(each) == len(SEEDS) else [] for each in runs]
+            if sum(map(bool, complete)) > 1:
                 cells = [_recall(each) if each else "" for each in complete]
                 body.append([f"{task}, {name}", *cells])
     return table(["", *losses], body)

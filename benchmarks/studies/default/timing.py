@@ -28,14 +28,14 @@ in brackets, in thousands. Small batches pay for their many calls here, since th
 
 
 def seconds_per_sample(task: Any, name: str, samples: int) -> float:
-    """Of one short run."""
+    """What one short run takes."""
     cell = ARMS[name]
     setting = Setting(batch=cell.batch, lr=1e-3, samples=samples)
     return train(task, lambda task: loss_of(cell, cell.first, task), setting)[2] / samples
 
 
 def measured(name: str, wordnet: Path, rounds: int, samples: int) -> dict[str, float]:
-    """Of every contender on a data set."""
+    """Seconds per sample of every contender on a data set."""
     task = TASKS[name]("validation", *([wordnet] if name == "words" else []))
     found: dict[str, list[float]] = {contender: [] for contender in TIMED}
     for number in range(rounds + 1):
