@@ -10,11 +10,11 @@ MOST = {
     "DCL": 45,
     "SogCLR": 59,
     "iSogCLR": 84,
-    "Residual": 99,
+    "Residual": 100,
     "Memory": 97,
     "FastCLIP v3": 100,
     "EMC2": 188,
-    "NeuCLIP, 10 updates": 276,
+    "NeuCLIP, 10 updates": 287,
 }
 
 

@@ -96,10 +96,12 @@ class PrototypeSweep(Sweep):
             self._e = torch.sub(self._logits, top.unsqueeze(2), out=self._e).exp_()
         total = self._e.sum(2)
         log_total = total.log() if top is None else total.log().add_(top)
-        self._total = total  # e_ij / total_i are the softmax weights over all ranks
-        if self.ranks.size > 1:  # of which some may have no active prototype
+        # e_ij share_i are the softmax weights over all ranks
+        if self.ranks.size == 1:
+            self._share = total.reciprocal()
+        else:  # of which some may have no active prototype, and a total of 0
             log_total = self.ranks.log_sum_exp(log_total, self._centre())
-            self._total = (log_total if top is None else log_total - top).exp()
+            self._share = (-log_total if top is None else top - log_total).exp_()
         return log_total
 
     def _centre(self) -> Tensor:
@@ -110,7 +112,7 @@ class PrototypeSweep(Sweep):
     def gradients(self, weight: Tensor) -> list[Tensor]:
         r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``."""
         assert self._logits is not None and self._e is not None
-        factor = weight / self._total
+        factor = weight * self._share
         e = self._e.div_(self._norm)
         along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
         self._gradient = torch.bmm(e.mT, self._queries * factor.unsqueeze(2), out=self._gradient)
@@ -118,7 +120,7 @@ class PrototypeSweep(Sweep):
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
         assert self._e is not None
-        factor = (weight * self.scale).div_(self._total)
+        factor = (weight * self.scale).mul_(self._share)
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 
