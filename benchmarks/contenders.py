@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
+from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import NORM_MIN
 
 TAU = 0.07
 CHUNK = 512
@@ -85,26 +87,11 @@ def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-class _Known(torch.autograd.Function):
-    """A loss whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx, known: tuple[Tensor, Tensor], features: Tensor) -> Tensor:
-        loss, gradient = known
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[None, Tensor]:
-        (gradient,) = ctx.saved_tensors
-        return None, gradient * grad_output
-
-
 def operations_alone(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
     """InfoNCE with the operations of the library's kernel in a straight line: no checks, no options, no state."""
     features = torch.stack([z1, z2])
     with torch.no_grad():
-        norm = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_(min=1e-12)
+        norm = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_(min=NORM_MIN)
         unit = features / norm
         x, y = unit.unbind()
         scaled = torch.linalg.vecdot(x, y).mul_(1 / TAU).unsqueeze(1)
@@ -125,7 +112,7 @@ def operations_alone(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         radial = torch.linalg.vecdot(gradient, unit).unsqueeze(-1)
         gradient.addcmul_(radial, unit, value=-1).div_(norm)
         loss = (TAU * alpha).mean()
-    return _Known.apply((loss, gradient), features)
+    return with_gradients(loss, [(features, gradient)])
 
 
 def nt_xent(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:

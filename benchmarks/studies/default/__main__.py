@@ -24,7 +24,7 @@ from benchmarks.studies.command import command, stamp
 from benchmarks.studies.default.arms import ARMS, STUDY
 from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.report import write
-from benchmarks.studies.default.tasks import TASKS
+from benchmarks.studies.default.tasks import load
 from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import SEEDS, Job
 
@@ -33,7 +33,7 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     """Train and evaluate, in this process."""
     torch.set_num_threads(threads)
     cell, part = ARMS[job.arm], "test" if job.seed in SEEDS else "validation"
-    task = TASKS[cell.task](part, *([wordnet] if cell.task == "words" else []))
+    task = load(cell.task, part, wordnet)
     where = {name: getattr(cell, name) for name in ("batch", "accumulate", "forward", "batches", "samples")}
     setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
     model, _, seconds = train(task, lambda task: loss_of(cell, job.options, task), setting)

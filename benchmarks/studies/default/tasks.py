@@ -177,3 +177,8 @@ def both(forward: float, backward: float) -> dict[str, float]:
 
 
 TASKS: dict[str, Callable[..., Task]] = {"glyphs": Glyphs, "icons": Icons, "words": Words, "faces": Faces}
+
+
+def load(name: str, part: str, wordnet: Path | None) -> Task:
+    """A data set with one half of its held-out samples; only words need the folder of WordNet's files."""
+    return TASKS[name](part, *([wordnet] if name == "words" else []))

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from benchmarks.saved import save
 from benchmarks.studies.default.arms import ARMS, REFERENCE, SETS, TIMED, TIMES
 from benchmarks.studies.default.losses import loss_of
-from benchmarks.studies.default.tasks import SAMPLES, TASKS
+from benchmarks.studies.default.tasks import SAMPLES, Task, load
 from benchmarks.studies.default.training import Setting, train
 from recipes.report import environment, heading, table
 
@@ -27,7 +26,7 @@ compared at equal time, each sees as many samples as fit in the time that {REFER
 in brackets, in thousands. Small batches pay for their many calls here, since these encoders are small."""
 
 
-def seconds_per_sample(task: Any, name: str, samples: int) -> float:
+def seconds_per_sample(task: Task, name: str, samples: int) -> float:
     """What one short run takes."""
     cell = ARMS[name]
     setting = Setting(batch=cell.batch, lr=1e-3, samples=samples)
@@ -36,7 +35,7 @@ def seconds_per_sample(task: Any, name: str, samples: int) -> float:
 
 def measured(name: str, wordnet: Path, rounds: int, samples: int) -> dict[str, float]:
     """Seconds per sample of every contender on a data set."""
-    task = TASKS[name]("validation", *([wordnet] if name == "words" else []))
+    task = load(name, "validation", wordnet)
     found: dict[str, list[float]] = {contender: [] for contender in TIMED}
     for number in range(rounds + 1):
         for contender, times in found.items():
