@@ -249,19 +249,31 @@ class Ranks:
         """Sum over ranks, in place."""
         return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control)
 
-    def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
-        """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
+    def sum_in_doubles(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, added as doubles (on the host, where a device has none); with one rank the tensor itself."""
+        if self.size == 1:
+            return tensor
+        return self.sum(self._doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
-        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first. Those of a device that has
-        none are added on the host.
+    def log_sum_exp(self, total: Tensor, top: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+        """``l = log sum over ranks of total exp(top)`` by one all-reduce of doubles, and ``exp(l - top)``.
+
+        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
 
         Args:
-            logs: ``-inf`` where a rank has nothing to add.
-            centre: known to all ranks; ``|logs - centre|`` must stay below 700.
+            total, top: of one shape; ``top`` is far below all others where a rank has nothing to add.
+            centre: known to all ranks; ``|top - centre|`` must otherwise stay below 700.
         """
-        device = logs.device if accelerator.supports(logs.device, torch.float64) else torch.device("cpu")
-        doubles, centre = logs.to(device).double(), centre.to(device).double()
-        return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
+        top, centre = self._doubles(top), self._doubles(centre)
+        log_sum = self.sum(self._doubles(total) * (top - centre).exp_()).log_() + centre
+        whole = (log_sum - top).exp_()
+        return log_sum.to(total.dtype).to(total.device), whole.to(total.dtype).to(total.device)
+
+    @staticmethod
+    def _doubles(tensor: Tensor) -> Tensor:
+        """In doubles; on the host, where a device has none."""
+        device = tensor.device if accelerator.supports(tensor.device, torch.float64) else torch.device("cpu")
+        return tensor.to(device).double()
 
     def sum_bits(self, words: Tensor) -> Tensor:
         """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""

@@ -32,9 +32,11 @@ class Sweep(ABC):
 
     Attributes:
         log_count: what :meth:`predict` leaves out.
+        bounded: known on the host: partitions are numbers of an ordinary size, see :meth:`partition`.
     """
 
     log_count: Scalar = 0.0
+    bounded = False
 
     def __init__(self, features: Tensor, scale: Scalar) -> None:
         self.features, self.scale = features, scale
@@ -43,12 +45,20 @@ class Sweep(ABC):
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
         """``l_i + log_count``, with log-partitions ``l_i``, ``(D, P)``."""
 
+    def partition(self, parameters: Sequence[Tensor]) -> Tensor:
+        """:meth:`predict` without the logarithm, of networks that are ``bounded``."""
+        raise NotImplementedError
+
     @abstractmethod
     def gradients(self, weight: Tensor) -> list[Tensor]:
         """Gradients of ``sum_i weight_i l_i`` with respect to the parameters of the last :meth:`predict`.
 
         Uses up what that kept; the result is overwritten by the next call.
         """
+
+    def gradients_by_partition(self, quotient: Tensor) -> list[Tensor]:
+        """:meth:`gradients` of the weights ``quotient_i partition_i``."""
+        raise NotImplementedError
 
     @abstractmethod
     def feature_gradients(self, weight: Tensor) -> Tensor:
@@ -65,7 +75,8 @@ class PrototypeSweep(Sweep):
         bounded: known on the host: no exponent is beyond what needs a maximum.
         ranks: hold ``m / K`` prototypes each.
 
-    Communicates: :meth:`predict` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one of ``D P d``.
+    Communicates: :meth:`predict` or :meth:`partition` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one of
+    ``D P d``.
     """
 
     def __init__(
@@ -81,6 +92,25 @@ class PrototypeSweep(Sweep):
         self._gradient: Tensor | None = None
 
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
+        if self.bounded:
+            return self.partition(parameters).log()
+        logits = self._compare(parameters)
+        top = logits.amax(2)
+        self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
+        self._total = self._e.sum(2)
+        if self.ranks.size == 1:
+            return self._total.log().add_(top)
+        # some may have no active prototype: their total becomes infinite
+        log_total, self._total = self.ranks.log_sum_exp(self._total, top, self._centre())
+        return log_total
+
+    def partition(self, parameters: Sequence[Tensor]) -> Tensor:
+        self._e = torch.exp(self._compare(parameters), out=self._e)
+        self._total = self.ranks.sum_in_doubles(self._e.sum(2))
+        return self._total
+
+    def _compare(self, parameters: Sequence[Tensor]) -> Tensor:
+        """``<e_i, W_j / |W_j|> / tau_i``, far below all that occurs where a prototype is not active."""
         (self._weights,) = parameters
         norm = torch.linalg.vector_norm(self._weights, dim=2).unsqueeze(1)
         # a prototype of no length has no direction: its cosine is 0 and it does not learn
@@ -88,21 +118,7 @@ class PrototypeSweep(Sweep):
         products = torch.bmm(self._queries, self._weights.mT, out=self._logits)
         # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
         self._logits = torch.addcdiv(self._bias, products, self._norm, out=products)
-        top: Tensor | None = None
-        if self.bounded:
-            self._e = torch.exp(self._logits, out=self._e)
-        else:
-            top = self._logits.amax(2)
-            self._e = torch.sub(self._logits, top.unsqueeze(2), out=self._e).exp_()
-        total = self._e.sum(2)
-        log_total = total.log() if top is None else total.log().add_(top)
-        # e_ij share_i are the softmax weights over all ranks
-        if self.ranks.size == 1:
-            self._share = total.reciprocal()
-        else:  # of which some may have no active prototype, and a total of 0
-            log_total = self.ranks.log_sum_exp(log_total, self._centre())
-            self._share = (-log_total if top is None else top - log_total).exp_()
-        return log_total
+        return self._logits
 
     def _centre(self) -> Tensor:
         """Half of ``1 / tau``, ``(D, P)``."""
@@ -110,17 +126,22 @@ class PrototypeSweep(Sweep):
         return half if isinstance(half, Tensor) else self.features.new_full(self.features.shape[:2], half)
 
     def gradients(self, weight: Tensor) -> list[Tensor]:
-        r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``."""
+        return self.gradients_by_partition(weight / self._total)
+
+    def gradients_by_partition(self, quotient: Tensor) -> list[Tensor]:
+        r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``.
+
+        ``e_ij / total_i`` are the softmax weights over the prototypes of all ranks.
+        """
         assert self._logits is not None and self._e is not None
-        factor = weight * self._share
         e = self._e.div_(self._norm)
-        along = torch.bmm(factor.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
-        self._gradient = torch.bmm(e.mT, self._queries * factor.unsqueeze(2), out=self._gradient)
+        along = torch.bmm(quotient.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
+        self._gradient = torch.bmm(e.mT, self._queries * quotient.unsqueeze(2), out=self._gradient)
         return [self._gradient.addcmul_(along.mT, self._weights, value=-1)]
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
         assert self._e is not None
-        factor = (weight * self.scale).mul_(self._share)
+        factor = (weight * self.scale).div_(self._total)
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 

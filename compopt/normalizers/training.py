@@ -77,19 +77,34 @@ def separate_slope(gap: Tensor, most: float) -> Tensor:
     return gap
 
 
+def unified_quotient(goal: Tensor, factor: Scalar) -> Callable[[Tensor], Tensor]:
+    """``factor_i slope_i / partition_i`` by the partition, whose logarithm should be ``goal``; overwrites that.
+
+    Of an objective without eps ``slope_i = exp(goal_i) / partition_i - 1``: no logarithm, and two operations.
+    """
+    optimum = goal.exp_().mul_(factor)
+    less = -factor if isinstance(factor, Tensor) else goal.new_full((), -factor)
+    return lambda partition: torch.addcdiv(less, optimum, partition).div_(partition)
+
+
 class Slope(NamedTuple):
     """How an anchor's term falls with its ``alpha``.
 
     Attributes:
         of_gap: the negative derivative, from ``log(eps + ghat) - alpha`` and the most that this can be.
         times_tau: the term is multiplied by ``tau``.
+        of_partition: the same where the partition can be had as it is, see :func:`unified_quotient`; ``None``: not so.
     """
 
     of_gap: Callable[[Tensor, float], Tensor]
     times_tau: bool
+    of_partition: Callable[[Tensor, Scalar], Callable[[Tensor], Tensor]] | None = None
 
 
-OBJECTIVES = {"unified": Slope(unified_slope, True), "separate": Slope(separate_slope, False)}
+OBJECTIVES = {
+    "unified": Slope(unified_slope, True, unified_quotient),
+    "separate": Slope(separate_slope, False),
+}
 
 
 @dataclass
@@ -267,18 +282,28 @@ class Training:
 
     def _update(self, updates: int, lr: float) -> None:
         """Take ``updates`` steps of the network's optimizer on this batch."""
-        batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         parameters = {name: self.state[name] for name in self._normalizer.network.names}
         steps = self._normalizer.optimizer.start(parameters, self.state, lr)
+        gradients = self._gradients()
+        for _ in range(updates):  # of a batch that is not finite NaN: nothing of it is kept
+            steps.step(gradients(steps.parameters))
+        self.state = {**self.state, **steps.finish()}
+
+    def _gradients(self) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The objective's gradients with respect to a network's parameters, as a function of these."""
+        batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         shift = batch.shift + sweep.log_count
         goal, factor = batch.target + shift, -batch.weight * (batch.tau if slope.times_tau else 1.0)
-        for _ in range(updates):  # of a batch that is not finite NaN: nothing of it is kept
-            log_total = sweep.predict(steps.parameters)
+        if slope.of_partition is not None and sweep.bounded and batch.exact and batch.most <= MAX_EXPONENT:
+            quotient = slope.of_partition(goal, factor)
+            return lambda parameters: sweep.gradients_by_partition(quotient(sweep.partition(parameters)))
+
+        def gradients(parameters: list[Tensor]) -> list[Tensor]:
+            log_total = sweep.predict(parameters)
             if batch.exact:
-                weight = slope.of_gap(goal - log_total, batch.most).mul_(factor)
-            else:
-                relative = log_total - shift
-                weight = slope.of_gap(batch.target - batch.alpha(relative), batch.most).mul_(factor)
-                weight = batch.through_eps(weight, relative)
-            steps.step(sweep.gradients(weight))
-        self.state = {**self.state, **steps.finish()}
+                return sweep.gradients(slope.of_gap(goal - log_total, batch.most).mul_(factor))
+            relative = log_total - shift
+            weight = slope.of_gap(batch.target - batch.alpha(relative), batch.most).mul_(factor)
+            return sweep.gradients(batch.through_eps(weight, relative))
+
+        return gradients
