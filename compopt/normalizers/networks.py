@@ -75,8 +75,8 @@ class PrototypeSweep(Sweep):
         bounded: known on the host: no exponent is beyond what needs a maximum.
         ranks: hold ``m / K`` prototypes each.
 
-    Communicates: :meth:`predict` or :meth:`partition` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one of
-    ``D P d``.
+    Communicates: :meth:`predict` and :meth:`partition` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one
+    of ``D P d``.
     """
 
     def __init__(
