@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/peers.md and benchmarks/README.md, from the result files.
+"""The tables of README.md, docs/which.md, docs/peers.md and benchmarks/README.md, from the result files.
 
 python -m benchmarks.summary            # rewrites them
 python -m benchmarks.summary --check    # fails if the pages say something else
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved import HISTORY, ROOT, stored
-from benchmarks.studies.default.report import overview
+from benchmarks.studies.default.report import overview, small_batch
 from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -176,6 +176,7 @@ def provenance() -> str:
 
 PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": overview,
+    ROOT / "docs" / "which.md": small_batch,
     ROOT / "docs" / "peers.md": summary,
     ROOT / "benchmarks" / "README.md": provenance,
 }

@@ -29,6 +29,8 @@ MEASURES = {
     "faces": "one face of a character to another, R@1 of held-out characters among all; one modality",
 }
 RECALL = "test/recall"
+# of the tables on other pages
+OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
 COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16 x 16", "256 cached": "256 cached"}
 
 
@@ -66,27 +68,39 @@ def write(results: Results) -> None:
 
 
 def overview() -> str:
-    """One line per data set and batch size where losses can be compared, one column per loss."""
-    finals = STUDY.finals(STUDY.finished())
-    columns = COLUMNS.values()
-    losses = [
-        loss
-        for loss in (*ROWS, DEFAULT)
-        if any(f"{task}: {loss}, {column}" in finals for task in SETS for column in columns)
+    """The default beside the losses that everybody has, by data set and batch size."""
+    finals = _complete()
+    body = [
+        [task, loss, *(_recall(finals.get(f"{task}: {loss}, {batch}", [])) for batch in BATCHES)]
+        for task in SETS
+        for loss in OVERVIEW
     ]
+    return table(["", "", *(f"batch {batch}" for batch in BATCHES)], body, "ll" + "r" * len(BATCHES))
+
+
+def small_batch() -> str:
+    """All losses at the small batch that most have run at, and what the default has more."""
+    finals = _complete()
     body = []
-    for task in SETS:
-        for name, column in COLUMNS.items():
-            runs = [finals.get(f"{task}: {loss}, {column}", []) for loss in losses]
-            complete = [each if len(each) == len(SEEDS) else [] for each in runs]
-            if sum(map(bool, complete)) > 1:
-                cells = [_recall(each) if each else "" for each in complete]
-                body.append([f"{task}, {name}", *cells])
-    return table(["", *losses], body)
+    for loss in (DEFAULT, *ROWS):
+        cells = []
+        for task in SETS:
+            ours, theirs = (finals.get(f"{task}: {name}, {SMALL}", []) for name in (DEFAULT, loss))
+            gap = difference(by_seed(ours, RECALL), by_seed(theirs, RECALL)) if loss != DEFAULT else ""
+            cells.append(f"{_recall(theirs)} ({gap})" if gap else _recall(theirs))
+        if any(cells):
+            body.append([loss, *cells])
+    return table(["", *SETS], body)
+
+
+def _complete() -> dict[str, list[dict[str, Any]]]:
+    """Final runs of the arms that have all of them."""
+    return {arm: runs for arm, runs in STUDY.finals(STUDY.finished()).items() if len(runs) == len(SEEDS)}
 
 
 def _recall(runs: list[dict[str, Any]]) -> str:
-    return mean_spread(list(by_seed(runs, RECALL).values()), digits=1)
+    """Mean and spread over the seeds; empty where nothing has run."""
+    return mean_spread(list(by_seed(runs, RECALL).values()), digits=1) if runs else ""
 
 
 def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
@@ -94,7 +108,7 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
     for loss in (*ROWS, DEFAULT):
         cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
         if any(cells):
-            body.append([loss, *(_recall(runs) if runs else "" for runs in cells)])
+            body.append([loss, *(_recall(runs) for runs in cells)])
     return [f"## {task.capitalize()}", "", f"Measured: {MEASURES[task]}.", "", table(["", *COLUMNS], body), ""]
 
 
@@ -105,7 +119,7 @@ def _at_equal_time(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
         arm = name if name == REFERENCE else f"{name}, {IN_TIME}"
         cells = [finals.get(f"{task}: {arm}", []) for task in SETS]
         if any(cells):
-            body.append([name, *(_recall(runs) if runs else "" for runs in cells)])
+            body.append([name, *(_recall(runs) for runs in cells)])
     told = (
         f"Each has trained for as long as {REFERENCE} takes for its {SAMPLES:,} samples, by the times of "
         "`default_time.md`, at the settings chosen above: small batches see fewer samples."
