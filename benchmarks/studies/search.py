@@ -43,12 +43,14 @@ class Arm:
         first: settings to begin with.
         grids: setting -> values; one setting after another is chosen, the others stay.
         widen: setting -> factor; while the best value is the grid's first or last, the grid gets one more beyond it.
+        most: setting -> the largest value that the method takes.
         as_arm: take what was chosen for another arm.
     """
 
     first: Mapping[str, Any] = field(default_factory=dict)
     grids: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     widen: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
     as_arm: str = ""
 
 
@@ -118,7 +120,7 @@ class Search(Generic[A]):
                 if missing := [job for job in jobs if job.key not in results]:
                     return chosen, missing
                 best = max(jobs, key=lambda job: self.score(results[job.key])).options
-                wider = _beyond(values, best[name], self.arms[arm].widen.get(name))
+                wider = _beyond(values, best[name], self.arms[arm].widen.get(name), self.arms[arm].most.get(name))
                 if wider == values:
                     break
                 values = wider
@@ -175,11 +177,12 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
     return paired(gaps) if len(gaps) > 1 else ""
 
 
-def _beyond(values: tuple[Any, ...], best: Any, factor: float | None) -> tuple[Any, ...]:
-    """The values and one more, if the best is the smallest or the largest."""
-    if factor is None or min(values) < best < max(values):
+def _beyond(values: tuple[Any, ...], best: Any, factor: float | None, most: float | None) -> tuple[Any, ...]:
+    """The values and one more, if the best is the smallest or the largest, and not the largest that there can be."""
+    if factor is None or min(values) < best < max(values) or best == most:
         return values
-    return (*values, float(f"{best * factor if best == max(values) else best / factor:.3g}"))
+    further = float(f"{best * factor if best == max(values) else best / factor:.3g}")
+    return (*values, further if most is None else min(further, most))
 
 
 def run_job(module: str, key: str, threads: int, flags: Sequence[str] = ()) -> dict[str, Any]:
