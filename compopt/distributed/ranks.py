@@ -255,19 +255,17 @@ class Ranks:
             return tensor
         return self.sum(self._doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
-    def log_sum_exp(self, total: Tensor, top: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-        """``l = log sum over ranks of total exp(top)`` by one all-reduce of doubles, and ``exp(l - top)``.
+    def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
+        """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
 
         Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
 
         Args:
-            total, top: of one shape; ``top`` is far below all others where a rank has nothing to add.
-            centre: known to all ranks; ``|top - centre|`` must otherwise stay below 700.
+            logs: ``-inf`` where a rank has nothing to add.
+            centre: known to all ranks; ``|logs - centre|`` must stay below 700.
         """
-        top, centre = self._doubles(top), self._doubles(centre)
-        log_sum = self.sum(self._doubles(total) * (top - centre).exp_()).log_() + centre
-        whole = (log_sum - top).exp_()
-        return log_sum.to(total.dtype).to(total.device), whole.to(total.dtype).to(total.device)
+        doubles, centre = self._doubles(logs), self._doubles(centre)
+        return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
 
     @staticmethod
     def _doubles(tensor: Tensor) -> Tensor:

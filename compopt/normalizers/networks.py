@@ -32,11 +32,9 @@ class Sweep(ABC):
 
     Attributes:
         log_count: what :meth:`predict` leaves out.
-        bounded: known on the host: partitions are numbers of an ordinary size, see :meth:`partition`.
     """
 
     log_count: Scalar = 0.0
-    bounded = False
 
     def __init__(self, features: Tensor, scale: Scalar) -> None:
         self.features, self.scale = features, scale
@@ -45,20 +43,12 @@ class Sweep(ABC):
     def predict(self, parameters: Sequence[Tensor]) -> Tensor:
         """``l_i + log_count``, with log-partitions ``l_i``, ``(D, P)``."""
 
-    def partition(self, parameters: Sequence[Tensor]) -> Tensor:
-        """:meth:`predict` without the logarithm, of networks that are ``bounded``."""
-        raise NotImplementedError
-
     @abstractmethod
     def gradients(self, weight: Tensor) -> list[Tensor]:
         """Gradients of ``sum_i weight_i l_i`` with respect to the parameters of the last :meth:`predict`.
 
         Uses up what that kept; the result is overwritten by the next call.
         """
-
-    def gradients_by_partition(self, quotient: Tensor) -> list[Tensor]:
-        """:meth:`gradients` of the weights ``quotient_i partition_i``."""
-        raise NotImplementedError
 
     @abstractmethod
     def feature_gradients(self, weight: Tensor) -> Tensor:
@@ -97,14 +87,18 @@ class PrototypeSweep(Sweep):
         logits = self._compare(parameters)
         top = logits.amax(2)
         self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
-        self._total = self._e.sum(2)
+        total = self._e.sum(2)
+        log_total = total.log().add_(top)
+        # e_ij share_i are the softmax weights over all ranks
         if self.ranks.size == 1:
-            return self._total.log().add_(top)
-        # some may have no active prototype: their total becomes infinite
-        log_total, self._total = self.ranks.log_sum_exp(self._total, top, self._centre())
+            self._share = total.reciprocal()
+        else:  # of which some may have no active prototype
+            log_total = self.ranks.log_sum_exp(log_total, self._centre())
+            self._share = (top - log_total).exp_()
         return log_total
 
     def partition(self, parameters: Sequence[Tensor]) -> Tensor:
+        """:meth:`predict` without its logarithm, where exponents are bounded; for :meth:`gradients_by_partition`."""
         self._e = torch.exp(self._compare(parameters), out=self._e)
         self._total = self.ranks.sum_in_doubles(self._e.sum(2))
         return self._total
@@ -125,13 +119,17 @@ class PrototypeSweep(Sweep):
         half = self.scale / 2
         return half if isinstance(half, Tensor) else self.features.new_full(self.features.shape[:2], half)
 
+    def _by_partition(self, weight: Tensor) -> Tensor:
+        """What takes ``e_ij`` to ``weight_i softmax_ij``."""
+        return weight / self._total if self.bounded else weight * self._share
+
     def gradients(self, weight: Tensor) -> list[Tensor]:
-        return self.gradients_by_partition(weight / self._total)
+        return self.gradients_by_partition(self._by_partition(weight))
 
     def gradients_by_partition(self, quotient: Tensor) -> list[Tensor]:
-        r"""With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``.
+        r""":meth:`gradients` of the weights ``quotient_i partition_i``.
 
-        ``e_ij / total_i`` are the softmax weights over the prototypes of all ranks.
+        With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``.
         """
         assert self._logits is not None and self._e is not None
         e = self._e.div_(self._norm)
@@ -141,7 +139,7 @@ class PrototypeSweep(Sweep):
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
         assert self._e is not None
-        factor = (weight * self.scale).div_(self._total)
+        factor = self._by_partition(weight * self.scale)
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 

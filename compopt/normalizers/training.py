@@ -16,7 +16,7 @@ from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
-from compopt.normalizers.networks import Network, Sweep, is_bounded
+from compopt.normalizers.networks import Network, PrototypeSweep, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 
 QUEUE = ("queue", "queue_active", "queue_place")
@@ -294,7 +294,8 @@ class Training:
         batch, sweep, slope = self._batch, self._sweep(), OBJECTIVES[self._normalizer.objective]
         shift = batch.shift + sweep.log_count
         goal, factor = batch.target + shift, -batch.weight * (batch.tau if slope.times_tau else 1.0)
-        if slope.of_partition is not None and sweep.bounded and batch.exact and batch.most <= MAX_EXPONENT:
+        moderate = batch.exact and batch.most <= MAX_EXPONENT
+        if slope.of_partition is not None and isinstance(sweep, PrototypeSweep) and sweep.bounded and moderate:
             quotient = slope.of_partition(goal, factor)
             return lambda parameters: sweep.gradients_by_partition(quotient(sweep.partition(parameters)))
 

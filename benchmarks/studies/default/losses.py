@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.studies.default.arms import DEFAULT, Cell
+from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
 
@@ -178,7 +178,14 @@ LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
         task.n, o["gamma"], o["tau"], reference="positive", mode=task.mode
     ),
     "iSogCLR": lambda task, o: compopt.ISogCLREstimator(
-        task.n, o["gamma"], o["rho"], tau_init=o["tau"], tau_min=0.01, tau_max=0.5, reference="none", mode=task.mode
+        task.n,
+        o["gamma"],
+        o["rho"],
+        tau_init=o["tau"],
+        tau_min=0.01,
+        tau_max=LARGEST_TAU,
+        reference="none",
+        mode=task.mode,
     ),
     "FastCLIP v3": lambda task, o: compopt.FastCLIPEstimator(
         task.n, "v3", gamma=o["gamma"], tau=o["tau"], rho=o["rho"], mode=task.mode
