@@ -90,8 +90,12 @@ class Shuffled:
     def __call__(self, number: int) -> Tensor:
         epoch, position = divmod(number, self._per_epoch)
         if epoch != self._order[0]:
-            self._order = epoch, torch.randperm(self._n, generator=seeded("order", self._seed, epoch))
+            self._order = epoch, self.order(epoch)
         return self._order[1][position * self._size : (position + 1) * self._size]
+
+    def order(self, epoch: int) -> Tensor:
+        """All samples, in the order of an epoch."""
+        return torch.randperm(self._n, generator=seeded("order", self._seed, epoch))
 
     def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
         pass

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.studies.command import command, stamp
-from benchmarks.studies.default.arms import ARMS, STUDY
+from benchmarks.studies.default import mining
+from benchmarks.studies.default.arms import ARMS, MINED, MINED_GRIDS, STUDY
 from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.report import write
 from benchmarks.studies.default.tasks import load
@@ -36,7 +37,9 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     task = load(cell.task, part, wordnet)
     where = {name: getattr(cell, name) for name in ("batch", "accumulate", "forward", "batches", "samples")}
     setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
-    model, _, seconds = train(task, lambda task: loss_of(cell, job.options, task), setting)
+    mined = {name: int(job.options[name]) for name in MINED_GRIDS} if cell.batches == MINED else {}
+    order = mining.build(cell.task, task, cell.batch, seed=job.seed, **mined) if mined else None
+    model, _, seconds = train(task, lambda task: loss_of(cell, job.options, task), setting, order=order)
     return {
         "job": asdict(job),
         "metrics": {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()},

@@ -18,7 +18,7 @@ SETS = ("glyphs", "icons", "words", "faces")
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 on each of the four, on validation data
-WIDEN = {"lr": 2.0, "tau": 1.5}
+WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "cluster": 4.0}
 LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
 BATCHES = (8, 16, 64, 256, 1024)
 # compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
@@ -44,10 +44,13 @@ FIRST: dict[str, dict[str, Any]] = {
     "Memory": {"length": 128},
 }
 # beside those: losses in batches that a sampler chooses
+MINED, MINED_GRIDS = "mined", {"skip": (30, 10, 100), "cluster": (16, 4)}  # benchmarks/studies/default/mining.py
 CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
-}
+} | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
+# the default with one thing changed, and nothing chosen either: benchmarks/studies/default/variants.py
+VARIANTS, VARIED = ("features as they were", "forces out of balance", "32 features", "512 features"), 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +79,26 @@ class Cell(Arm):
 def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
     loss, kind = CHOSEN.get(row, (row, RANDOM))
     rates = LARGE_RATES if batch * accumulate >= 256 else RATES
-    first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss]}
+    mined = MINED_GRIDS if kind == MINED else {}
+    first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss], **{name: values[0] for name, values in mined.items()}}
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
+    grids = {**mined, "lr": rates, **taus}
     where = {"batch": batch, "accumulate": accumulate, "forward": forward, "batches": kind}
     most = {"tau": LARGEST_TAU} if loss in LEARNED else {}
-    return Cell(task=task, loss=loss, first=first, grids={"lr": rates, **taus}, widen=WIDEN, most=most, **where)
+    return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most=most, **where)
 
 
-def _default(task: str, batch: int, accumulate: int = 1) -> Cell:
+def _default(task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT) -> Cell:
     """Nothing is chosen: one setting for all data sets and batch sizes, and a rate by the samples per update."""
     rate = min(1e-3 * (batch * accumulate) ** 0.5, LARGEST_RATE)
-    return Cell(task=task, loss=DEFAULT, batch=batch, accumulate=accumulate, first={"lr": rate})
+    return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first={"lr": rate})
 
 
 def _arms(task: str) -> dict[str, Cell]:
     losses = [loss for loss in ROWS if (task, loss) != ("faces", "SigLIP")]
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
+    cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}

@@ -15,6 +15,7 @@ import compopt
 from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
+from benchmarks.studies.default.variants import CHANGED
 
 
 class SigLIP(nn.Module):
@@ -203,4 +204,6 @@ def loss_of(cell: Cell, options: Options, task: Task) -> Loss:
     """A new one."""
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+    if cell.loss in CHANGED:
+        return CHANGED[cell.loss](task)
     return LOSSES[cell.loss](task, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.saved import RESULTS as FOLDER
@@ -17,6 +18,8 @@ from benchmarks.studies.default.arms import (
     SETS,
     STUDY,
     TIMED,
+    VARIANTS,
+    VARIED,
 )
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results, by_seed, difference
@@ -62,6 +65,12 @@ def write(results: Results) -> None:
         _differences(finals),
         "",
         *_at_equal_time(finals),
+        "## The default with one thing changed",
+        "",
+        f"At batch {VARIED}, nothing chosen: in brackets what the default has more.",
+        "",
+        variants(),
+        "",
         *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
     ]
     (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
@@ -80,16 +89,25 @@ def overview() -> str:
 
 def small_batch() -> str:
     """All losses at the small batch that most have run at, and what the default has more."""
-    finals = _complete()
-    body = []
-    for loss in (DEFAULT, *ROWS):
+    return _beside_default({name: name for name in (DEFAULT, *ROWS)}, SMALL)
+
+
+def variants() -> str:
+    """What becomes of the default when one thing of it is changed."""
+    return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in VARIANTS}}, VARIED)
+
+
+def _beside_default(rows: Mapping[str, str], batch: int) -> str:
+    """Recall at a batch size, on all data sets, and what the default has more; ``rows``: what is told -> name."""
+    finals, body = _complete(), []
+    for told, loss in rows.items():
         cells = []
         for task in SETS:
-            ours, theirs = (finals.get(f"{task}: {name}, {SMALL}", []) for name in (DEFAULT, loss))
+            ours, theirs = (finals.get(f"{task}: {name}, {batch}", []) for name in (DEFAULT, loss))
             gap = difference(by_seed(ours, RECALL), by_seed(theirs, RECALL)) if loss != DEFAULT else ""
             cells.append(f"{_recall(theirs)} ({gap})" if gap else _recall(theirs))
         if any(cells):
-            body.append([loss, *cells])
+            body.append([told, *cells])
     return table(["", *SETS], body)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.studies.default.tasks import SAMPLES, Task
-from recipes import batches
+from recipes import batches, cache
 from recipes.batches import seeded
 
 WARMUP, DECAY = 0.1, 0.01
@@ -54,9 +54,21 @@ class Setting:
 
 
 def train(
-    task: Task, loss_of: Callable[[Task], Loss], setting: Setting, start: nn.Module | None = None
+    task: Task,
+    loss_of: Callable[[Task], Loss],
+    setting: Setting,
+    start: nn.Module | None = None,
+    order: batches.Batches | None = None,
 ) -> tuple[nn.Module, Loss, float]:
-    """The trained model, its loss, and the seconds it took; ``start``: a model to go on from, in the mode it is in."""
+    """The trained model, its loss, and the seconds it took.
+
+    Args:
+        task: data and encoders.
+        loss_of: makes the loss, when weights are seeded.
+        setting: of the run.
+        start: a model to go on from, in the mode it is in.
+        order: batches, where they are not those of the setting.
+    """
     torch.manual_seed(setting.seed)
     model = task.model() if start is None else start
     loss, learned = loss_of(task), [p for p in model.parameters() if p.requires_grad]
@@ -66,7 +78,7 @@ def train(
     ]
     optimizer = torch.optim.AdamW(groups, lr=setting.lr, fused=True)
     updates = setting.samples // (setting.batch * setting.accumulate)
-    order = batches.build(how(setting), task.n, setting.batch, task.n // setting.batch, setting.seed)
+    order = order or batches.build(how(setting), task.n, setting.batch, task.n // setting.batch, setting.seed)
     getattr(loss, "watch", lambda model: None)(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=WARMUP)
     started = time.perf_counter()
@@ -94,3 +106,16 @@ def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tupl
     """Both sides' features; ``size`` samples at a time, whose batch statistics are their own."""
     parts = [model(*part) for part in zip(*(side.split(size) for side in inputs), strict=True)]
     return (torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])) if len(parts) > 1 else parts[0]
+
+
+def trained(task: Task, loss_of: Callable[[Task], Loss], setting: Setting, name: str) -> nn.Module:
+    """A trained model to go on from; the next one who asks for this file finds it in the cache."""
+    path, key = cache.file(None, name), f"{setting} {task.n} {torch.__version__}"
+    model = task.model()
+    known = cache.read(path, key, list(model.state_dict()))
+    if known is None:
+        model = train(task, loss_of, setting)[0]
+        cache.write(path, key, {entry: value.numpy() for entry, value in model.state_dict().items()})
+    else:
+        model.load_state_dict({entry: torch.from_numpy(value) for entry, value in known.items()})
+    return model

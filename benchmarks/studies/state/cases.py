@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Task, Words
-from benchmarks.studies.default.training import Setting, train
-from recipes import cache
+from benchmarks.studies.default.training import Setting, trained
 from recipes.models import TextTower
 from recipes.tasks import NamedImages, in_chunks
 
@@ -51,19 +50,10 @@ class Case:
     tau: tuple[float, ...] = (0.05, 0.07, 0.1)
 
 
-def trained(task: Task, seed: int) -> nn.Module:
-    """A model that DCL has trained at batch 256, the same one for every arm; the next one finds it in the cache."""
-    setting = replace(BEGINNING, seed=seed)
-    path, key = cache.file(None, f"start_{type(task).__name__}_{seed}.npz"), f"{setting} {task.n} {torch.__version__}"
-    model = task.model()
-    names = list(model.state_dict())
-    known = cache.read(path, key, names)
-    if known is None:
-        model = train(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting)[0]
-        cache.write(path, key, {name: value.numpy() for name, value in model.state_dict().items()})
-    else:
-        model.load_state_dict({name: torch.from_numpy(value) for name, value in known.items()})
-    return model
+def dcl_trained(task: Task, seed: int) -> nn.Module:
+    """A model that DCL has trained at batch 256, the same one for every arm."""
+    setting, name = replace(BEGINNING, seed=seed), f"start_{type(task).__name__}_{seed}.npz"
+    return trained(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting, name)
 
 
 class HalfFrozen(nn.Module):
@@ -85,7 +75,7 @@ class FrozenImages(Glyphs):
 
 
 def half_frozen(task: FrozenImages, seed: int) -> nn.Module:
-    whole = trained(Glyphs("validation", PAIRS), seed)
+    whole = dcl_trained(Glyphs("validation", PAIRS), seed)
     task.encoded = in_chunks(whole.image, task.images)
     torch.manual_seed(seed)
     return HalfFrozen(whole.image, TextTower(len(task.tokenizer), task.tokenizer.length, DIM))
@@ -118,8 +108,8 @@ def noisy(part: str, folder: Path | None) -> Glyphs:
 
 RATES, SMALL_RATES = (2e-3, 4e-3, 8e-3), (1e-4, 3e-4, 1e-3)
 CASES = {
-    "tuned glyphs": Case(lambda part, _: Glyphs(part, PAIRS), 8, 24_576, SMALL_RATES, trained),
-    "tuned words": Case(lambda part, folder: Words(part, folder, PAIRS), 8, 24_576, SMALL_RATES, trained),
+    "tuned glyphs": Case(lambda part, _: Glyphs(part, PAIRS), 8, 24_576, SMALL_RATES, dcl_trained),
+    "tuned words": Case(lambda part, folder: Words(part, folder, PAIRS), 8, 24_576, SMALL_RATES, dcl_trained),
     "frozen": Case(lambda part, _: FrozenImages(part, PAIRS), 8, 32_768, RATES, half_frozen),
     "few": Case(lambda part, _: Glyphs(part, 1024), 8, 24_576, (1e-3, 2e-3, 4e-3)),
     "repeats": Case(often_captioned, 64, 32_768, RATES),
