@@ -15,6 +15,7 @@ from recipes.batches import ORDERED, RANDOM, SPECTRAL
 
 DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
+SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # about a thousand samples, each seen some fifty times
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 on each of the four, on validation data
@@ -51,6 +52,7 @@ CHOSEN = {
 ROWS = (*FIRST, *CHOSEN)
 # the default with one thing changed, and nothing chosen either: benchmarks/studies/default/variants.py
 VARIANTS, VARIED = ("features as they were", "forces out of balance", "32 features", "512 features"), 16
+WHOLE = "128 features"  # the same on small data sets, where the default keeps fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,15 @@ def _arms(task: str) -> dict[str, Cell]:
     return cells | {f"{name}, {IN_TIME}": _in_time(task, name, cells[name]) for name in timed}
 
 
+def _small_arms(task: str) -> dict[str, Cell]:
+    cells = {}
+    for batch in SMALL_BATCHES:
+        cells |= {f"{loss}, {batch}": _cell(task, loss, batch) for loss in ("InfoNCE", "DCL")}
+        cells |= {f"{DEFAULT}, {WHOLE}, {batch}": _default(task, batch, loss=WHOLE)}
+        cells |= {f"{DEFAULT}, {batch}": _default(task, batch)}
+    return cells
+
+
 @cache
 def _times(task: str) -> dict[str, float]:
     """Seconds per sample of what is compared at equal time; none before they were measured."""
@@ -119,7 +130,12 @@ def _in_time(task: str, name: str, cell: Cell) -> Cell:
     return replace(cell, as_arm=f"{task}: {name}", samples=samples)
 
 
-ARMS: Mapping[str, Cell] = {f"{task}: {name}": cell for task in SETS for name, cell in _arms(task).items()}
+ARMS: Mapping[str, Cell] = {
+    f"{task}: {name}": cell
+    for sets, arms in ((SETS, _arms), (SMALL_SETS, _small_arms))
+    for task in sets
+    for name, cell in arms(task).items()
+}
 
 
 def score(result: dict[str, Any]) -> float:

@@ -1,10 +1,12 @@
-"""The four data sets: what is trained on, small encoders, and recall on held-out samples.
+"""The data sets: what is trained on, small encoders, and recall on held-out samples.
 
 =======  ==============================================  ==========================================
 glyphs   characters in 16 faces, and their names         R@1 in both directions, other faces
 icons    icons, and the words of their names             zero-shot among 500 names, other families
 words    the words of a WordNet synset, its definition   R@1 in both directions, 1,024 other synsets at a time
 faces    a character in two faces (one modality)         R@1 between faces, other characters among all
+few      1,024 of the glyphs                             as glyphs
+digits   left and right halves of 1,285 written digits   R@1 in both directions, 256 other digits
 =======  ==============================================  ==========================================
 
 Held-out samples have two halves: settings are chosen on ``validation``, results are of ``test``.
@@ -176,7 +178,62 @@ def both(forward: float, backward: float) -> dict[str, float]:
     return {"recall": (forward + backward) / 2, "forward": forward, "backward": backward}
 
 
-TASKS: dict[str, Callable[..., Task]] = {"glyphs": Glyphs, "icons": Icons, "words": Words, "faces": Faces}
+class Digits:
+    """Halves of the written digits that come with scikit-learn, 8 x 4 pixels each."""
+
+    mode = BIMODAL
+
+    def __init__(self, part: str) -> None:
+        from sklearn.datasets import load_digits
+
+        images = torch.from_numpy(load_digits().images).float() / 16
+        images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+        *held_out, train = images.split([256, 256, len(images) - 512])
+        self.train = [half.contiguous() for half in train.chunk(2, 2)]
+        self.held_out = [half.contiguous() for half in held_out[PARTS.index(part)].chunk(2, 2)]
+        self.n, self.group = len(train), torch.arange(len(train))
+
+    def model(self) -> nn.Module:
+        return Halves()
+
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.train[0][index], self.train[1][index]
+
+    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return model(*self.train)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        with torch.no_grad():
+            return between(*model(*self.held_out))
+
+
+class Halves(nn.Module):
+    """A perceptron for each half."""
+
+    def __init__(self, hidden: int = 128) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(
+                nn.Flatten(),
+                *(nn.Linear(32, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
+                *(nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU()),
+                nn.Linear(hidden, DIM),
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(one), self.right(two)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "glyphs": Glyphs,
+    "icons": Icons,
+    "words": Words,
+    "faces": Faces,
+    "few": lambda part: Glyphs(part, limit=1024),
+    "digits": Digits,
+}
 
 
 def load(name: str, part: str, wordnet: Path | None) -> Task:
