@@ -19,7 +19,7 @@ SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # about a thousand samp
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 on each of the four, on validation data
-WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "cluster": 4.0}
+WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0}
 LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
 BATCHES = (8, 16, 64, 256, 1024)
 # compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
