@@ -59,7 +59,10 @@ def write(results: Results) -> None:
         f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
         f"0.001 times the square root of the samples per update, at most {LARGEST_RATE:g}. `16 x 16`: micro-batches "
         f"of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache "
-        f"has it. An empty cell has not been run.",
+        f"has it. `mined batches`: hard ones that a teacher has found before training, in the manner of B3 "
+        f"(Thirukovalluru et al., 2025); the teacher is another run of `{DEFAULT}`, whose samples are not counted, and "
+        f"ranks and size of the clusters are chosen first (`benchmarks/studies/default/mining.py`). An empty cell has "
+        f"not been run.",
         "",
         *(line for task in SETS for line in _of_task(finals, task)),
         "## Against the default",
