@@ -7,13 +7,14 @@ python -m benchmarks.summary --check    # fails if the pages say something else
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.saved import HISTORY, ROOT, stored
-from benchmarks.studies.default.report import overview, small_batch
+from benchmarks.studies.default.report import overview, small_batch, small_sets, variants
 from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -174,32 +175,32 @@ def provenance() -> str:
     return table(["result", "hardware", "versions", "commit", "date", "command"], body, "l")
 
 
-PAGES: dict[Path, Callable[[], str]] = {
-    ROOT / "README.md": overview,
-    ROOT / "docs" / "which.md": small_batch,
-    ROOT / "docs" / "peers.md": summary,
-    ROOT / "benchmarks" / "README.md": provenance,
+PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
+    ROOT / "README.md": (overview,),
+    ROOT / "docs" / "which.md": (variants, small_batch, small_sets),
+    ROOT / "docs" / "peers.md": (summary,),
+    ROOT / "benchmarks" / "README.md": (provenance,),
 }
 
 
-def shown(page: Path) -> tuple[str, str, str]:
-    """A page's text before its table, the table, and the text after it."""
-    before, rest = page.read_text().split(BEGIN)
-    inside, after = rest.split(END)
-    return before, inside.strip(), after
+def shown(page: Path) -> tuple[list[str], list[str]]:
+    """A page's texts before, between and after its tables, and the tables."""
+    parts = re.split(f"{BEGIN}|{END}", page.read_text())
+    return parts[::2], [table.strip() for table in parts[1::2]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, fail if a page is out of date")
     check = parser.parse_args().check
-    for page, build in PAGES.items():
-        before, inside, after = shown(page)
-        wanted = build()
-        if check and inside != wanted:
-            raise SystemExit(f"the table in {page.relative_to(ROOT)} is out of date: python -m benchmarks.summary")
+    for page, builds in PAGES.items():
+        (first, *texts), tables = shown(page)
+        wanted = [build() for build in builds]
+        if check and tables != wanted:
+            raise SystemExit(f"a table in {page.relative_to(ROOT)} is out of date: python -m benchmarks.summary")
         if not check:
-            page.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
+            parts = zip(wanted, texts, strict=True)
+            page.write_text(first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in parts))
 
 
 if __name__ == "__main__":

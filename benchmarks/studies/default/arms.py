@@ -46,6 +46,7 @@ FIRST: dict[str, dict[str, Any]] = {
 }
 # beside those: losses in batches that a sampler chooses
 MINED, MINED_GRIDS = "mined", {"skip": (30, 10, 100), "cluster": (16, 4)}  # benchmarks/studies/default/mining.py
+FURTHEST = 900  # rank that is skipped: what comes after it is not hard
 CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
@@ -86,7 +87,7 @@ def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
     grids = {**mined, "lr": rates, **taus}
     where = {"batch": batch, "accumulate": accumulate, "forward": forward, "batches": kind}
-    most = {"tau": LARGEST_TAU} if loss in LEARNED else {}
+    most = {"skip": FURTHEST, **({"tau": LARGEST_TAU} if loss in LEARNED else {})}
     return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most=most, **where)
 
 
