@@ -220,14 +220,11 @@ def test_any_normalizer_with_any_temperature():
 
 
 def test_recommended():
-    """The memory of 128 samples at 0.07, less on small data sets, DCL in large batches."""
+    """The memory of 128 samples at 0.07, a quarter of a small data set, DCL in large batches."""
     est = compopt.recommended(8)
     assert isinstance(est, compopt.MemoryEstimator)
     assert est.normalizer.length == 128 and est.sample_groups[0]["tau"] == 0.07
-    assert compopt.recommended(8, n=100, mode="unimodal").normalizer.length == 6
-    assert compopt.recommended(8, n=1600, batch_size=16).normalizer.length == 84
-    assert compopt.recommended(8, n=6167, batch_size=256).normalizer.length == 128
-    assert isinstance(compopt.recommended(8, n=1600, batch_size=100), compopt.DCLEstimator)
+    assert compopt.recommended(8, n=100, mode="unimodal").normalizer.length == 25
     assert isinstance(compopt.recommended(8, batch_size=1023), compopt.MemoryEstimator)
     assert isinstance(compopt.recommended(8, batch_size=16, directions="forward"), compopt.DCLEstimator)
     assert isinstance(compopt.recommended(8, batch_size=1024), compopt.DCLEstimator)

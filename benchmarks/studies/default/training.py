@@ -109,7 +109,7 @@ def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tupl
 
 
 def trained(task: Task, loss_of: Callable[[Task], Loss], setting: Setting, name: str) -> nn.Module:
-    """A trained model to go on from; the next one who asks for this file finds it in the cache."""
+    """A trained model, in evaluation mode; the next one who asks for this file finds it in the cache."""
     path, key = cache.file(None, name), f"{setting} {task.n} {torch.__version__}"
     model = task.model()
     known = cache.read(path, key, list(model.state_dict()))
@@ -118,4 +118,4 @@ def trained(task: Task, loss_of: Callable[[Task], Loss], setting: Setting, name:
         cache.write(path, key, {entry: value.numpy() for entry, value in model.state_dict().items()})
     else:
         model.load_state_dict({entry: torch.from_numpy(value) for entry, value in known.items()})
-    return model
+    return model.eval()

@@ -42,7 +42,6 @@ CHANGED: dict[str, Callable[[Task], compopt.Estimator]] = {
     "features as they were": _memory(NotMoved),
     "forces out of balance": _memory(NotBalanced),
     "32 features": _memory(compopt.MemoryNormalizer, 32),
-    "128 features": _memory(compopt.MemoryNormalizer),
     "512 features": _memory(compopt.MemoryNormalizer, 512),
 }
 """What is changed, and how the estimator with that is made."""

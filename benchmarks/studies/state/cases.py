@@ -51,9 +51,9 @@ class Case:
 
 
 def dcl_trained(task: Task, seed: int) -> nn.Module:
-    """A model that DCL has trained at batch 256, the same one for every arm."""
+    """A model that DCL has trained at batch 256, the same one for every arm, to be trained further."""
     setting, name = replace(BEGINNING, seed=seed), f"start_{type(task).__name__}_{seed}.npz"
-    return trained(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting, name)
+    return trained(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting, name).train()
 
 
 class HalfFrozen(nn.Module):
@@ -75,7 +75,7 @@ class FrozenImages(Glyphs):
 
 
 def half_frozen(task: FrozenImages, seed: int) -> nn.Module:
-    whole = dcl_trained(Glyphs("validation", PAIRS), seed)
+    whole = dcl_trained(Glyphs("validation", PAIRS), seed).eval()
     task.encoded = in_chunks(whole.image, task.images)
     torch.manual_seed(seed)
     return HalfFrozen(whole.image, TextTower(len(task.tokenizer), task.tokenizer.length, DIM))
