@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.studies.default.arms import WIDEN, score
+from benchmarks.studies.default.arms import LARGEST_TAU, LEARNED, WIDEN, score
 from benchmarks.studies.default.losses import LOSSES, Options
 from benchmarks.studies.default.tasks import Task
 from benchmarks.studies.default.training import Loss
@@ -72,7 +72,8 @@ def _arms() -> Mapping[str, Tried]:
                 continue
             start = {"lr": case.rates[1], "tau": 0.07, **first}
             all_grids = {"lr": case.rates, "tau": case.tau, **grids}
-            found[f"{name}: {loss}"] = Tried(case=name, loss=loss, first=start, grids=all_grids, widen=WIDER)
+            most = {"tau": LARGEST_TAU} if loss in LEARNED else {}
+            found[f"{name}: {loss}"] = Tried(case=name, loss=loss, first=start, grids=all_grids, widen=WIDER, most=most)
     return found
 
 
