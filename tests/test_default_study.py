@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,12 +85,9 @@ def test_an_epoch_of_mined_batches_has_every_sample_once_and_clusters_whole() ->
 
 def test_what_is_compared_with_is_built_for_every_arm() -> None:
     """A loss takes the settings that its arm begins with."""
-
-    class Task:
-        n, mode = 4096, "bimodal"
-
+    task = SimpleNamespace(n=4096, mode="bimodal")
     for arm, cell in ARMS.items():
         if arm.startswith("glyphs") and cell.batch == 16:
-            loss = loss_of(cell, cell.first, Task())  # type: ignore[arg-type]
+            loss = loss_of(cell, cell.first, task)
             assert isinstance(loss, torch.nn.Module | compopt.Estimator), arm
-    assert isinstance(loss_of(ARMS["glyphs: recommended, 16"], {}, Task()).normalizer, MemoryNormalizer)  # type: ignore
+    assert isinstance(loss_of(ARMS["glyphs: recommended, 16"], {}, task).normalizer, MemoryNormalizer)

@@ -44,9 +44,10 @@ FIRST: dict[str, dict[str, Any]] = {
     "Residual": {},
     "Memory": {"length": 128},
 }
-# beside those: losses in batches that a sampler chooses
-MINED, MINED_GRIDS = "mined", {"cluster": (16, 4), "skip": (30, 10, 100)}  # benchmarks/studies/default/mining.py
-FURTHEST = 900  # rank that is skipped: what comes after it is not hard
+# batches that a teacher has mined: benchmarks/studies/default/mining.py
+MINED, MINED_GRIDS = "mined", {"cluster": (16, 4), "skip": (30, 10, 100)}
+FURTHEST = 900  # ranks that are skipped at most: what comes after them is not hard
+# beside those: losses in batches that a sampler or the teacher chooses
 CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
