@@ -38,7 +38,7 @@ def test_the_end_waits_until_tensors_are_given_back():
     thread = hold(0.3)
     collectives._await_lent()
     assert time.monotonic() - start > 0.2
-    assert not collectives._lent
+    assert not collectives._still_lent()
     thread.join(10)  # it ends after it has given them back
     assert not thread.is_alive()
 
@@ -52,13 +52,33 @@ def test_it_does_not_wait_for_ever(monkeypatch):
     thread.join()
 
 
+def test_no_python_code_runs_where_a_tensor_is_dropped():
+    """Between two of its instructions the interpreter could begin to end."""
+    calls = []
+    held = [collectives._lend(torch.zeros(3))]
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    held.clear()
+    sys.setprofile(before)
+    assert calls == [] and not collectives._still_lent()
+
+
+def test_what_is_remembered_does_not_grow():
+    kept = [collectives._lend(torch.zeros(3)) for _ in range(10)]
+    for _ in range(5 * collectives.MANY):
+        collectives._lend(torch.zeros(3))
+    assert len(collectives._lent) <= collectives.MANY + 1
+    assert sum(held() is not None for held in collectives._lent.values()) == len(kept)
+
+
 def what_collectives_get(group):
     """Every collective of a call, a read and a state is given an alias that nobody else refers to."""
     seen = []
 
     def recording(original):
         def call(*tensors, **options):
-            seen.extend(id(tensor) in collectives._lent for tensor in tensors)
+            lent = [held() for held in list(collectives._lent.values())]
+            seen.extend(any(tensor is alias for alias in lent) for tensor in tensors)
             return original(*tensors, **options)
 
         return call

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch import Tensor
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 # Seconds that the interpreter's end waits for tensors; torch needs microseconds, unless another rank is awaited.
 GRACE = 5.0
-_lent: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+MANY = 64  # references to tensors, from which on those to dropped ones are swept up
+_lent: dict[int, ref[Tensor]] = {}  # by the reference's own address
 
 
 def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
@@ -106,15 +107,28 @@ def _lend(tensor: Tensor) -> Tensor:
     instead, and that aborts the process: "terminate called without an active exception", after the right result.
     """
     alias = tensor.detach()
-    _lent[id(alias)] = alias
+    # No WeakValueDictionary: its callback is Python code, and in the middle of that the interpreter can take the lock
+    # away from the thread that has just dropped the last tensor.
+    held = ref(alias)
+    _lent[id(held)] = held
+    if len(_lent) > MANY:
+        _still_lent()
     return alias
+
+
+def _still_lent() -> bool:
+    """Forget what torch has let go of; is anything left?"""
+    for key, held in list(_lent.items()):  # of a copy, which keeps the keys from being given out again
+        if held() is None:
+            _lent.pop(key, None)
+    return bool(_lent)
 
 
 @atexit.register
 def _await_lent() -> None:
     """Leave the lock to torch's threads until they have let go of all tensors."""
     end = time.monotonic() + GRACE
-    while _lent and time.monotonic() < end:
+    while _still_lent() and time.monotonic() < end:
         time.sleep(1e-3)
 
 
