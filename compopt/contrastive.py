@@ -198,6 +198,10 @@ class ContrastiveEstimator(Estimator):
         return len(DIRECTIONS[self.directions])
 
     @property
+    def _remembers_index(self) -> bool:
+        return super()._remembers_index or self.normalizer.outside > 0
+
+    @property
     def _row_keys(self) -> Sequence[str]:
         return ROW_KEYS[: self._anchors]  # with one direction the second modality has no rows
 
@@ -280,7 +284,8 @@ class ContrastiveEstimator(Estimator):
                 tau = _at_least(tau, own.unit.dtype)
             if isinstance(tau, Tensor) and tau.dim():
                 values["tau"] = tau.detach().to(z1.device)
-            facts = {**tau_facts(tau), "encode": int(encode is not None), "extra": extra_fact(more)}
+            given = {"named": int(index is not None), "encode": int(encode is not None), "extra": extra_fact(more)}
+            facts = {**tau_facts(tau), **given}
             batch = self._read(keys, values, facts, least=2, more=len(more[0]) if more else 0)
             candidates = self._gather_extra(batch, extras.unit[0], more[1]) if more and extras else None
             temperature = self._temperature(batch, tau)

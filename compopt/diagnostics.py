@@ -233,7 +233,9 @@ def gradient_error(
 
     The data set is cut into random batches ``repeats`` times; the batch gradients, each placed at its samples, are
     averaged. With exact normalizers that average is unbiased, so what remains as ``repeats`` grows is the bias of
-    the estimates. Nothing is deposited.
+    the estimates, given the state as it is. Nothing is deposited: a memory of features
+    (:class:`~compopt.MemoryNormalizer`) holds the same few samples in all batches, and that counts as bias here, while
+    in training others take their place.
 
     Args:
         est: any estimator; in training mode again afterwards, if it was before.
@@ -244,7 +246,8 @@ def gradient_error(
         chunk_size: rows of the exact similarity matrix at a time.
 
     Returns:
-        ``cosine`` of the angle and ``relative`` error ``|mean - exact| / |exact|``, 0-d.
+        ``cosine`` of the angle between the two (1: the direction is right, whatever the length), and ``relative`` error
+        ``|mean - exact| / |exact|``, 0-d.
 
     Raises:
         ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1.
@@ -265,7 +268,7 @@ def gradient_error(
     options = (est.normalize, chunk_size, est.directions, est.multiply_tau)
     exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, *options))
     total, batches = torch.zeros_like(exact), 0
-    training = est.training
+    training, seen = est.training, (est._last, est._shown)
     est.eval()
     try:
         generator = torch.Generator().manual_seed(seed)
@@ -280,6 +283,7 @@ def gradient_error(
                 batches += 1
     finally:
         est.train(training)
+        est._last, est._shown = seen  # metrics are those of the caller's last call
     mean = total / batches
     return {
         "cosine": F.cosine_similarity(mean.flatten(), exact.flatten(), dim=0),

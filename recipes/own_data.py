@@ -48,7 +48,8 @@ class Folder(Dataset):
 
 def read(folder):
     """Pairs to train on, and a tenth that is held out: by their names, so that a new pair moves no other."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in PICTURES and path.with_suffix(".txt").exists())
+    pictures = (path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+    paths = sorted(path for path in pictures if path.with_suffix(".txt").exists())
     held_out = {path for path in paths if zlib.crc32(path.name.encode()) % 10 == 0}
     train = Folder([path for path in paths if path not in held_out])
     return train, Folder(sorted(held_out), train.tokenizer)
@@ -85,6 +86,8 @@ def main(argv=None):
             f"{args.data} has {len(train)} pairs to train on, {', '.join(PICTURES)} with a .txt beside each, and "
             f"--batch-size {args.batch_size} on {ranks} processes asks for {args.batch_size * ranks}"
         )
+    if len(held_out) < 2:
+        parser.error(f"{args.data} has {len(held_out)} pairs to evaluate on, a tenth of all: add pairs")
     sampler = DistributedSampler(train, ranks, rank, drop_last=True)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
     model = TwoTowers(len(train.tokenizer), train.tokenizer.length)
@@ -100,9 +103,9 @@ def main(argv=None):
     if args.resume:
         saved = torch.load(args.output / "last.pt")
         first = saved["epoch"]
+        compopt.load(est, args.output / "state" / saved["state"])  # on any number of processes; refuses other data
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        compopt.load(est, args.output / "state" / saved["state"])  # on any number of processes
         if first >= args.epochs:
             parser.error(f"--resume: {first} epochs are done already, and --epochs {args.epochs} counts them")
     for epoch in range(first, args.epochs):

@@ -202,6 +202,16 @@ def test_wrong_arguments_are_named(diagnostic, arguments, error, words):
         diagnostic(**given | arguments)
 
 
+def test_a_diagnostic_leaves_the_metrics_of_the_last_call():
+    est = compopt.MemoryEstimator(5, 20)
+    for step in range(2):
+        est.feature_gradients(*torch.randn(2, 8, 5), torch.arange(8) + 8 * step)
+        est.step()
+    before = {name: value.item() for name, value in est.metrics.items()}
+    diagnostics.gradient_error(est, *torch.randn(2, N, 5), batch_size=4)
+    assert {name: value.item() for name, value in est.metrics.items()} == before
+
+
 def test_no_cut_of_the_data_set_is_refused():
     with pytest.raises(ValueError, match="repeats"):
         diagnostics.gradient_error(compopt.DCLEstimator(0.1), *torch.randn(2, N, 5), batch_size=8, repeats=0)

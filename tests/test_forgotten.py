@@ -226,6 +226,16 @@ def test_batch_positions_for_an_index():
     assert loop.heard("index was 0 .. 5", "first 20 calls", "n=100", "compopt.data.Indexed")
 
 
+def test_batch_positions_for_an_index_that_a_memory_keeps():
+    loop = Loop(compopt.MemoryEstimator(4, 20))
+    loop.train(POSITIONS, index=torch.arange(B))
+    assert loop.heard("index was 0 .. 5", "first 20 calls", "the memory", "or none")
+    for est, index in ((compopt.MemoryEstimator(4, 20), None), (compopt.DCLEstimator(), torch.arange(B))):
+        loop = Loop(est)
+        loop.train(POSITIONS + 10, index=index)
+        assert not loop.said
+
+
 @pytest.mark.parametrize("first", [torch.arange(B) + 1, torch.arange(B).flip(0), torch.arange(B) * 2])
 def test_one_batch_that_has_other_rows_is_enough(first):
     loop = Loop()

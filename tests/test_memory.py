@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
 from tests.helpers import assert_same_bits, features, run, snapshot
+from tests.pool import the_pool
 
 D = 4
 MODES = ("bimodal", "unimodal", "forward")
@@ -174,4 +176,66 @@ def test_the_radius_is_compared_with_all_candidates(recwarn):
 
 def test_metrics_keep_no_matrix():
     est = filled(build(length=4096), batches=1, size=64)
-    assert max(t.numel() for f in est._shown.values() for t in getattr(f, "args", ())) <= 2 * 64
+    kept = [value for metric in est._shown.values() for value in metric.args if isinstance(value, torch.Tensor)]
+    assert kept and max(value.untyped_storage().size() // value.itemsize for value in kept) <= 2 * 64
+
+
+@pytest.mark.parametrize("size", [8, 140])
+@pytest.mark.parametrize("mode", MODES)
+def test_effective_negatives_count_the_memory(mode, size):
+    """``(sum w)^2 / sum w^2`` of an anchor's weights over batch and queue; of each side the first 128 anchors."""
+    est = filled(build(mode))
+    z1, z2 = (F.normalize(z) for z in features(size, D, seed=9))
+    run(est, z1, z2, torch.arange(size) + 1000)
+    queue = est.state_dict()["extra"]["normalizer"]["queue"]
+    if mode == "unimodal":
+        views = torch.cat([z1, z2])
+        past = (queue + views.mean(0)).flatten(0, 1)
+        diagonals = (-size, 0, size)
+        sides = [(views, torch.cat([views, past]))]
+    else:
+        diagonals = (0,)
+        sides = [(z1, torch.cat([z2, queue[0] + z2.mean(0)]))]
+        if mode == "bimodal":
+            sides.append((z2, torch.cat([z1, queue[1] + z1.mean(0)])))
+    found = []
+    for anchors, candidates in sides:
+        weights = (anchors @ candidates.T / 0.5).exp()
+        for diagonal in diagonals:
+            weights[:, : len(anchors)].diagonal(diagonal).zero_()
+        found.append((weights.sum(1).square() / weights.square().sum(1))[:128])
+    torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
+
+
+def shown(group, mode):
+    """The metric after three batches of 12, the last with further candidates; on this rank."""
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    est = build(mode, process_group=group)
+    own, more = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks), slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
+    for step in range(3):
+        extra = features(6, D, seed=9)[0][more] if step == 2 else None
+        est(*(z[own] for z in features(12, D, seed=step)), (torch.arange(12) + 12 * step)[own], extra=extra)
+        est.step()
+    return est.metrics["effective_negatives"].item()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", MODES)
+def test_effective_negatives_of_ranks(mode):
+    """Each has those of its own anchors, as many as the others."""
+    of_ranks = the_pool(3, timeout=120).run(shown, 3, mode)
+    assert sum(of_ranks) / 3 == pytest.approx(shown(None, mode), rel=1e-12)
+
+
+def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
+    """It has no share of any sum, while the memory is empty; the mean of the batch has it."""
+    for keys in ({"labels": torch.tensor([7, 7, 8])}, {"index2": torch.tensor([7, 7, 8])}):
+        est = build()
+        z1, z2 = features(3, D, seed=1)
+        z1[0, 0] = torch.nan
+        with pytest.warns(UserWarning, match="finite"):
+            est(z1, z2, torch.tensor([10, 11, 10]), **keys)
+            est.step()
+            loss = est(*features(8, D, seed=2), torch.arange(8))
+        assert loss.isfinite()
+        assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 0

@@ -11,7 +11,7 @@ MOST = {
     "SogCLR": 59,
     "iSogCLR": 84,
     "Residual": 100,
-    "Memory": 97,
+    "Memory": 100,
     "FastCLIP v3": 100,
     "EMC2": 188,
     "NeuCLIP, 10 updates": 249,

@@ -32,6 +32,17 @@ def test_a_tenth_is_held_out_by_name(folder):
     assert not set(train.paths) & set(held_out.paths)
 
 
+def test_a_folder_without_pairs_to_evaluate_on_is_refused(tmp_path, capsys):
+    from PIL import Image
+
+    for name in ("cat.PNG", "dog.JPG"):
+        Image.new("L", (32, 32)).save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    with pytest.raises(SystemExit):
+        own_data.main([str(tmp_path), "--batch-size", "2", "--output", str(tmp_path / "run")])
+    assert "0 pairs to evaluate on" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(folder, tmp_path, capsys):
     small = [str(folder), "--batch-size", "32"]

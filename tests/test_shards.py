@@ -328,5 +328,11 @@ def test_rows_of_other_data_are_refused(tmp_path):
     other.data_fingerprint = KeyIndex(20_000, first=1).fingerprint
     with pytest.raises(ValueError, match=r"keys 0..19999.*keys 1..20000"):
         compopt.load(other, path)
+    without_rows = compopt.MemoryEstimator(4, 8)
+    without_rows.data_fingerprint = "one"
+    path = compopt.save(without_rows, tmp_path / "memory")
+    without_rows.data_fingerprint = "two"
+    with pytest.raises(ValueError, match="nothing is kept per sample"):
+        compopt.load(without_rows, path)
     untold = compopt.save(compopt.SogCLREstimator(n=20_000), tmp_path / "untold")
     compopt.load(other, untold)  # as checkpoints from before there were fingerprints

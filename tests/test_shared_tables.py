@@ -228,16 +228,24 @@ def differing(group, what):
         "tau grad": torch.tensor(0.2, requires_grad=second),
         "tau given": 0.2 if second else None,
     }.get(what)
+    if what == "index":
+        est = compopt.MemoryEstimator(5, process_group=group)
+    if what == "encode":
+        est = compopt.EMC2Estimator(N, process_group=group)
+    index = None if what == "index" and second else torch.arange(4) + 4 * second
+    encode = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if what == "encode" and second else None
     z1, z2 = torch.randn(2, 4, 5)
     try:
-        est(z1, z2, torch.arange(4) + 4 * second, tau=tau)
+        est(z1, z2, index, encode=encode, tau=tau)
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.parametrize(
-    "what", ["gamma", "dtype", "n", "mode", "shard", "tau", "tau kind", "tau shape", "tau grad", "tau given"]
+    "what",
+    ["gamma", "dtype", "n", "mode", "shard", "index", "encode"]
+    + ["tau", "tau kind", "tau shape", "tau grad", "tau given"],
 )
 def test_ranks_that_differ_are_told_so(what):
     for message in on_two(differing, what):

@@ -152,10 +152,13 @@ def _open_remote(path: RemotePath) -> RangedFile:
 def check_data(est: Estimator, where: str, saved: str | None) -> None:
     """Rows of other samples would be taken for those of these."""
     if None not in (saved, est.data_fingerprint) and saved != est.data_fingerprint:
+        remedy = "load with the old index, then add_sample_group and set the fingerprint of the new one"
+        if est.n is None:
+            remedy = "nothing is kept per sample; load with data_fingerprint = None, then set that of the new data"
         raise ValueError(
-            f"{where}: rows of the data with fingerprint {saved!r}, est.data_fingerprint is "
-            f"{est.data_fingerprint!r}: an index would be another sample. Data that grew: load with the old index, "
-            f"then add_sample_group and set the fingerprint of the new one"
+            f"{where}: {'state' if est.n is None else 'rows'} of the data with fingerprint {saved!r}, "
+            f"est.data_fingerprint is {est.data_fingerprint!r}: an index would be another sample. Data that grew: "
+            f"{remedy}"
         )
 
 

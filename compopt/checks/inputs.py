@@ -31,7 +31,8 @@ def check_vector(name: str, value: Any, batch: int) -> Tensor:
         raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
     check_strided(name, value)
     if value.dtype not in INTEGERS:
-        raise TypeError(f"{name} must hold integers (int64 data-set positions), got {value.dtype}")
+        kind = "any integers, equal ones for equal samples" if name in ("labels", "group") else "data-set positions"
+        raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}")
     if value.dim() != 1:
         raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")
     if len(value) != batch:

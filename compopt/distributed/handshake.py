@@ -21,6 +21,8 @@ FACTS = {
     "t": "the number of commits so far; every rank must call step() after the same updates",
     "pending": "the number of calls since the last commit",
     "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
+    "named": "index= (0: none, 1: given)",
+    "encode": "encode= (0: none, 1: given)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
     "tau": "the value of tau= (its bits)",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",

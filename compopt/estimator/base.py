@@ -205,6 +205,11 @@ class Estimator(Commits):
         """What each part keeps per sample, by role."""
         return {role: part.columns(self._width, self.dtype) for role, part in self._components.items()}
 
+    @property
+    def _remembers_index(self) -> bool:
+        """Whether samples of earlier batches are known by their index."""
+        return self.n is not None
+
     def _read(
         self,
         keys: Mapping[str, Tensor],
@@ -220,7 +225,7 @@ class Estimator(Commits):
         if depositing:
             self._drop_skipped()
             with self._handshake.guard():  # a warning may be an error
-                self._forgotten.positions(keys["index"], self.n)
+                self._forgotten.positions(keys["index"], self.n, self._remembers_index)
                 self._forgotten.learned(list(self.parameters()), self._attachments, self._async_checks)
         progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
         batch = self._reader.read(keys, values, depositing, progress, least, more)

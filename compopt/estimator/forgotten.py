@@ -89,11 +89,18 @@ class Forgotten:
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
-    def positions(self, index: Tensor, n: int | None) -> None:
-        """The index of a call, as this rank gave it."""
+    def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
+        """The index of a call, as this rank gave it.
+
+        Args:
+            index: ``(b,)``.
+            n: number of rows; ``None``: there are none.
+            remembered: samples of earlier batches are known by their index, rows or not.
+        """
         if self._positions is None or len(index) == 0:
             return
-        if n is None or n < BATCHES * len(index) or index.device.type != "cpu":
+        unknown = n is None and remembered  # the data set may be larger than a batch
+        if not (unknown or (n or 0) >= BATCHES * len(index)) or index.device.type != "cpu":
             self._positions = None
             return
         values = index.numpy()
@@ -104,10 +111,11 @@ class Forgotten:
         if self._positions < POSITIONS:
             return
         self._positions = None
+        harm = f"all samples share {len(index)} rows" if n else f"a part of the memory is taken for these {len(index)}"
         warn(
-            f"index was 0 .. {len(index) - 1} in each of the first {POSITIONS} calls, while n={n}: these look like "
-            f"positions in the batch, and all samples share {len(index)} rows; pass positions in the data set, see "
-            f"compopt.data.Indexed"
+            f"index was 0 .. {len(index) - 1} in each of the first {POSITIONS} calls{f', while n={n}' if n else ''}: "
+            f"these look like positions in the batch, and {harm}; pass positions in the data set, see "
+            f"compopt.data.Indexed{'' if n else ', or none where no sample repeats'}"
         )
 
 

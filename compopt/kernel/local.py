@@ -172,6 +172,8 @@ class Pairs(PairStatistics):
                 columns = more if columns is None else columns.merged(more, self._column_scale)
             if not self.recompute:
                 self._blocks.append(block)
+        if columns is not None and self.extra is not None:  # further candidates are no anchors
+            columns = columns._replace(norms=columns.norms[: self.batch])
         self.sides = [joined(rows)] if columns is None else [joined(rows), columns]
         self._collect(excluded)
 

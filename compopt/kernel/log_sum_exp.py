@@ -71,7 +71,7 @@ class Sums(NamedTuple):
 
     def effective(self) -> Tensor:
         """``(sum w)^2 / sum w^2`` of the first anchors."""
-        return (self.total[:SPREAD_ANCHORS] / self.norms).square()
+        return (self.total[: len(self.norms)] / self.norms).square()
 
 
 def joined(parts: Sequence[Sums]) -> Sums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
+from compopt.kernel.log_sum_exp import Sums
 from compopt.kernel.statistics import scale_of
 
 KEYS = ("index", "index2", "labels")
@@ -67,7 +68,8 @@ class MemoryNormalizer(Normalizer):
 
     In ``eval()`` leave the index of validation data out: a number that a training sample has too would mask its slot.
 
-    Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights.
+    Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
+    ``effective_negatives`` counts the queue's.
 
     Communicates: nothing of its own.
 
@@ -125,7 +127,10 @@ class MemoryNormalizer(Normalizer):
         total = weights.sum(2, keepdim=True)
         if call.training:
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
-            usable = all_finite(log_total) if call.batch.bad is None else all_finite(log_total) & ~call.batch.bad
+            # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
+            usable = all_finite(log_total + mean.sum())
+            if call.batch.bad is not None:
+                usable &= ~call.batch.bad
             self._pending_state = pushed(state, entries, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
@@ -136,7 +141,17 @@ class MemoryNormalizer(Normalizer):
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
-            metrics={"queue_share": partial(torch.mean, total)},
+            metrics={
+                "queue_share": partial(torch.mean, total),
+                "effective_negatives": partial(
+                    effective_negatives,
+                    pairs.sides,
+                    call.batch.own,
+                    pairs.positive.shape[1],
+                    total,
+                    torch.linalg.vector_norm(weights, dim=2),
+                ),
+            },
         )
 
     def _feature_gradients(
@@ -221,6 +236,25 @@ def per_anchor_scale(tau: float | Tensor, like: Tensor) -> Tensor:
     """``1 / tau`` of every anchor, ``(B, A)``, a number too."""
     scale = scale_of(tau, like, *like.shape)
     return scale if isinstance(scale, Tensor) else like.new_full((), scale).expand_as(like)
+
+
+def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
+    """``(sum w)^2 / sum w^2`` over batch and queue, a mean over the anchors that ``sides`` measure.
+
+    Args:
+        sides: sums over the batch, of this rank's anchors.
+        own: where its samples are.
+        directions: or views, of anchors.
+        share, norms: of the queue's weights the sum and the root of the sum of squares, of all ranks' anchors.
+    """
+    of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
+    found = []
+    for side, total, norm in zip(sides, *of_queue, strict=True):
+        of_batch = side.effective()
+        first = slice(len(of_batch))
+        squares = (1 - total[first]).square() / of_batch + norm[first].square()
+        found.append(squares.reciprocal())
+    return torch.cat(found).nanmean()
 
 
 def known_keys(given: Mapping[str, Tensor]) -> Tensor:

@@ -30,7 +30,8 @@ def recommended(
 
     Args:
         dim: of the features.
-        n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter.
+        n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter. Like
+            ``batch_size`` it decides what is built, and a checkpoint wants the same: give both as before to resume.
         batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.

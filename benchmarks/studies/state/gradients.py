@@ -27,10 +27,12 @@ def measures(est: Any, z1: Tensor, z2: Tensor, batch: int) -> dict[str, float]:
 
 
 def gradient_errors(est: Any, z1: Tensor, z2: Tensor, batch: int, repeats: int = REPEATS) -> tuple[float, float]:
-    """Relative bias and spread of a sample's feature gradient, over random batches; nothing is deposited.
+    """Relative bias and spread of a sample's feature gradient, over random batches.
 
-    What finitely many batches leave of the spread in the mean is taken off the bias.
+    Rows stay as they are. A memory of features goes on taking those of each batch, as in training: which samples it has
+    is as random as the batch. What finitely many batches leave of the spread in the mean is taken off the bias.
     """
+    est.train(isinstance(est.normalizer, compopt.MemoryNormalizer))
     n = len(z1) - len(z1) % batch
     total = torch.zeros(2, *z1.shape, dtype=torch.float64)
     square = torch.zeros(2, len(z1), dtype=torch.float64)
@@ -39,6 +41,7 @@ def gradient_errors(est: Any, z1: Tensor, z2: Tensor, batch: int, repeats: int =
     for _ in range(repeats):
         for rows in torch.randperm(len(z1), generator=generator)[:n].split(batch):
             gradients = torch.stack(est.feature_gradients(z1[rows], z2[rows], rows)[1:]).double() * len(rows)
+            est.step()
             total.index_add_(1, rows, gradients)
             square.index_add_(1, rows, gradients.square().sum(2))
             visits.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
