@@ -34,8 +34,10 @@ def compositional_loss(
         0-d loss, float64 if ``g`` or the rows are, else float32.
 
     Raises:
-        ValueError: ``g`` is not ``(B,)`` or (on the CPU) has an entry <= 0: averages are kept as logarithms.
-        TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``index`` holds no integers.
+        ValueError: ``g`` is not ``(B,)``, holds no values, or (on the CPU) has an entry <= 0: averages are kept as
+            logarithms.
+        TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``g`` holds no floating-point numbers,
+            ``index`` no integers; ``f`` returns something without a graph.
         IndexError: an index outside ``0 .. n - 1``.
         RuntimeError: the estimator is part of another one; a transform or a tangent, as at a call of
             :class:`~compopt.ContrastiveEstimator`.
@@ -67,16 +69,21 @@ def compositional_loss(
         raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
     if not isinstance(g, Tensor) or g.dim() != 1:
         raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
+    if not g.is_floating_point():
+        raise TypeError(f"g must be a floating-point tensor (B,), got {g.dtype}")
     refuse_transforms()
     refuse_tangent("g", g)
     inner = g.detach().to(working_dtype(g.dtype))
     if inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
-    log_u, batch = estimator._update(inner.log(), index)
+    log_u, batch = estimator._average(inner.log(), index)
     with torch.enable_grad():
-        u = log_u.exp().requires_grad_()
+        u = batch.nan_if_bad(log_u[:, 0]).exp().requires_grad_()
         value = f(u).mean()
+        if not value.requires_grad:
+            raise TypeError("f must be differentiable: what it returned has no graph")
         (slope,) = torch.autograd.grad(value, u)
+    estimator._deposit_average(log_u, batch)
     if not (torch.is_grad_enabled() and g.requires_grad):
         return value.detach()
     # frameworks average gradients over ranks; this rank's share of the global mean must survive that

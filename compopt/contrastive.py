@@ -474,7 +474,7 @@ class ContrastiveEstimator(Estimator):
             gradients.append(objective.temperature_gradient(temperature))
         if encoder is not None and graph:
             gradients += [(z, gradient * self._ranks.size) for z, gradient in encoder.gradients]
-        self._last = Summary(objective.alpha, tau, pairs.sides, batch.columns.get(COUNT))
+        self._last = Summary(objective.alpha, tau, pairs.sides, batch.rows[:, 0], batch.columns.get(COUNT))
         self._shown = estimate.metrics
         return value, gradients
 
@@ -527,7 +527,7 @@ class ContrastiveEstimator(Estimator):
 
     # -- what the user should hear -----------------------------------------------------------------------------
 
-    def _warn_rho(self, negatives: int | None) -> None:
+    def _warn_rho(self, negatives: int) -> None:
         if not self._warned_rho and self.temperature.learns and negatives:
             self._warned_rho = warn_rho(self.sample_groups, negatives + self.normalizer.outside)
 

@@ -211,8 +211,10 @@ def normalizer_error(
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
+        if checks.count("batch_size", batch_size) < 2:
+            raise ValueError("batch_size must be at least 2: a sample alone has no negatives")
         errors = []
-        for at in torch.arange(len(order), device="cpu").split(checks.count("batch_size", batch_size)):
+        for at in torch.arange(len(order), device="cpu").split(batch_size):
             if len(at) > 1:
                 alpha = _estimate(est, a[order[at]], b[order[at]], order[at], tau)
                 errors.append((alpha - exact[at]).square().flatten())
@@ -269,7 +271,10 @@ def gradient_error(
     exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, *options))
     total, batches = torch.zeros_like(exact), 0
     training, seen = est.training, (est._last, est._shown)
+    learned = [(parameter, parameter.grad) for parameter in est.parameters()]
     est.eval()
+    for parameter, _ in learned:
+        parameter.grad = None  # which feature_gradients adds to
     try:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(repeats):
@@ -284,6 +289,8 @@ def gradient_error(
     finally:
         est.train(training)
         est._last, est._shown = seen  # metrics are those of the caller's last call
+        for parameter, grad in learned:
+            parameter.grad = grad
     mean = total / batches
     return {
         "cosine": F.cosine_similarity(mean.flatten(), exact.flatten(), dim=0),

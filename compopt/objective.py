@@ -158,24 +158,33 @@ class Summary:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
+        index: data-set positions, ``(B,)``.
         count: visits so far, ``(B, D)``; ``None`` where none are counted.
     """
 
     alpha: Tensor
     tau: float | Tensor
     sides: list[Sums]
+    index: Tensor
     count: Tensor | None
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
         tau = self.tau if isinstance(self.tau, Tensor) else self.alpha.new_full((1,), self.tau)  # no copy, no wait
         spread = tau.to(self.alpha.dtype).flatten()
-        visits = spread.new_ones(1, 1) if self.count is None else self.count
         return {
             "log_normalizer": self.alpha.mean(),
             "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
-            "new_rows": (visits == 0).any(dim=1).sum(),
+            "new_rows": self._new_rows(),
         }
+
+    def _new_rows(self) -> Tensor:
+        """How many samples have not been visited before, each counted once."""
+        if self.count is None:
+            return self.index.new_zeros(())
+        new = (self.count == 0).any(dim=1)
+        names = self.index.masked_fill(~new, -1).sort().values
+        return (torch.diff(names, prepend=names.new_full((1,), -1)) != 0).sum()

@@ -25,8 +25,8 @@ def check_strided(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {layout}; pass {name}.to_dense()")
 
 
-def check_vector(name: str, value: Any, batch: int) -> Tensor:
-    """A 1-D integer tensor of ``batch`` entries, as int64."""
+def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} samples") -> Tensor:
+    """A 1-D integer tensor of ``batch`` entries, as int64; ``of``: what they are entries of."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
     check_strided(name, value)
@@ -36,7 +36,7 @@ def check_vector(name: str, value: Any, batch: int) -> Tensor:
     if value.dim() != 1:
         raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")
     if len(value) != batch:
-        raise ValueError(f"{name} has {len(value)} entries for a batch of {batch} samples; pass one per sample")
+        raise ValueError(f"{name} has {len(value)} entries for {of.format(batch)}; pass one for each")
     if value.device.type == "meta":
         raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
     return value.to(torch.int64)
@@ -122,7 +122,7 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
         raise TypeError(f"extra must have the dtype of z1 and z2, got {extra.dtype} and {like.dtype}")
     if extra.device != like.device:
         raise ValueError(f"extra must be on the device of z1 and z2, got {extra.device} and {like.device}")
-    return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra))
+    return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
@@ -154,7 +154,7 @@ def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
         return {"tau_kind": 0, "tau": 0}
     if not isinstance(tau, Tensor):
         return {"tau_kind": 1, "tau": _bits(tau)}
-    kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad
+    kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad + 8 * (tau.dtype == torch.float64)
     return {"tau_kind": kind, "tau": _bits(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
 
 

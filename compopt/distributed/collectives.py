@@ -18,6 +18,7 @@ from torch import Tensor
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 # Seconds that the interpreter's end waits for tensors; torch needs microseconds, unless another rank is awaited.
 GRACE = 5.0
+HANDOVER = 0.05  # seconds for threads that have a collective of somebody else's to let go of
 MANY = 64  # references to tensors, from which on those to dropped ones are swept up
 _lent: dict[int, ref[Tensor]] = {}  # by the reference's own address
 
@@ -126,8 +127,14 @@ def _still_lent() -> bool:
 
 @atexit.register
 def _await_lent() -> None:
-    """Leave the lock to torch's threads until they have let go of all tensors."""
+    """Leave the lock to torch's threads until they have let go of all tensors.
+
+    Those of other people's collectives cannot be known. Without this package torch would end its threads before, with
+    the process group; samplers and estimators keep that.
+    """
     end = time.monotonic() + GRACE
+    if _lent:
+        time.sleep(HANDOVER)
     while _still_lent() and time.monotonic() < end:
         time.sleep(1e-3)
 

@@ -23,7 +23,8 @@ FACTS = {
     "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
     "named": "index= (0: none, 1: given)",
     "encode": "encode= (0: none, 1: given)",
-    "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad)",
+    "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
+    "float64)",
     "tau": "the value of tau= (its bits)",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
 }

@@ -92,9 +92,11 @@ class Commits(Hooks):
         self._forgotten.updated(list(self.parameters()))
         if not self._pending:
             return
-        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item() > 0:
-            self.discard()
-            return
+        if found_inf is not None:
+            found_inf = found_inf.reshape(())  # (1,) would give state that is a number an axis
+            if found_inf.device.type == "cpu" and found_inf.item() > 0:
+                self.discard()
+                return
         self._run("step_pre", (), {})
         with self._state.writing(), torch.no_grad():
             if self._table is not None:

@@ -265,9 +265,18 @@ class SampleGroups:
 
     def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over saved values, all or none; the list and its dicts stay the same objects."""
+        whole = isinstance(groups, Sequence) and all(isinstance(group, Mapping) for group in groups)
+        if not whole or len(groups) != len(self.groups):
+            raise ValueError(f"sample_groups must be {len(self.groups)} mappings, the checkpoint has {groups!r}")
+        for number, (own, group) in enumerate(zip(self.groups, groups, strict=True)):
+            if set(own) != set(group):
+                raise ValueError(
+                    f"sample group {number} must have {sorted(own)}, the checkpoint has {sorted(group)}; build "
+                    f"the estimator as the one that was saved"
+                )
         previous = [dict(group) for group in self.groups]
-        self._assign(groups)
         try:
+            self._assign(groups)
             self.check()
         except Exception:
             self._assign(previous)

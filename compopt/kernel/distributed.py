@@ -27,8 +27,8 @@ from torch.nn.functional import pad
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
 from compopt.kernel.local import CPU_BLOCK_ROWS
-from compopt.kernel.log_sum_exp import Exponentials, Sums, joined
-from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.log_sum_exp import MASKED, Exponentials, Sums, joined
+from compopt.kernel.statistics import Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 
 class RowBlock:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compopt.checks.context import refuse_tangent
 from compopt.checks.inputs import check_features
-from compopt.kernel.statistics import MASKED
+from compopt.kernel.log_sum_exp import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
 # Similarities of rows below this norm stay above what stands for "not a pair".

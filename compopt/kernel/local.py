@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar, minus_product
-from compopt.kernel.log_sum_exp import Block, Exponentials, Sums, joined
-from compopt.kernel.statistics import MASKED, Extra, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.log_sum_exp import MASKED, Block, Exponentials, Sums, joined
+from compopt.kernel.statistics import Extra, PairStatistics, is_uniform, same_sample, scale_of
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+MASKED = -1e30
+
 
 class Exponentials(NamedTuple):
     """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
@@ -70,8 +73,10 @@ class Sums(NamedTuple):
         return log_total if self.shift is None else log_total + self.shift * scale
 
     def effective(self) -> Tensor:
-        """``(sum w)^2 / sum w^2`` of the first anchors."""
-        return (self.total[: len(self.norms)] / self.norms).square()
+        """``(sum w)^2 / sum w^2`` of the first anchors; NaN of those without candidates."""
+        first = slice(len(self.norms))
+        number = (self.total[first] / self.norms).square()
+        return number if self.shift is None else number.masked_fill(self.shift[first] <= MASKED, torch.nan)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:

@@ -13,8 +13,6 @@ from torch import Tensor
 from compopt.functional import Scalar, log
 from compopt.kernel.log_sum_exp import Sums
 
-# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
-MASKED = -1e30
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
 
@@ -27,7 +25,7 @@ class PairStatistics(ABC):
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
         distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
-        negatives: the least ``|N_i|``, where the host knows it; else ``None``.
+        negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 where an anchor has no negatives. A number where it is one for all, known on the
             host.
@@ -41,7 +39,7 @@ class PairStatistics(ABC):
     keys: Sequence[Tensor]
     distinct: bool
     unimodal: bool
-    negatives: int | None
+    negatives: int
     positive: Tensor
     count: Scalar
     log_count: Scalar
@@ -91,6 +89,12 @@ class PairStatistics(ABC):
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return torch.where(self.count > 0, value, 0)
 
+    def of_other_view(self, per_anchor: Tensor) -> Tensor:
+        """Unimodal: a view without negatives (further candidates are the other's alone) has what the other has."""
+        if isinstance(self.count, float):
+            return per_anchor
+        return torch.where(self.count > 0, per_anchor, per_anchor.flip(1))
+
     @property
     def divisor(self) -> Scalar:
         """``|N_i|`` of a mean over negatives, 1 where there are none."""
@@ -98,9 +102,9 @@ class PairStatistics(ABC):
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
-        own = 0 if excluded is not None else 2 if self.unimodal else 1
-        numbers = [number - own for number in candidates]
-        self.negatives = min(numbers) if excluded is None else None
+        own = 2 if self.unimodal else 1
+        self.negatives = min(candidates) - own
+        numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
         if len(set(numbers)) > 1:  # made on the device, which a copy would wait for
             count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand_as(like)

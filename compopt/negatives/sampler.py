@@ -14,6 +14,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, SampleGroups
 from compopt.functional import Scalar
+from compopt.kernel.features import nothing
 from compopt.negatives.chains import Chains, Rules
 from compopt.stores.layout import Column
 
@@ -156,24 +157,31 @@ class MCMCNegativeSampler(Normalizer):
         counters = (int(self.state["seed"]), call.t, call.window)
         rules = Rules(self._burn_in(call), self.proposals == "sweep", self.rescore, counters, call.chunk_size)
         chains = Chains(call, rules, self._ranks)
-        sample, score, metrics = self._shared(call, chains)
+        sample, score, failed, metrics = self._shared(call, chains)
         # features from outside that are not finite must show in the value as those of the batch do
         alpha = call.pairs.log_ghat + 0.0 * chains.sum_wh  # 0, or NaN
         bad = 0.0 * alpha
         proposals = {"chain": sample, "score": score + (bad.sum(1, keepdim=True) if call.unimodal else bad)}
+        if call.encoder is not None:
+            alpha = alpha + 0.0 * failed
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
-    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Metrics]:
-        """Samples, scores and metrics of the whole batch, from what every rank knows of its own anchors."""
+    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, Metrics]:
+        """Samples, scores, a flag and metrics of the whole batch, from what every rank knows of its own anchors.
+
+        The flag is NaN where something that was encoded is not finite, be it that no anchor has met it.
+        """
         totals, error = chains.totals, chains.outside.error
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
         failed = torch.full_like(totals.inside, float(error is not None))
+        if call.encoder is not None and call.encoder.encoded is not None:
+            failed = failed + nothing(call.encoder.encoded.unit)
         own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
         chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)
         if error is not None:
             raise error
-        if call.encoder is not None and self._ranks.size > 1 and failed.any():
+        if call.encoder is not None and self._ranks.size > 1 and (failed == 1).any():
             raise RuntimeError("encode failed on another rank; nothing was deposited")
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + outside
@@ -184,7 +192,7 @@ class MCMCNegativeSampler(Normalizer):
             "unused_anchors": partial(_unused, usable, proposed),
             "effective_negatives": partial(_effective, usable, squares),
         }
-        return sample, score, metrics
+        return sample, score, failed, metrics
 
     def _burn_in(self, call: Call) -> Scalar:
         """A number, or ``(b, A)``."""

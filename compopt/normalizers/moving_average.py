@@ -21,6 +21,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
 from compopt.functional import Scalar
+from compopt.kernel.features import working_dtype
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
 from compopt.stores.table import RowTable
@@ -181,7 +182,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
         shift = None if isinstance(inside, float) and inside == 0 else inside * pairs.positive / call.tau
         log_g = pairs.log_ghat if shift is None else pairs.log_ghat + shift
         if call.unimodal:
-            log_g = F.mean_of_views(log_g)
+            log_g = F.mean_of_views(pairs.of_other_view(log_g))
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
         alpha = log_u if shift is None else log_u - shift
@@ -224,11 +225,12 @@ class MovingAverageEstimator(Normalizer, Estimator):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        log_u, batch = self._update(log_g, index)
-        return log_u[batch.own]
+        log_u, batch = self._average(log_g, index)
+        self._deposit_average(log_u, batch)
+        return batch.nan_if_bad(log_u[:, 0])[batch.own]
 
-    def _update(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
-        """Updated averages of the batch over all ranks, ``(B,)``."""
+    def _average(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
+        """Updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
         refuse_transforms()
         self.stand_alone()
         with self._handshake.guard():
@@ -237,11 +239,15 @@ class MovingAverageEstimator(Normalizer, Estimator):
                 raise TypeError(f"log_g must be a floating-point tensor (B,), got {got}")
             if log_g.dim() != 1:
                 raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
+            if log_g.is_meta:
+                raise ValueError("log_g is on the meta device and holds no values; pass real ones")
             keys = {"index": check_vector("index", index, len(log_g))}
-        batch = self._read(keys, {"log_g": log_g.detach()})
+        batch = self._read(keys, {"log_g": log_g.detach().to(working_dtype(log_g.dtype))})
         hyper = self._groups.hyper("normalizer", batch.rows, batch.dtype)
         new = F.add_eps(batch.values["log_g"].to(batch.dtype)[:, None], hyper("eps"))
-        log_u = F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.count == 0)
+        return F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.count == 0), batch
+
+    def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
+        """Where the call deposits at all."""
         if batch.depositing:
             self._deposit(batch, {"log_u": log_u})
-        return batch.nan_if_bad(log_u[:, 0]), batch

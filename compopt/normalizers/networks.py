@@ -20,7 +20,8 @@ from torch import Tensor
 from compopt.distributed.ranks import Part, Ranks
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN
-from compopt.kernel.statistics import MASKED, MAX_UNSHIFTED_SCALE
+from compopt.kernel.log_sum_exp import MASKED
+from compopt.kernel.statistics import MAX_UNSHIFTED_SCALE
 
 
 class Sweep(ABC):

@@ -51,7 +51,7 @@ class NeuralNormalizer(Normalizer):
         eps: inside the logarithms, >= 0.
         objective: ``"unified"`` as above (eq. 12); ``"separate"``: ``1/(2B) sum_i (alpha_i - log(eps + ghat_i))^2``.
         architecture: ``"prototype"``, or ``"mlp"``: one hidden layer that sees ``e_i``, random at first, never
-            restarted, without a queue.
+            restarted, without a queue. It wants a smaller step, such as ``lr=0.01``: with 1 it diverges.
         optimizer: makes the network's optimizer when called with a list of tensors and ``lr=``: a class of
             ``torch.optim``, or ``functools.partial(torch.optim.SGD, momentum=0.9)``.
         reset_optimizer: forget the optimizer's sums at a restart. With AdaGrad and ``lr=1`` the next step then moves

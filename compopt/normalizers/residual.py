@@ -110,7 +110,7 @@ class ResidualNormalizer(Normalizer):
         network = training.before or training.after()
         log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
-            log_ratio = F.mean_of_views(log_ratio)
+            log_ratio = F.mean_of_views(call.pairs.of_other_view(log_ratio))
         log_ratio = self._average(call, log_ratio)
         alpha = network.alpha + log_ratio
         return Estimate(

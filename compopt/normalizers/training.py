@@ -143,7 +143,7 @@ class Anchors:
         log_ghat = normalizer.per_anchor(pairs.log_ghat, like)
         return cls(
             anchors,
-            F.all_finite(torch.cat([log_ghat.flatten(), anchors.flatten()])),
+            F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in call.batch.features)])),
             normalizer.per_anchor(like, like) / tau,
             F.add_eps(log_ghat, eps),
             tau,

@@ -86,6 +86,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
     ) -> None:
         checks.one_of("version", version, FASTCLIP_VERSIONS)
         self.version = version
+        checks.non_negative("rho", rho)  # of the versions that have none, too
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if version != "v1":
             temperature = TemperatureDual(

@@ -87,6 +87,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
     ) -> None:
         if not isinstance(learn_tau, bool):
             checks.one_of("learn_tau", learn_tau, LEARNED)
+        checks.non_negative("rho", rho)
         groups = None if n is None else sizes(n)
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if learn_tau:

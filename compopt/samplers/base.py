@@ -86,7 +86,9 @@ class BankSampler(Sampler[list[int]]):
         checks.unit_interval("lead", lead)
         self.tau, self.seed, self.background, self.lead = float(tau), int(seed), background, float(lead)
         labels = inputs.one_name(labels, group)
-        self.labels = None if labels is None else inputs.check_vector("labels", labels, self.n).cpu().long().clone()
+        if labels is not None:
+            labels = inputs.check_vector("labels", labels, self.n, "a data set of {} samples").cpu().long().clone()
+        self.labels = labels
         self.bank = FeatureBank(self.n, dtype, offload)
         self.orders = Orders(self.n, self.batch_size, self.seed)
         self._join(process_group, rank, world_size)
@@ -173,6 +175,10 @@ class BankSampler(Sampler[list[int]]):
     def metrics(self) -> dict[str, float]:
         """Figures of the newest plan and of this epoch, a copy; seconds are those of this rank."""
         return dict(self._planner.metrics)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._planner.collect()  # a copy of the bank must not wait for a plan that the copy does not make
+        return dict(vars(self))
 
     def __iter__(self) -> Iterator[list[int]]:
         self._planner.collect()  # here, before a loader starts its workers: a process that forks had better not compute

@@ -42,7 +42,7 @@ class Position:
         return self.seen
 
     def follow(self, index: Tensor, plan: Tensor, size: int) -> bool:
-        """Whether these are the samples of a batch that was handed out; then the loop has come so far.
+        """Whether these are the samples of a batch that was handed out, or of some in a row: the loop has come so far.
 
         Args:
             index: samples of all ranks, on the CPU.
@@ -52,8 +52,10 @@ class Position:
         firsts = plan[::size][self.seen : self.handed]
         for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
             start = (self.seen + number) * size
-            if torch.equal(index, plan[start : start + size]):
-                self.seen, self.matched = self.seen + number + 1, True
+            stop = start + len(index)
+            whole = len(index) % size == 0 or stop == len(plan)
+            if whole and stop <= self.handed * size and torch.equal(index, plan[start:stop]):
+                self.seen, self.matched = -(-stop // size), True
                 return True
         self.strangers |= 0 < len(index) <= size
         return False

@@ -59,6 +59,9 @@ class RowStore(ABC):
     def shrink(self, n: int) -> None:
         """Take back what :meth:`grow` appended, whether it succeeded here or not."""
 
+    def check_process(self) -> None:
+        """Refuse to write from a fork of the process that alone may."""
+
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""
         del device

@@ -31,6 +31,9 @@ from compopt.stores.tablefile import LOADING, READY
 # microseconds, a read from a disk 50 and more) the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
 
+# By device and inode, the table that this process has loaded last: the kernel's locks do not keep it from itself.
+_contents: dict[tuple[int, int], str] = {}
+
 
 class DiskStore(TensorStore):
     """The placement ``offload="disk"``: a sparse file, mapped, shared by the ranks of one node.
@@ -219,6 +222,11 @@ class DiskStore(TensorStore):
                 f"checkpoint into an estimator with another offload_dir",
                 str(self.path()),
             )
+        if self.writer and _contents.get((status.st_dev, status.st_ino), self._id) != self._id:
+            raise RuntimeError(
+                f"{self.path()} has rows of another estimator of this process, which has loaded them since: give each "
+                f"an offload_dir of its own"
+            )
         if not status.st_nlink and not self._removed:
             self._removed = True
             warnings.warn(
@@ -244,13 +252,16 @@ class DiskStore(TensorStore):
         for page in pages.tolist():
             os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
 
+    def check_process(self) -> None:
+        if self.writer and os.getpid() != self._pid:
+            raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
+
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows, atomically against a kill of the process."""
         self.ready()
         if not self.writer or not len(rows):
             return
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
+        self.check_process()
         self._check_file()
         rows, block = rows.contiguous(), block.contiguous()
         self._space.for_rows(rows.numpy(), 16 * self.words)
@@ -291,6 +302,8 @@ class DiskStore(TensorStore):
         except BaseException:
             self._id = former
             raise
+        status = os.fstat(self._fd)
+        _contents[status.st_dev, status.st_ino] = self._id
         self.changes = Changes(self.n)
         self.stale = self._overwriting = True
         try:

@@ -107,6 +107,7 @@ class OffloadedRows(RowAccess):
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
         self.ready()
+        self.store.check_process()
         self._make_room()
         with self._lock:
             entry = self._journal.append(rows, block)
@@ -209,8 +210,12 @@ class OffloadedRows(RowAccess):
         for ticket in self._under_way():
             ticket.abandon()
         self._start()
+        try:
+            self.store.check_process()
+        except RuntimeError:  # only the parent writes: what it was about to write is laid over what is read here
+            self._writing = False
         for entry in old._entries:  # without its lock, which a thread of the parent may have held
-            self.commit(entry.rows, entry.block)
+            (self.commit if self._writing else self._journal.append)(entry.rows, entry.block)
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
