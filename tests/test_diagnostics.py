@@ -212,6 +212,17 @@ def test_a_diagnostic_leaves_the_metrics_of_the_last_call():
     assert {name: value.item() for name, value in est.metrics.items()} == before
 
 
+def test_a_diagnostic_leaves_gradients_alone():
+    est, z = compopt.InfoNCEEstimator(tau=0.1, learn_tau=True), torch.randn(2, N, 5)
+    (parameter,) = est.parameters()
+    diagnostics.gradient_error(est, *z, batch_size=4)
+    assert parameter.grad is None
+    est(*z).backward()
+    before = parameter.grad.clone()
+    diagnostics.gradient_error(est, *z, batch_size=4)
+    assert torch.equal(parameter.grad, before)
+
+
 def test_no_cut_of_the_data_set_is_refused():
     with pytest.raises(ValueError, match="repeats"):
         diagnostics.gradient_error(compopt.DCLEstimator(0.1), *torch.randn(2, N, 5), batch_size=8, repeats=0)

@@ -1,6 +1,7 @@
 """EMC2: features from outside the batch, against the twin; metrics, options and what is refused."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def test_an_anchor_without_a_visit_pulls_its_positive_only():
 
 
 def test_metrics():
+    torch.manual_seed(0)
     est = compopt.EMC2Estimator(40, tau=0.3, burn_in=0)
     z1, z2 = data_set(40)
     for t in range(4):
@@ -312,3 +314,25 @@ def test_the_seed_is_state():
     near(run(first, z1, z2, index)[1], run(second, z1, z2, index)[1], 0)
     other = compopt.EMC2Estimator(20, seed=6)
     assert not torch.equal(run(compopt.EMC2Estimator(20, seed=5), z1, z2, index)[1], run(other, z1, z2, index)[1])
+
+
+@pytest.mark.parametrize("directions", ["forward", "both"])
+def test_bad_features_from_outside_show_in_the_loss(directions):
+    """Also of the modality that no anchor's chain has met."""
+    torch.manual_seed(0)
+    est, data = compopt.EMC2Estimator(30, tau=0.05, directions=directions), torch.randn(2, 30, 8)
+    seen = 0
+    for _ in range(12):
+        index, scale = torch.randperm(30)[:6], torch.ones(8, requires_grad=True)
+
+        def encode(missing, scale=scale):
+            return data[0][missing] * scale + torch.nan, data[1][missing] * scale
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            loss = est(data[0][index] * scale, data[1][index] * scale, index, encode=encode)
+        loss.backward()
+        est.step()
+        assert loss.isfinite() == scale.grad.isfinite().all()
+        seen += loss.isnan()
+    assert seen

@@ -210,3 +210,36 @@ def test_parts_with_the_old_names_are_refused():
         class Own(compopt.BatchNormalizer):
             def promote(self, found_inf):
                 pass
+
+
+def test_what_holds_no_values_takes_no_rows_along():
+    average = compopt.MovingAverageEstimator(5)
+    average.update(torch.ones(3), torch.arange(3))
+    average.step()
+    with pytest.raises(ValueError, match="meta"):
+        average.update(torch.zeros(3, device="meta"), torch.arange(3))
+    assert average.update(torch.ones(3), torch.arange(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "g, f, error", [(torch.ones(3), lambda u: 1 / 0, ZeroDivisionError), (torch.ones(3), torch.zeros_like, TypeError)]
+)
+def test_an_outer_function_that_fails_deposits_nothing(g, f, error):
+    average = compopt.MovingAverageEstimator(5)
+    with pytest.raises(error):
+        compopt.compositional_loss(g, torch.arange(3), average, f)
+    assert average.pending == 0
+    with pytest.raises(TypeError, match="floating-point"):
+        compopt.compositional_loss(torch.ones(3, dtype=torch.int64), torch.arange(3), average, torch.log)
+
+
+def test_a_view_without_negatives_has_no_share_of_the_mean():
+    """Further candidates are negatives of view 1 alone; sample 0 has no others."""
+    z1, z2 = torch.randn(2, 3, 4, dtype=torch.float64)
+    extra = torch.randn(4, 4, dtype=torch.float64)
+    keys = {"index": torch.tensor([0, 0, 1]), "labels": torch.tensor([5, 6, 5]), "extra": extra}
+    both = compopt.SogCLREstimator(3, tau=0.5, mode="unimodal", dtype=torch.float64)
+    alone = compopt.DCLEstimator(tau=0.5, mode="unimodal", dtype=torch.float64)
+    both(z1, z2, **keys), alone(z1, z2, **keys)
+    assert both._last is not None and alone._last is not None
+    torch.testing.assert_close(both._last.alpha[0], alone._last.alpha[0, :1].expand(2))

@@ -291,3 +291,28 @@ def test_a_bad_further_candidate(name):
     est = warmed(BY_NAME[name], "bimodal")
     z1, z2, extra = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1
+
+
+@pytest.mark.parametrize("mode", [*MODES, "forward"])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "neuclip", "residual", "memory", "emc2", "fastclip-v3"])
+def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
+    """Not from the first batch either, when a memory or a queue is empty, and with one direction."""
+    options = {"directions": "forward"} if mode == "forward" else {"mode": mode}
+    est = {
+        "sogclr": lambda: compopt.SogCLREstimator(N, **options),
+        "isogclr": lambda: compopt.ISogCLREstimator(N, rho=0.5, **options),
+        "neuclip": lambda: compopt.NeuCLIPEstimator(4, prototypes=8, **options),
+        "residual": lambda: compopt.ResidualEstimator(4, n=N, **options),
+        "memory": lambda: compopt.MemoryEstimator(4, 8, **options),
+        "emc2": lambda: compopt.EMC2Estimator(N, **options),
+        "fastclip-v3": lambda: compopt.FastCLIPEstimator(N, rho=0.5, **options),
+    }[name]()
+    z = [torch.randn(4, 4) for _ in range(2)]
+    z[side] = poisoned(z[side], 0, math.nan)
+    loss, messages = quietly(lambda: est(*z, torch.tensor([0, 0, 2, 3]), labels=torch.tensor([7, 8, 7, 7])))
+    assert loss.isnan() and count_in(messages) == 1
+    est.step()
+    for step in range(2):
+        assert est(*torch.randn(2, 6, 4), torch.arange(6) + 6 * step).isfinite()
+        est.step()

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from tests.samplers import N, both, loader, moving, ordered, spectral, table, train
+from tests.samplers import N, both, filled, loader, moving, ordered, spectral, table, train
 
 
 @both
@@ -51,6 +51,22 @@ def test_a_state_without_observations_counts_batches_handed_out(make):
     twin.load_state_dict(sampler.state_dict())
     assert first + list(twin) == first + list(batches)
     assert list(twin) == list(sampler)
+
+
+@both
+def test_a_loop_may_observe_several_batches_at_once(make):
+    """After each update of an accumulation window, with a loader that is ahead."""
+    sampler = filled(make)
+    batches, handed = iter(sampler), []
+    for _ in range(4):
+        handed.append(torch.tensor(next(batches)))
+    next(batches)  # the loader's
+    for first in (0, 2):
+        index = torch.cat(handed[first : first + 2])
+        sampler.observe(index, *moving(first, index))
+    resumed = filled(make)
+    resumed.load_state_dict(sampler.state_dict())
+    assert sampler.state_dict()["batch"] == 4
 
 
 @both

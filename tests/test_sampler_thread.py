@@ -128,6 +128,21 @@ def test_copies_have_the_plans_and_no_thread(make):
 
 
 @both
+def test_a_copy_learns_what_it_is_told(make):
+    """Although a plan was being made when it was copied."""
+    for duplicate in (copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))):
+        sampler, _ = observed(make, lead=1.0)
+        batch = next(iter(sampler))
+        sampler.observe(torch.tensor(batch), *moving(0, batch))  # begins the plan of the next epoch
+        copied = duplicate(sampler)
+        everything = torch.arange(len(copied.bank.read(torch.arange(N))[0]))
+        copied.observe(everything, *moving(5, everything))
+        wanted = make()
+        wanted.observe(everything, *moving(5, everything))
+        assert torch.equal(copied.bank.read(everything)[0], wanted.bank.read(everything)[0])
+
+
+@both
 def test_ahead_or_not_one_snapshot_gives_one_plan(make):
     """The thread's plan is that of the bank at the moment it started."""
     ahead, later = observed(make, lead=1.0)

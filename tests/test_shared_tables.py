@@ -225,6 +225,7 @@ def differing(group, what):
         "tau": 0.1 + second,
         "tau kind": torch.full((4,), 0.2) if second else 0.2,
         "tau shape": torch.full((4, 2) if second else (4,), 0.2),
+        "tau dtype": torch.full((4,), 0.2, dtype=torch.float64 if second else torch.float32),
         "tau grad": torch.tensor(0.2, requires_grad=second),
         "tau given": 0.2 if second else None,
     }.get(what)
@@ -245,7 +246,7 @@ def differing(group, what):
 @pytest.mark.parametrize(
     "what",
     ["gamma", "dtype", "n", "mode", "shard", "index", "encode"]
-    + ["tau", "tau kind", "tau shape", "tau grad", "tau given"],
+    + ["tau", "tau kind", "tau shape", "tau dtype", "tau grad", "tau given"],
 )
 def test_ranks_that_differ_are_told_so(what):
     for message in on_two(differing, what):

@@ -16,6 +16,7 @@ import weakref
 import pytest
 import torch
 
+import compopt
 from compopt.stores import DirectRows, DiskStore, HostStore, MemoryStore, OffloadedRows, describe, open_rows, read_table
 from compopt.stores.layout import Column, RowLayout, moved
 from compopt.stores.offloaded import JOURNAL_LIMIT
@@ -427,6 +428,56 @@ def test_a_forked_process_goes_on():
     rows.store.gate.set()
     rows.settle()
     assert value_of(rows.store.gather(torch.tensor([2]))) == 3
+
+
+def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
+    """What was unwritten at the fork is laid over; a commit of the fork's own is refused at once."""
+
+    class GatedFile(DiskStore):
+        gate = threading.Event()
+
+        def scatter(self, rows, block):
+            self.gate.wait()
+            super().scatter(rows, block)
+
+    rows = OffloadedRows(GatedFile(tmp_path, "rows", 5, 1, {"columns": {"u": [4, "float32"]}}))
+    commit_value(rows, 3)  # unwritten at the fork
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            rows.store.gate.set()
+            code = 0 if value_of(rows.fetch(torch.tensor([2]))) == 3 else 2
+            rows.settle()
+            try:
+                commit_value(rows, 4)
+                code = 3
+            except RuntimeError as error:
+                code = code if "forked" in str(error) else 4
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rows.store.gate.set()
+    rows.settle()
+    assert value_of(rows.store.gather(torch.tensor([2]))) == 3
+
+
+def test_rows_that_another_estimator_of_this_process_has_replaced(tmp_path):
+    """The kernel's locks keep processes apart, and not two objects of one."""
+
+    def build():
+        return compopt.SogCLREstimator(20, offload="disk", offload_dir=tmp_path)
+
+    one, other = build(), build()
+    state = compopt.SogCLREstimator(20).state_dict()
+    one.load_state_dict(state)
+    assert one.read(torch.arange(3))["count"].sum() == 0
+    other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another estimator of this process"):
+        one.read(torch.arange(3))
+    assert other.read(torch.arange(3))["count"].sum() == 0
+    one.load_state_dict(state)  # takes it back
+    assert one.read(torch.arange(3))["count"].sum() == 0
 
 
 def test_the_interpreter_exits_and_finishes_its_commits(tmp_path):
