@@ -36,7 +36,8 @@ def write(results: Results) -> None:
         f"half and another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. *Error*: "
         "mean squared error of the log-normalizers that the estimator works with. *Bias*, *spread*: of a sample's "
         "feature gradient over the batches that it may be in, at the final weights, relative to the exact gradient "
-        "over the whole data set at the estimator's own temperatures: compare them where *tau* is the same.",
+        "over the whole data set at the estimator's own temperatures: compare them where *tau* is the same. A memory "
+        "takes the features of each of these batches, as in training; rows stay as they are.",
         "",
         *(line for case in CASES if any(a.startswith(f"{case}:") for a in finals) for line in _of_case(finals, case)),
         *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
