@@ -409,22 +409,32 @@ def test_threads_end_with_the_object():
     assert alive() is None and not any(thread.is_alive() for thread in started)
 
 
-def test_a_forked_process_goes_on():
-    rows = OffloadedRows(Gated(5))
-    commit_value(rows, 3)  # unwritten at the fork
-    ticket = rows.prefetch(torch.tensor([2]), CPU)
+def exit_code_of_a_fork(check):
+    """0 if ``check`` returns that in a forked process."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            rows.store.gate.set()
-            if value_of(rows.fetch(torch.tensor([2]))) == 3 == value_of(ticket.take()):
-                commit_value(rows, 4)
-                rows.settle()
-                code = 0 if value_of(rows.store.gather(torch.tensor([2]))) == 4 else 2
+            code = check()
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_goes_on():
+    rows = OffloadedRows(Gated(5))
+    commit_value(rows, 3)  # unwritten at the fork
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+
+    def check():
+        rows.store.gate.set()
+        if not value_of(rows.fetch(torch.tensor([2]))) == 3 == value_of(ticket.take()):
+            return 2
+        commit_value(rows, 4)
+        rows.settle()
+        return 0 if value_of(rows.store.gather(torch.tensor([2]))) == 4 else 3
+
+    assert exit_code_of_a_fork(check) == 0
     rows.store.gate.set()
     rows.settle()
     assert value_of(rows.store.gather(torch.tensor([2]))) == 3
@@ -441,22 +451,18 @@ def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
             super().scatter(rows, block)
 
     rows = OffloadedRows(GatedFile(tmp_path, "rows", 5, 1, {"columns": {"u": [4, "float32"]}}))
-    commit_value(rows, 3)  # unwritten at the fork
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            rows.store.gate.set()
-            code = 0 if value_of(rows.fetch(torch.tensor([2]))) == 3 else 2
-            rows.settle()
-            try:
-                commit_value(rows, 4)
-                code = 3
-            except RuntimeError as error:
-                code = code if "forked" in str(error) else 4
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    commit_value(rows, 3)
+
+    def check():
+        rows.store.gate.set()
+        rows.settle()
+        if value_of(rows.fetch(torch.tensor([2]))) != 3:
+            return 2
+        with pytest.raises(RuntimeError, match="forked"):
+            commit_value(rows, 4)
+        return 0
+
+    assert exit_code_of_a_fork(check) == 0
     rows.store.gate.set()
     rows.settle()
     assert value_of(rows.store.gather(torch.tensor([2]))) == 3
