@@ -9,6 +9,7 @@ import compopt
 from tests.fixtures.make import ESTIMATORS, HERE, known
 
 FORMATS = {"0.1.0": 2, "0.2.0": 3}  # of directories
+REDEFINED = {("memory", "effective_negatives")}  # counts the memory's since
 EXPECTED = {version: json.loads((HERE / version / "expected.json").read_text()) for version in FORMATS}
 CASES = [(version, name) for version, names in EXPECTED.items() for name in names]
 
@@ -17,6 +18,9 @@ def assert_expected(est, version, name):
     """To the bit what rows and steps are; a loss may be rounded otherwise by a later version."""
     found, expected = known(est), EXPECTED[version][name]
     for key, value in expected.items():
+        if key == "metrics":
+            value = {metric: number for metric, number in value.items() if (name, metric) not in REDEFINED}
+            found[key] = {metric: found[key][metric] for metric in value}
         if key in ("loss", "metrics"):
             assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
         else:

@@ -186,6 +186,13 @@ class DiskStore(TensorStore):
         self._fd = os.open(self.path(), flags | os.O_CLOEXEC)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._space = Space(self._fd, self.path())
+        if self.writer and not self.stale:
+            self._register()
+
+    def _register(self) -> None:
+        """The file has this table from here on; its inode may have been that of another one, long removed."""
+        status = os.fstat(self._fd)
+        _contents[status.st_dev, status.st_ino] = self._id
 
     def _map(self) -> None:
         """Map the file as long as it is now."""
@@ -302,8 +309,7 @@ class DiskStore(TensorStore):
         except BaseException:
             self._id = former
             raise
-        status = os.fstat(self._fd)
-        _contents[status.st_dev, status.st_ino] = self._id
+        self._register()
         self.changes = Changes(self.n)
         self.stale = self._overwriting = True
         try:
