@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import compopt
 from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, DEFAULT, VARIANTS
-from benchmarks.studies.default.losses import LOSSES, loss_of
+from benchmarks.studies.default.losses import LOSSES, MomentumQueue, MovedQueue, loss_of
 from benchmarks.studies.default.variants import CHANGED, NotBalanced, NotMoved
 from compopt.normalizers.memory import MemoryNormalizer
 
@@ -54,6 +54,20 @@ def softmax(z: torch.Tensor, past: list[list[torch.Tensor]], mode: str, moved: b
             logits += [z[own] @ (batch[side] + shift[side]).T for side in sides]
         total = total + (TAU * (torch.cat(logits, 1) / TAU).logsumexp(1) - (z[own] * z[1 - own]).sum(1)).mean()
     return total / 2
+
+
+@pytest.mark.parametrize("unimodal", [False, True])
+def test_a_moved_queue_of_momentum_keys_follows_their_mean(unimodal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    moved, plain = (kind(TAU, 3 * B, 0.99, False, unimodal) for kind in (MovedQueue, MomentumQueue))
+    past: list[torch.Tensor] = []
+    for _ in range(3):
+        z, keys = (torch.randn(2, B, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+        means = keys.mean((0, 1)).expand(2, 1, DIM) if unimodal else keys.mean(1, keepdim=True)
+        moved.encoded = plain.encoded = list(keys)
+        plain.queue = [torch.cat([batch[side] + means[side] for batch in past]) for side in range(2)] if past else []
+        assert torch.allclose(moved(*z, torch.arange(B)), plain(*z, torch.arange(B)), rtol=0, atol=1e-12)
+        past.append(keys - means)
 
 
 def test_mined_batches_have_what_the_teacher_finds_close_but_not_the_closest() -> None:

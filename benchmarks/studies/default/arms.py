@@ -19,7 +19,7 @@ SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # about a thousand samp
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 on each of the four, on validation data
-WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0}
+WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "length": 2.0}
 LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
 BATCHES = (8, 16, 64, 256, 1024)
 # compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
@@ -36,6 +36,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "XBM, DCL": {"length": 128, "warmup": 100},
     "MoCo": {"length": 1024, "momentum": 0.99},
     "MoCo, DCL": {"length": 1024, "momentum": 0.99},
+    "MoCo, DCL, moved": {"length": 1024, "momentum": 0.99},
     "SogCLR": {"gamma": 0.8},
     "SogCLR, positive": {"gamma": 0.8},
     "iSogCLR": {"gamma": 0.8, "rho": 2.0},
@@ -44,6 +45,8 @@ FIRST: dict[str, dict[str, Any]] = {
     "Residual": {},
     "Memory": {"length": 128},
 }
+# the best of the peers at batch 16, and what moves its queue: their queues are chosen there too
+QUEUES, QUEUE_GRIDS = ("MoCo, DCL", "MoCo, DCL, moved"), {"length": (256, 1024), "momentum": (0.98, 0.99, 0.995, 0.998)}
 # batches that a teacher has mined: benchmarks/studies/default/mining.py
 MINED, MINED_GRIDS = "mined", {"cluster": (16, 4), "skip": (30, 10, 100)}
 FURTHEST = 900  # ranks that are skipped at most: what comes after them is not hard
@@ -86,7 +89,8 @@ def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0
     mined = MINED_GRIDS if kind == MINED else {}
     first = {"lr": 4e-3, "tau": 0.07, **FIRST[loss], **{name: values[0] for name, values in mined.items()}}
     taus = {} if loss in ("CLIP", "SigLIP") else {"tau": TAUS}
-    grids = {**mined, "lr": rates, **taus}
+    queues = QUEUE_GRIDS if loss in QUEUES and (batch, accumulate) == (16, 1) else {}
+    grids = {**mined, "lr": rates, **taus, **queues}
     where = {"batch": batch, "accumulate": accumulate, "forward": forward, "batches": kind}
     most = {"skip": FURTHEST, **({"tau": LARGEST_TAU} if loss in LEARNED else {})}
     return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most=most, **where)

@@ -88,8 +88,8 @@ class CrossBatchMemory(nn.Module):
     def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
         z = [F.normalize(z1), F.normalize(z2)]
         keys = self._keys(z)
-        loss = (self._direction(z, keys, 0) + self._direction(z, keys, 1)) / 2
-        new = [side.detach() for side in keys]
+        past, new = self._past(keys), [side.detach() for side in self._kept(keys)]
+        loss = (self._direction(z, keys, past, 0) + self._direction(z, keys, past, 1)) / 2
         pairs = zip(self.queue, new, strict=True)
         self.queue = [torch.cat(pair)[-self.length :] for pair in pairs] if self.queue else new
         return loss
@@ -98,10 +98,18 @@ class CrossBatchMemory(nn.Module):
         """What anchors are compared with, of both sides."""
         return z
 
-    def _direction(self, z: list[Tensor], keys: list[Tensor], direction: int) -> Tensor:
+    def _past(self, keys: list[Tensor]) -> list[Tensor]:
+        """The queue's features as they are used, of both sides."""
+        return self.queue
+
+    def _kept(self, keys: list[Tensor]) -> list[Tensor]:
+        """What enters the queue."""
+        return keys
+
+    def _direction(self, z: list[Tensor], keys: list[Tensor], queue: list[Tensor], direction: int) -> Tensor:
         own, other = z[direction], keys[1 - direction]
         inside = [other, keys[direction]] if self.unimodal else [other]
-        past = self.queue if self.unimodal else self.queue[1 - direction :][:1]
+        past = queue if self.unimodal else queue[1 - direction :][:1]
         parts = in_batch(own, inside)
         positive = torch.linalg.vecdot(own, other)
         parts += [own @ side.T for side in past] if self.updates >= self.warmup else []
@@ -147,12 +155,26 @@ class MomentumQueue(CrossBatchMemory):
         torch._foreach_lerp_(follower, followed, 1 - self.momentum)
 
 
+class MovedQueue(MomentumQueue):
+    """That queue, moved along with the mean of the batch's keys, as :class:`compopt.MemoryNormalizer` moves its own."""
+
+    def _past(self, keys: list[Tensor]) -> list[Tensor]:
+        return [side + mean for side, mean in zip(self.queue, self._means(keys), strict=False)]  # none in the beginning
+
+    def _kept(self, keys: list[Tensor]) -> list[Tensor]:
+        return [side - mean for side, mean in zip(keys, self._means(keys), strict=True)]
+
+    def _means(self, keys: list[Tensor]) -> list[Tensor]:
+        means = [side.mean(0) for side in keys]
+        return [(means[0] + means[1]) / 2] * 2 if self.unimodal else means
+
+
 Options = Mapping[str, Any]
 
 
-def _momentum_queue(positive: bool) -> Callable[[Task, Options], Loss]:
+def _momentum_queue(positive: bool, kind: type[MomentumQueue] = MomentumQueue) -> Callable[[Task, Options], Loss]:
     def build(task: Task, o: Options) -> Loss:
-        return MomentumQueue(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
+        return kind(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
 
     return build
 
@@ -174,6 +196,7 @@ LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
     "XBM, DCL": _queue(positive=False),
     "MoCo": _momentum_queue(positive=True),
     "MoCo, DCL": _momentum_queue(positive=False),
+    "MoCo, DCL, moved": _momentum_queue(positive=False, kind=MovedQueue),
     "SogCLR": lambda task, o: compopt.SogCLREstimator(task.n, o["gamma"], o["tau"], mode=task.mode),
     "SogCLR, positive": lambda task, o: compopt.SogCLREstimator(
         task.n, o["gamma"], o["tau"], reference="positive", mode=task.mode
