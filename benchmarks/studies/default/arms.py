@@ -46,7 +46,8 @@ FIRST: dict[str, dict[str, Any]] = {
     "Memory": {"length": 128},
 }
 # the best of the peers at batch 16, and what moves its queue: their queues are chosen there too
-QUEUES, QUEUE_GRIDS = ("MoCo, DCL", "MoCo, DCL, moved"), {"length": (256, 1024), "momentum": (0.98, 0.99, 0.995, 0.998, 0.999)}
+QUEUES = ("MoCo, DCL", "MoCo, DCL, moved")
+QUEUE_GRIDS = {"length": (256, 1024), "momentum": (0.98, 0.99, 0.995, 0.998, 0.999)}
 # batches that a teacher has mined: benchmarks/studies/default/mining.py
 MINED, MINED_GRIDS = "mined", {"cluster": (16, 4), "skip": (30, 10, 100)}
 FURTHEST = 900  # ranks that are skipped at most: what comes after them is not hard
