@@ -63,7 +63,10 @@ def write(results: Results) -> None:
         f"has it. `mined batches`: hard ones that a teacher has found before training, in the manner of B3 "
         f"(Thirukovalluru et al., 2025); the teacher is another run of `{DEFAULT}`, whose samples are not counted. "
         f"Clusters of 16 or 4 samples, and the first rank that is an edge, at most {FURTHEST}, are chosen before the "
-        f"learning rate (`benchmarks/studies/default/mining.py`). An empty cell has not been run.",
+        f"learning rate (`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: its queue "
+        f"keeps each key less the mean of its batch's keys and adds that of the present ones, as the default's memory "
+        f"does with its features. Length and momentum of that queue, and of `MoCo, DCL`, are chosen at batch {SMALL}, "
+        f"after the temperature; elsewhere, and of `MoCo`, they are 1,024 and 0.99. An empty cell has not been run.",
         "",
         *(line for task in SETS for line in _of_task(finals, task)),
         "## Against the default",
