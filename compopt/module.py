@@ -142,7 +142,6 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
-    est.stand_alone()
     if not state:
         return EstimatorModule(est)
     if est.split:

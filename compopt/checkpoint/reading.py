@@ -36,18 +36,19 @@ class Contents:
 
     def __init__(self, est: Estimator, source: Checkpoint) -> None:
         """Refuse whatever does not fit or is damaged; every rank checks every K-th file."""
+        engine = est._engine
         content, files = manifest.read(source)
         try:
-            states.compare(est, content["config"])
+            states.compare(est._engine, content["config"])
         except ValueError as error:
             raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
         check_data(est, str(source.path / manifest.MANIFEST), content.get("data_fingerprint"))
         self._source, self._chunk_rows = source, content["chunk_rows"]
         self._files = [file for file in files if file.name != STATE]
-        _check_spans(source, self._files, est._table, self._chunk_rows)
+        _check_spans(source, self._files, engine.table, self._chunk_rows)
         _check_extra(est, source, next(file for file in files if file.name == STATE))
-        for file in files[est._ranks.rank :: est._ranks.size]:
-            _check_file(source, file, est._table)
+        for file in files[engine.ranks.rank :: engine.ranks.size]:
+            _check_file(source, file, engine.table)
         self.t, self.sample_groups = int(content["t"]), content["sample_groups"]
         self.extra = _read_extra(est, source)
 
@@ -234,7 +235,7 @@ def _check_extra(est: Estimator, source: Checkpoint, file: File) -> None:
     shapes = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in list(opened.keys())}
     for role, state in _by_role(est, path, shapes).items():
         try:
-            est._components[role].check_state(state)
+            est._engine.parts[role].check_state(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -248,7 +249,7 @@ def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tenso
 
 
 def _by_role(est: Estimator, path: Folder, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
+    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._engine.parts}
     for key, value in tensors.items():
         role, _, name = key.partition(".")
         if role not in found:

@@ -122,7 +122,7 @@ class ResidualNormalizer(Normalizer):
 
     def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
         old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
-        first = call.count == 0 if self.first == "ratio" and self.remembers else None
+        first = call.unseen("log_ratio") if self.first == "ratio" and self.remembers else None
         return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(
@@ -139,6 +139,10 @@ class ResidualNormalizer(Normalizer):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self.neural.joined(groups, setting)
+
+    def belong(self, owner: object) -> None:
+        super().belong(owner)
+        self.neural.belong(owner)
 
     @property
     def has_state(self) -> bool:

@@ -7,6 +7,7 @@ NaN, -0.0 and denormals survive. On a device without complex128 a row is twice a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -50,6 +51,11 @@ class Column:
     dtype: torch.dtype = torch.float32
     reduce: str = "mean"
     initial: str | None = None
+
+    @property
+    def blank(self) -> float | int:
+        """Marks, in a part's first column, that the part was never visited although the sample was; never committed."""
+        return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
 
 
 @dataclass(frozen=True)

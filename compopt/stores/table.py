@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
+Adapt = Callable[[Tensor, Mapping[str, Tensor]], None]
 REMEMBERED = 4  # directories whose latest checkpoint a table knows
 
 
@@ -50,6 +51,7 @@ class RowTable:
         n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
         saved: the latest checkpoint of these rows in each directory, oldest first.
+        partial: first columns of parts that some visited samples have not visited, marked by :attr:`Column.blank`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RowTable:
         self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
         self._deposits: list[Deposit] = []
         self.saved: list[Saved] = []
+        self.partial: set[str] = set()
 
     @property
     def sharded(self) -> bool:
@@ -122,6 +125,7 @@ class RowTable:
         """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
         with self.at_rest() as store:
             self.saved.clear()
+            self.partial.clear()
             with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
                 yield store
 
@@ -191,7 +195,7 @@ class RowTable:
         """Write what was deposited, unless ``found_inf`` (on the device) is positive."""
         if not self._deposits:
             return
-        rows, old, new = merge(self._deposits, self.layout)
+        rows, old, new = merge(self._deposits, self.layout, bool(self.partial))
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
         if self.sharded:
@@ -217,16 +221,19 @@ class RowTable:
         others = [saved for saved in self.saved if saved.path.parent != checkpoint.path.parent]
         self.saved = [*others, checkpoint][-REMEMBERED:]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of every column of every row, ``(n, D)``; collective on shards and on a shared file."""
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """A copy of every column (or of those in ``names``) of every row, ``(n, D)``.
+
+        Collective on shards and on a shared file.
+        """
         if self.sharded:
             self._ranks.barrier()
         with self.at_rest():
-            return self._columns()
+            return self._columns([c for c in self.layout.columns if names is None or c.name in names])
 
-    def _columns(self) -> dict[str, Tensor]:
+    def _columns(self, columns: Sequence[Column]) -> dict[str, Tensor]:
         device = torch.device("cpu") if self.sharded else self.store.device
-        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in self.layout.columns}
+        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in columns}
         counts = [len(range(rank, self.n, self.stride)) for rank in range(self.stride)]
         for start in range(0, counts[0], BLOCK_ROWS):
             sizes = [max(0, min(start + BLOCK_ROWS, count) - start) for count in counts]
@@ -234,13 +241,14 @@ class RowTable:
             block = own if not self.sharded else self._ranks.gather([own], sizes)[0]
             for rank, part in enumerate(block.split(sizes)):
                 at = slice(start * self.stride + rank, (start + sizes[rank]) * self.stride, self.stride)
-                for name, view in self.layout.unpack(part).items():
-                    full[name][at].copy_(view)
+                views = self.layout.unpack(part)
+                for name, column in full.items():
+                    column[at].copy_(views[name])
         return full
 
-    def check_state(self, columns: Mapping[str, Tensor]) -> None:
-        """Refuse columns of another shape or dtype, with both values."""
-        for c in self.layout.columns:
+    def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
+        """Refuse columns (or those in ``names``) of another shape or dtype, with both values."""
+        for c in self.layout.columns if names is None else [self.layout[name] for name in names]:
             if c.name not in columns:
                 raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
             given, needed = columns[c.name], (self.n, c.width)
@@ -253,8 +261,53 @@ class RowTable:
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds; collective on a shared file."""
         with self.overwriting() as store:
-            for start in range(0, store.n, BLOCK_ROWS):
-                stop = min(start + BLOCK_ROWS, store.n)
-                at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-                values = {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns}
-                store.write_block(start, self.layout.pack(values, self.layout.zeros(stop - start, store.device)))
+            for start, values in self._blocks(columns, store):
+                count = len(values[COUNT])
+                store.write_block(start, self.layout.pack(values, self.layout.zeros(count, store.device)))
+        self.find_partial(columns)
+
+    def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Values of the rows that this process holds, block by block, with the block's first row."""
+        for start in range(0, store.n, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, store.n)
+            at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
+            yield (
+                start,
+                {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns if c.name in columns},
+            )
+
+    def find_partial(self, columns: Mapping[str, Tensor]) -> None:
+        """Note which of these columns have marks of a part that was never visited."""
+        found = {c.name for c in self.layout.columns if c.name in columns and bool((columns[c.name] == c.blank).any())}
+        self.partial |= found
+
+    def load_part(
+        self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt
+    ) -> None:
+        """Overwrite the columns of one part in all rows that this process holds; collective on a shared file.
+
+        Args:
+            columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
+            first: the part's first column.
+            others: first columns of the other parts.
+            adapt: changes loaded values in place where the row has more visits than were loaded with them; gets row
+                numbers, ``(R,)``, and the columns with their ``"count"`` and the row's ``"visits"`` from here on.
+        """
+        with self.at_rest() as store, torch.inference_mode(False):
+            for start, values in self._blocks(columns, store):
+                visits = values.pop(COUNT)
+                block = store.block(start, start + len(visits))
+                views = self.layout.unpack(block)
+                before = views[COUNT].clone()
+                views[COUNT].copy_(torch.maximum(before, visits))
+                rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
+                adapt(rows, {**values, COUNT: visits, "visits": views[COUNT]})
+                for name, value in values.items():
+                    views[name].copy_(torch.where(visits > 0, value, 0))
+                views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
+                for name in others:
+                    views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
+                self.find_partial({name: views[name] for name in (first, *others)})
+                store.write_block(start, block)
+        if self.sharded:
+            self.partial = set().union(*self._ranks.gather_objects(self.partial))

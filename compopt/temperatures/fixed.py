@@ -83,13 +83,18 @@ class FixedTemperature(Temperature):
         if "tau" in self.own_defaults:
             checks.positive("tau", group["tau"])
 
-    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         if self.tensor is not None:
             return self.tensor
         if self.log_inverse is not None:
             return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
+
+    def constants(self) -> list[float] | None:
+        tau = self.tensor if self.log_inverse is None else lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
+        groups = self.sample_groups
+        return [float(tau) if tau is not None else float(group["tau"]) for group in groups]
 
     def move(self, device: torch.device) -> None:
         if self.learnable is not None and self.learnable.log_inverse.device != device:

@@ -132,7 +132,7 @@ class EstimatorLoss(nn.Module):
                 "this loss is called twice with one batch, by AdaptiveLayerLoss or the like: layers would share rows; "
                 "take an estimator without rows"
             )
-        if est._attachments.listening() is not None:
+        if est._engine.attachments.listening() is not None:
             return
         self._uncommitted += 1  # gradients went, deposits did not
         if self._uncommitted == UNCOMMITTED:
