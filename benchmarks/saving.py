@@ -92,7 +92,7 @@ class Beside:
 
 def touched(est: compopt.SogCLREstimator, seeds: range, rows: int) -> int:
     """Bytes of the chunks that some batches' rows are in."""
-    chunk = est._table.store.changes.chunk_rows
+    chunk = est._engine.table.store.changes.chunk_rows
     visited = torch.cat([batch(seed, rows) for seed in seeds])
     return ROW * chunk * len((visited // chunk).unique())
 

@@ -378,7 +378,7 @@ def of_ranks(group, url, shard):
     changes.CHUNK_ROWS, table.BLOCK_ROWS = CHUNK, BLOCK
     options = {"process_group": group, "shard": shard, "offload": "cpu"}
     est = sogclr(**options)
-    rank = est._ranks.rank
+    rank = est._engine.ranks.rank
     visit(est, range(rank, 120, 3), seed=rank)
     compopt.save(est, url)
     visit(est, [200 + rank], seed=rank)
