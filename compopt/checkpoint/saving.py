@@ -208,7 +208,8 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         OSError: the store does not answer; the message names the URL.
         ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
-            and both values, and the estimator is as it was.
+            and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
+            <Estimator.load_state_dict>` refuses them.
         TypeError: ``t`` is no integer.
         RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
             else.
@@ -244,7 +245,7 @@ def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int
         table = est._table
         ranks.agree(lambda: contents.read_rows(table))
     for role, part in est._components.items():
-        part.restore_state(contents.extra[role])
+        part.take_state(contents.extra[role])
     est.t = contents.t
     est.discard()
     return source.path

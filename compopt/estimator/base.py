@@ -13,6 +13,7 @@ from torch import Tensor
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import in_backward, in_checkpoint
 from compopt.checks.inputs import check_index
+from compopt.checks.values import Range
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.distributed.handshake import Handshake
@@ -197,7 +198,7 @@ class Estimator(Commits):
         columns = [column for own in self._columns().values() for column in own]
         if not columns:
             return None
-        columns.append(Column(COUNT, self._width, torch.int32))
+        columns.append(Column(COUNT, self._width, torch.int32, values=Range(least=0)))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
             return RowTable(columns, self.n or 0, placement, self._ranks)
 
@@ -424,15 +425,17 @@ class Estimator(Commits):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
-        dtype and device stay those of this estimator. Nothing is written unless everything fits. Not beside calls in
-        another thread. State-dict hooks run.
+        dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
+        fits. Not beside calls in another thread. State-dict hooks run.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another n, mode, method or dtype; the message names both values. Entries that are missing.
-            TypeError: ``state_dict`` is no mapping.
+            ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
+                names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
+                values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
+            TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
         Communicates: collective where ranks share a file; otherwise nothing.
         """

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compopt.checks import values
 from compopt.estimator.component import Component
 from compopt.estimator.groups import SampleGroups
 from compopt.stores.table import RowTable
@@ -51,6 +52,7 @@ def config(estimator: Saved) -> dict[str, Any]:
 
 def compare(estimator: Saved, given: Mapping[str, Any]) -> None:
     """Refuse the configuration of another estimator, with both values."""
+    values.mapping("config", given)
     expected = config(estimator)
     _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
 
@@ -84,27 +86,53 @@ def load_state_dict(
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
-    if state["version"] > FORMAT_VERSION:
+    if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
         )
     compare(estimator, state["config"])
-    t = int(state["t"])
-    for role, part in estimator._components.items():
-        if role not in state["extra"]:
-            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(state['extra'])}")
-        _check_entries(role, state)
-        part.check_state(state["extra"][role])
-    if estimator._table is not None and load_rows is None:
-        estimator._table.check_state(state["rows"])
+    t = commits(state["t"])
+    _check_extra(estimator, state)
+    if load_rows is None:
+        _check_rows(estimator, state["rows"])
     estimator._groups.replace(state["sample_groups"])
     estimator._forget_prefetched()
     if estimator._table is not None:
         (load_rows or (lambda table: table.load_state_dict(state["rows"])))(estimator._table)
     for role, part in estimator._components.items():
-        part.restore_state(state["extra"][role])
+        part.take_state(state["extra"][role])
     estimator.t = t
     estimator.discard()
+
+
+def commits(t: Any) -> int:
+    """Return the number of commits that a checkpoint has; refuse what is none."""
+    return values.integer("t", t, 0, values.MOST)
+
+
+def _check_extra(estimator: Saved, state: Mapping[str, Any]) -> None:
+    """Refuse state that is not rows, by its roles and by what each part says."""
+    extra, roles = state["extra"], list(estimator._components)
+    values.mapping("extra", extra)
+    values.mapping("entries", state.get("entries", {}))
+    for role in extra:
+        if role not in roles:
+            raise ValueError(f"the checkpoint has state of a {role!r}, which this estimator has not; it has {roles}")
+    for role, part in estimator._components.items():
+        if role not in extra:
+            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
+        values.mapping(f"extra of the {role}", extra[role])
+        _check_entries(role, state)
+        part.check_state(extra[role])
+
+
+def _check_rows(estimator: Saved, rows: Any) -> None:
+    """Refuse rows that cannot be loaded as they are."""
+    values.mapping("rows", rows)
+    if estimator._table is not None:
+        estimator._table.check_state(rows)
+    elif rows:
+        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
 
 
 def _check_entries(role: str, state: Mapping[str, Any]) -> None:

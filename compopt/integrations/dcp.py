@@ -99,7 +99,7 @@ class Stateful:
         with doing("load_state_dict()", est.t), est._state.writing():
             state = est._ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
-            est._ranks.agree(lambda: _compare(state["checksums"], found))
+            est._ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             states.load_state_dict(est, state, load_rows=lambda table: contiguous.load(table, parts))
         est._run("load_state_dict_post")
 
@@ -190,11 +190,14 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     return {**state, "rows": {}, "extra": extra}
 
 
-def _compare(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Refuse rows that are not those that were saved."""
+def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
+    """Refuse rows that are not those that were saved, or that no run writes."""
     for name in found:
         if saved.get(name) != found[name]:
             raise ValueError(
                 f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
                 f"load another checkpoint"
             )
+    if est._table is not None:
+        own = contiguous.share(est._table.n, est._ranks.rank, est._ranks.size)
+        est._table.check_values(parts, own.size, own.start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.checks.values import Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, SampleGroups
@@ -145,9 +146,12 @@ class MCMCNegativeSampler(Normalizer):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
-            Column("chain", directions, torch.int64, reduce="one"),
+            Column("chain", directions, torch.int64, reduce="one", values=Range(samples=True)),
             Column("score", directions, dtype, reduce="one"),
         ]
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
         """The seed stays on the host, which reads it in every call."""

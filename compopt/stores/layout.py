@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
+from compopt.batch import COUNT
+from compopt.checks.values import FINITE, Range
 
 ROW_ALIGNMENT = 16
 WORD = torch.complex128
@@ -43,6 +45,8 @@ class Column:
         reduce: how several proposals for one row become one value: ``"mean"``, ``"log_mean_exp"``, or
             ``"one"`` of them, the same for all such columns.
         initial: hyper-parameter whose value a row shows before its first visit; ``None``: zero.
+        values: what a checkpoint may hold here; floating-point columns without it hold finite values. In rows that
+            were never visited a zero is always accepted.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Column:
     dtype: torch.dtype = torch.float32
     reduce: str = "mean"
     initial: str | None = None
+    values: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,33 @@ class RowLayout:
     def floats(self, block: Tensor) -> list[Tensor]:
         """Views of all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
         return [block.view(dtype)[:, start:stop] for dtype, start, stop in self.spans]
+
+    def check_values(self, columns: Mapping[str, Tensor], n: int, first: int = 0) -> None:
+        """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
+
+        Args:
+            columns: every column of successive rows, ``(R, width)``.
+            n: number of samples.
+            first: number of the first row, for the message.
+
+        Raises:
+            ValueError: with column, row and value.
+        """
+        never = columns[COUNT] == 0 if COUNT in columns else None
+        for column in self.columns:
+            allowed = column.values or (FINITE if column.dtype.is_floating_point else None)
+            if allowed is None:
+                continue
+            value, blank = columns[column.name], never
+            if blank is not None and blank.shape != value.shape:
+                blank = blank.any(dim=1, keepdim=True)
+            place = allowed.first_outside(value, n, blank)
+            if place is not None:
+                row = place // column.width
+                raise ValueError(
+                    f"column {column.name!r} of the checkpoint must be {allowed.describe(column.dtype, n)}, row "
+                    f"{first + row} has {value[row].tolist()}"
+                )
 
     def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
         """A copy of the block ``base`` with some columns replaced."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import COUNT, Batch
+from compopt.checks import values
 from compopt.distributed.ranks import Ranks
 from compopt.remote import Folder
 from compopt.stores import RowAccess, RowStore
@@ -239,16 +240,44 @@ class RowTable:
         return full
 
     def check_state(self, columns: Mapping[str, Tensor]) -> None:
-        """Refuse columns of another shape or dtype, with both values."""
+        """Refuse columns that cannot be loaded as they are; nothing is written.
+
+        Args:
+            columns: all rows of every column, ``(n, width)``.
+
+        Raises:
+            TypeError: a column that is no tensor.
+            ValueError: other columns, another shape or dtype, with both; a tensor that has no values; values that no
+                run writes, see :meth:`RowLayout.check_values`.
+        """
+        own = [c.name for c in self.layout.columns]
+        for name in columns:
+            if name not in own:
+                raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {own}")
         for c in self.layout.columns:
             if c.name not in columns:
                 raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
+            values.dense(f"column {c.name!r} of the checkpoint", columns[c.name])
             given, needed = columns[c.name], (self.n, c.width)
             if tuple(given.shape) != needed or given.dtype != c.dtype:
                 raise ValueError(
                     f"column {c.name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
                     f"estimator {needed} of {c.dtype}"
                 )
+        self.check_values(columns, self.n)
+
+    def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
+        """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
+
+        Args:
+            columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
+            count: how many rows these are.
+            first: number of the first, for the message.
+        """
+        for start in range(0, count, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, count)
+            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns}
+            self.layout.check_values(block, self.n, first + start)
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds; collective on a shared file."""
@@ -256,5 +285,5 @@ class RowTable:
             for start in range(0, store.n, BLOCK_ROWS):
                 stop = min(start + BLOCK_ROWS, store.n)
                 at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-                values = {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns}
-                store.write_block(start, self.layout.pack(values, self.layout.zeros(stop - start, store.device)))
+                block = {c.name: columns[c.name].detach()[at].to(store.device) for c in self.layout.columns}
+                store.write_block(start, self.layout.pack(block, self.layout.zeros(stop - start, store.device)))
