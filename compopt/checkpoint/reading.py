@@ -199,7 +199,7 @@ def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
         raise ValueError(f"{path} belongs to save {metadata.get('save_id')}, the manifest says {file.save_id}")
     if table is not None and file.name != STATE:
         _check_columns(path, opened, table, rows)
-        with _named(path):
+        with _named(path), _HOST:
             table.check_values({c.name: opened.get_slice(c.name) for c in table.layout.columns}, rows)
 
 
