@@ -95,7 +95,7 @@ class RemotePath:
         return {name: int(e["size"] or 0) for name, e in self._entries().items() if e["type"] != "directory"}
 
     def read_bytes(self) -> bytes:
-        """The content of a small file."""
+        """The content of a file as a whole."""
         with self._named() as (store, path):
             content: bytes = store.cat_file(path)
             return content

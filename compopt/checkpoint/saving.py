@@ -211,7 +211,8 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         OSError: the store does not answer; the message names the URL.
         ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
-            and both values, and the estimator is as it was.
+            and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
+            <Estimator.load_state_dict>` refuses them.
         TypeError: ``t`` is no integer.
         RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
             else.
@@ -247,8 +248,9 @@ def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int
     if engine.table is not None:
         table = engine.table
         ranks.agree(lambda: contents.read_rows(table))
+        table.agree_partial()
     for role, part in engine.parts.items():
-        part.restore_state(contents.extra[role])
+        part.take_state(contents.extra[role])
     engine.t = contents.t
     est.discard()
     return source.path

@@ -544,15 +544,17 @@ class Estimator(Hooks):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
-        dtype and device stay those of this estimator. Nothing is written unless everything fits. Not beside calls in
-        another thread. State-dict hooks run.
+        dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
+        fits. Not beside calls in another thread. State-dict hooks run.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another n, mode, method or dtype; the message names both values. Entries that are missing.
-            TypeError: ``state_dict`` is no mapping.
+            ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
+                names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
+                values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
+            TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
         Communicates: collective where ranks share a file; otherwise nothing.
         """

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 
 from compopt.batch import COUNT
+from compopt.checks.values import Range
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.async_checks import AsyncChecks
@@ -112,12 +113,14 @@ class Engine:
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def _make_table(self) -> RowTable | None:
-        columns = [column for own in self.columns().values() for column in own]
+        by_role = self.columns()
+        columns = [column for own in by_role.values() for column in own]
         if not columns:
             return None
-        columns.append(Column(COUNT, self.width, torch.int32))
+        firsts = {own[0].name for own in by_role.values() if own}
+        columns.append(Column(COUNT, self.width, torch.int32, values=Range(least=0)))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
-            table = RowTable(columns, self.groups.n or 0, self._placement, self.ranks)
+            table = RowTable(columns, self.groups.n or 0, self._placement, self.ranks, firsts)
         table.store.to(self.device)
         return table
 

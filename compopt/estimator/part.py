@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
+from compopt.checks import values
+from compopt.checks.values import Range
 from compopt.estimator.call import Setting
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.functional import all_finite
 from compopt.stores.layout import Column
 
 # Former names of hooks, which classes of users may still define.
-RENAMED = {"propose_state": "deposit_state", "promote": "commit_state", "forget": "discard_state"}
+RENAMED = {
+    "propose_state": "deposit_state",
+    "promote": "commit_state",
+    "forget": "discard_state",
+    "expected_shapes": "expected_state",
+}
 
 
 class PartHooks(ABC):
@@ -211,10 +218,19 @@ class PartHooks(ABC):
         """Committed state that is not rows, copied, whole; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
-    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes that saved state must have to be restored here."""
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Entries that ``state`` must have to be restored here; on the meta device, for their shapes and dtypes."""
         del state
-        return {name: tuple(value.shape) for name, value in self.saved_state().items()}
+        return {name: value.to("meta") for name, value in self.saved_state().items()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        """Values that saved entries may hold, by name; those that are left out may hold any.
+
+        Args:
+            names: of the entries that were saved.
+        """
+        del names
+        return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse saved state that does not fit, before anything is written.
@@ -223,22 +239,64 @@ class PartHooks(ABC):
             state: as :meth:`saved_state` returned it.
 
         Raises:
-            ValueError: other names or shapes, with both.
+            TypeError: no mapping of names to tensors.
+            ValueError: other names, shapes or dtypes, with both; tensors without values; values outside of
+                :meth:`state_values`.
         """
-        expected = self.expected_shapes(state)
+        kind = type(self).__name__
+        values.mapping(f"state of {kind}", state)
+        expected = self.expected_state(state)
+        for name, value in state.items():
+            values.dense(f"{name} of {kind}", value, like=expected.get(name))
+        self.check_form(state)
+        for name, allowed in self.state_values(state).items():
+            place = allowed.first_outside(state[name])
+            if place is not None:
+                found = state[name].flatten()[place].item()
+                raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
+
+    def check_form(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse other names, shapes or dtypes; of the tensors nothing else is looked at.
+
+        Args:
+            state: by name; tensors may be on the meta device.
+
+        Raises:
+            ValueError: with both.
+        """
+        expected = self.expected_state(state)
         if set(state) != set(expected):
             raise ValueError(
                 f"the state of {type(self).__name__} must have the entries {sorted(expected)}, the checkpoint has "
                 f"{sorted(state)}"
             )
-        for name, shape in expected.items():
-            if tuple(state[name].shape) != shape:
+        for name, needed in expected.items():
+            given = state[name]
+            if given.shape != needed.shape:
                 raise ValueError(
-                    f"{name} of {type(self).__name__} differs: the checkpoint has shape {tuple(state[name].shape)}, "
-                    f"expected {shape}"
+                    f"{name} of {type(self).__name__} differs: the checkpoint has shape {tuple(given.shape)}, "
+                    f"expected {tuple(needed.shape)}"
+                )
+            if given.dtype != needed.dtype:
+                raise ValueError(
+                    f"{name} of {type(self).__name__} differs: the checkpoint has {given.dtype}, expected "
+                    f"{needed.dtype}; it is not converted"
                 )
 
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore copies of checked state: the caller's tensors may be a mapped file that is overwritten later.
+
+        Args:
+            state: checked by :meth:`check_state`.
+        """
+        with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
+            self.restore_state({name: value.detach().clone() for name, value in state.items()})
+
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`saved_state` returned, ``state``; keeps dtype and device."""
+        """Take over what :meth:`saved_state` returned; keeps dtype and device.
+
+        Args:
+            state: checked by :meth:`check_state`; tensors that this part may keep, see :meth:`take_state`.
+        """
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compopt.batch import COUNT
+from compopt.checks import values
 from compopt.estimator.engine import Engine
-from compopt.stores.layout import Column
 from compopt.stores.table import RowTable
 
 FORMAT_VERSION = 1
@@ -35,6 +34,7 @@ def config(engine: Engine, roles: Sequence[str] | None = None) -> dict[str, Any]
 
 def compare(engine: Engine, given: Mapping[str, Any]) -> None:
     """Refuse the configuration of another estimator, with both values."""
+    values.mapping("config", given)
     expected = config(engine)
     _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
 
@@ -65,20 +65,16 @@ def load_state_dict(
     """See :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
     _check_keys(state)
     compare(engine, state["config"])
-    t = int(state["t"])
-    for role, part in engine.parts.items():
-        if role not in state["extra"]:
-            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(state['extra'])}")
-        _check_entries(role, state)
-        part.check_state(state["extra"][role])
-    if engine.table is not None and load_rows is None:
-        engine.table.check_state(state["rows"])
+    t = commits(state["t"])
+    _check_extra(engine, state)
+    if load_rows is None:
+        _check_rows(engine, state["rows"])
     engine.groups.replace(state["sample_groups"])
     engine.forget_prefetched()
     if engine.table is not None:
         (load_rows or (lambda table: table.load_state_dict(state["rows"])))(engine.table)
     for role, part in engine.parts.items():
-        part.restore_state(state["extra"][role])
+        part.take_state(state["extra"][role])
     engine.t = t
     engine.discard()
 
@@ -90,10 +86,40 @@ def _check_keys(state: Mapping[str, Any]) -> None:
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
-    if state["version"] > FORMAT_VERSION:
+    if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
         )
+
+
+def commits(t: Any) -> int:
+    """Return the number of commits that a checkpoint has; refuse what is none."""
+    return values.integer("t", t, 0, values.MOST)
+
+
+def _check_extra(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Refuse state that is not rows, by its roles and by what each part says."""
+    extra, roles = state["extra"], list(engine.parts)
+    values.mapping("extra", extra)
+    values.mapping("entries", state.get("entries", {}))
+    for role in extra:
+        if role not in roles:
+            raise ValueError(f"the checkpoint has state of a {role!r}, which this estimator has not; it has {roles}")
+    for role, part in engine.parts.items():
+        if role not in extra:
+            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
+        values.mapping(f"extra of the {role}", extra[role])
+        _check_entries(role, state)
+        part.check_state(extra[role])
+
+
+def _check_rows(engine: Engine, rows: Any) -> None:
+    """Refuse rows that cannot be loaded as they are."""
+    values.mapping("rows", rows)
+    if engine.table is not None:
+        engine.table.check_state(rows)
+    elif rows:
+        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
 
 
 def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
@@ -120,22 +146,12 @@ def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
 def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     """Restore one part, see :meth:`Component.load_state_dict`."""
     _check_keys(state)
-    part, needed = engine.parts[role], config(engine, [role])
-    given = state["config"]
-    if role not in given["method"]:
-        raise ValueError(f"the state has no {role}; it has that of {sorted(given['method'])}")
-    for key in ("n", "dtype"):
-        _compare(key, needed[key], given[key])
-    _compare("method", needed["method"], {role: given["method"][role]})
-    _compare("columns", needed["columns"], {name: given["columns"].get(name) for name in needed["columns"]})
-    _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
-    _check_entries(role, state)
-    part.check_state(state["extra"][role])
+    part, columns, table = engine.parts[role], engine.columns(), engine.table
+    _compare_part(engine, role, state)
     part.check_meaning(state)
-    columns, table = engine.columns(), engine.table
     if table is not None and columns[role]:
-        rows = _own_rows(state["rows"], columns[role])
-        table.check_state(rows, rows)
+        rows = state["rows"]
+        table.check_state(rows, [*(column.name for column in columns[role]), COUNT])
         others = [own[0].name for other, own in columns.items() if own and other != role]
         engine.forget_prefetched()
 
@@ -143,18 +159,25 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
             part.adapt_rows(block, engine.groups.hyper(role, at[:, None], engine.dtype))
 
         table.load_part(rows, columns[role][0].name, others, adapt)
-    part.restore_state(state["extra"][role])
+    part.take_state(state["extra"][role])
     engine.discard()
 
 
-def _own_rows(rows: Mapping[str, Tensor], columns: Sequence[Column]) -> dict[str, Tensor]:
-    """Columns of one part with its own visits, from its own state or from that of a whole estimator."""
-    names = [*(column.name for column in columns), COUNT]
-    found = {name: rows[name] for name in names if name in rows}
-    first = found.get(columns[0].name)
-    if first is not None and COUNT in found:
-        found[COUNT] = torch.where(first == columns[0].blank, 0, found[COUNT])
-    return found
+def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of part, or of a whole estimator."""
+    values.mapping("config", state["config"])
+    needed, given, part = config(engine, [role]), state["config"], engine.parts[role]
+    if list(given.get("method", ())) != [role]:
+        raise ValueError(
+            f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
+        )
+    for key in ("method", "n", "dtype", "columns"):
+        _compare(key, needed[key], given.get(key))
+    _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
+    values.mapping("extra", state["extra"])
+    values.mapping(f"extra of the {role}", state["extra"].get(role))
+    _check_entries(role, state)
+    part.check_state(state["extra"][role])
 
 
 def _check_entries(role: str, state: Mapping[str, Any]) -> None:

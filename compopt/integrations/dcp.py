@@ -99,7 +99,7 @@ class Stateful:
         with doing("load_state_dict()", est.t), engine.lock.writing():
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
-            engine.ranks.agree(lambda: _compare(state["checksums"], found))
+            engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             states.load_state_dict(est._engine, state, load_rows=lambda table: contiguous.load(table, parts))
         est._run("load_state_dict_post")
 
@@ -191,11 +191,15 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     return {**state, "rows": {}, "extra": extra}
 
 
-def _compare(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Refuse rows that are not those that were saved."""
+def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
+    """Refuse rows that are not those that were saved, or that no run writes."""
     for name in found:
         if saved.get(name) != found[name]:
             raise ValueError(
                 f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
                 f"load another checkpoint"
             )
+    table, ranks = est._engine.table, est._engine.ranks
+    if table is not None:
+        own = contiguous.share(table.n, ranks.rank, ranks.size)
+        table.check_values(parts, own.size, own.start)

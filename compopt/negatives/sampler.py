@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from compopt import checks, rng
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_pool, check_values
+from compopt.checks.values import Range
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
@@ -167,9 +168,12 @@ class MCMCNegativeSampler(Normalizer):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
-            Column("chain", directions, torch.int64, reduce="one"),
+            Column("chain", directions, torch.int64, reduce="one", values=Range(samples=True)),
             Column("score", directions, dtype, reduce="one"),
         ]
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
         """The seed stays on the host, which reads it in every call."""

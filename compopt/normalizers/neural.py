@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
+from compopt.checks.values import FINITE, MOST, Range
 from compopt.distributed.ranks import Part, ProcessGroup, Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
@@ -321,12 +322,19 @@ class NeuralNormalizer(Normalizer):
             for name, value in self.state.items()
         }
 
-    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not FunctionalOptimizer.owns(name)}
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: value for name, value in self.state.items() if not FunctionalOptimizer.owns(name)}
+        needed = {name: value.new_empty(self._whole_shape(value), device="meta") for name, value in own.items()}
         # the optimizer's tensors exist from the first batch on
         if any(FunctionalOptimizer.owns(name) for name in state):
-            shapes |= self.optimizer.shapes({name: shapes[name] for name in self.network.names})
-        return shapes
+            needed |= self.optimizer.expected({name: needed[name] for name in self.network.names}, state)
+        return needed
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        found = {name: FINITE for name in names if name != "queue_active"}
+        if self.network.restarts:  # next slot, slots filled, commits at the last restart
+            found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
+        return found
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         first = self.state[self.network.names[0]]

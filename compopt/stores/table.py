@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import COUNT, Batch
+from compopt.checks import values
 from compopt.distributed.ranks import Ranks
 from compopt.remote import Folder
 from compopt.stores import RowAccess, RowStore
@@ -46,6 +47,7 @@ class RowTable:
         n: rows on all ranks together; :meth:`grow` appends some.
         placement: where the rows live.
         ranks: who shares them.
+        firsts: the first column of each part, which alone may have :attr:`Column.blank`.
 
     Attributes:
         n: rows on all ranks together.
@@ -60,8 +62,9 @@ class RowTable:
         n: int,
         placement: Placement,
         ranks: Ranks,
+        firsts: Collection[str] = (),
     ) -> None:
-        self.layout, self.n, self._ranks = RowLayout(tuple(columns)), n, ranks
+        self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
         self.rows: RowAccess = placement.open(self._local_count(self.n), self.layout, ranks)
         # A file of which another rank may be the writer; on shards every rank has its own.
@@ -247,16 +250,45 @@ class RowTable:
         return full
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns (or those in ``names``) of another shape or dtype, with both values."""
-        for c in self.layout.columns if names is None else [self.layout[name] for name in names]:
+        """Refuse columns that cannot be loaded as they are; nothing is written.
+
+        Args:
+            columns: all rows of every column, ``(n, width)``.
+            names: the columns that there must be; ``None``: all.
+
+        Raises:
+            TypeError: a column that is no tensor.
+            ValueError: other columns, another shape or dtype, with both; a tensor that has no values; values that no
+                run writes, see :meth:`RowLayout.check_values`.
+        """
+        own = [c.name for c in self.layout.columns if names is None or c.name in names]
+        for name in columns:
+            if name not in own:
+                raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {own}")
+        for c in map(self.layout.__getitem__, own):
             if c.name not in columns:
                 raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
+            values.dense(f"column {c.name!r} of the checkpoint", columns[c.name])
             given, needed = columns[c.name], (self.n, c.width)
             if tuple(given.shape) != needed or given.dtype != c.dtype:
                 raise ValueError(
                     f"column {c.name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
                     f"estimator {needed} of {c.dtype}"
                 )
+        self.check_values(columns, self.n)
+
+    def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
+        """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
+
+        Args:
+            columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
+            count: how many rows these are.
+            first: number of the first, for the message.
+        """
+        for start in range(0, count, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, count)
+            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns}
+            self.layout.check_values(block, self.n, first + start)
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds; collective on a shared file."""
@@ -271,15 +303,14 @@ class RowTable:
         for start in range(0, store.n, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, store.n)
             at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-            yield (
-                start,
-                {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns if c.name in columns},
-            )
+            own = [c.name for c in self.layout.columns if c.name in columns]
+            yield start, {name: columns[name].detach()[at].to(store.device) for name in own}
 
     def find_partial(self, columns: Mapping[str, Tensor]) -> None:
         """Note which of these columns have marks of a part that was never visited."""
-        found = {c.name for c in self.layout.columns if c.name in columns and bool((columns[c.name] == c.blank).any())}
-        self.partial |= found
+        for name in self.layout.firsts & set(columns):
+            if bool((columns[name] == self.layout[name].blank).any()):
+                self.partial.add(name)
 
     def load_part(
         self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt
@@ -307,7 +338,11 @@ class RowTable:
                 views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
                 for name in others:
                     views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
-                self.find_partial({name: views[name] for name in (first, *others)})
+                self.find_partial(views)
                 store.write_block(start, block)
+        self.agree_partial()
+
+    def agree_partial(self) -> None:
+        """Ranks read each other's shards, so that all know of the marks in any; collective on shards."""
         if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

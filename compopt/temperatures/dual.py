@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from compopt import functional as F
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values
+from compopt.checks.values import FINITE, Range
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature
@@ -27,6 +28,8 @@ DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
 }
 MODES = ("individual", "global")
 OPTIMIZERS = ("momentum", "adam")
+# tau_min and tau_max may have been others when a tau was written
+VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
 
 
 class TemperatureDual(Temperature):
@@ -213,9 +216,12 @@ class TemperatureDual(Temperature):
             return []
         names = ("tau_exp_avg", "tau_exp_avg_sq") if self.optimizer == "adam" else ("tau_exp_avg",)
         return [
-            Column("tau", directions, dtype, initial="tau_init"),
-            *(Column(name, directions, dtype) for name in names),
+            Column("tau", directions, dtype, initial="tau_init", values=VALUES["tau"]),
+            *(Column(name, directions, dtype, values=VALUES[name.removeprefix("tau_")]) for name in names),
         ]
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return {name: VALUES[name] for name in names if name in VALUES}
 
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         return self.working_state(training)["tau"] if self.mode == "global" else rows["tau"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks.inputs import check_tau
+from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
 from compopt.kernel.autograd import lower_bound
@@ -102,6 +103,9 @@ class FixedTemperature(Temperature):
 
     def saved_state(self) -> dict[str, Tensor]:
         return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, FINITE)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         if self.log_inverse is not None:
