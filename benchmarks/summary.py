@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved import HISTORY, ROOT, stored
-from benchmarks.studies.default.report import overview, small_batch, small_sets, variants
+from benchmarks.studies.default.report import first, overview, small_batch, small_sets, variants
 from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -176,8 +176,8 @@ def provenance() -> str:
 
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
-    ROOT / "README.md": (overview,),
-    ROOT / "docs" / "which.md": (variants, small_batch, small_sets),
+    ROOT / "README.md": (first,),
+    ROOT / "docs" / "which.md": (variants, small_batch, overview, small_sets),
     ROOT / "docs" / "peers.md": (summary,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

@@ -226,6 +226,6 @@ def _open_store(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise ImportError('URLs need fsspec: pip install "compopt[remote]"') from None
+        raise ImportError('URLs need fsspec: pip install -e ".[remote]" in the checkout of compopt') from None
     store, path = url_to_fs(url)  # fsspec keeps one store for all equal URLs
     return store, str(path).rstrip("/")

@@ -57,7 +57,7 @@ def read(folder):
 
 
 def fingerprint(*parts):
-    """Return a hash of the names and texts of all pairs, those held out included: a resume on other pairs is refused."""
+    """Return a hash of the names and texts of all pairs: a resume on other pairs is refused."""
     pairs = [[(path.name, text) for path, text in zip(part.paths, part.texts, strict=True)] for part in parts]
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
@@ -68,7 +68,7 @@ def load_state(est, path):
         compopt.load(est, path)  # on any number of processes
     except (ValueError, OSError) as error:
         raise SystemExit(
-            f"--resume: {error}\nResume with the pairs that the run began with, or begin a new one with another --output"
+            f"--resume: {error}\nResume with the pairs that the run began with, or begin anew with another --output"
         ) from None
 
 

@@ -71,7 +71,7 @@ def save(
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
     *Remote stores.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes
-    ``pip install "compopt[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
+    ``pip install -e ".[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
     unchanged files are copied by the store. ``blocking=False`` is for one rank there.
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state

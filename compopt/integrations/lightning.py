@@ -11,7 +11,7 @@ try:
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities import CombinedLoader
 except ImportError as error:
-    raise ImportError("this needs Lightning: pip install 'compopt[lightning]'") from error
+    raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
 from compopt.checkpoint import saving
 from compopt.estimator.base import Estimator

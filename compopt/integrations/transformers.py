@@ -11,7 +11,9 @@ from typing import Any
 try:
     from transformers import TrainerCallback, TrainerState
 except ImportError as error:
-    raise ImportError("this needs the Trainer of transformers: pip install 'compopt[transformers]'") from error
+    raise ImportError(
+        "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
+    ) from error
 
 from compopt.checkpoint import saving
 from compopt.estimator.base import Estimator
