@@ -32,11 +32,11 @@ row is written ({size:,.0f} MiB). *Changed*: blocking, after {visits:,} commits 
 table; *touched* are the chunks that these rows are in. Memory is the highest anonymous memory during the save, sampled
 every 2 ms, beyond that before it; training has its own share of it beside a save. Of commits median and 99th
 percentile, without a save and beside one."""
-SPARSE = """SogCLR with n = {n:,}, rows on disk; {first:,} samples are visited and saved, then {more:,} others are visited
-and saved too. *In order*: neighbouring rows, as data read in the order of their shards visit them. *Uniformly*: random
-rows, as data that are shuffled as a whole visit them; this is the worst case. Checkpoints have rows in chunks of 8,192
-(128 KiB). *Table*: what its file takes of the disk after both; *first*: size of the first checkpoint; *added*: files of
-the second one that it does not share with the first; *chunks*: those that the visited rows are in; *s*: the save."""
+SPARSE = """SogCLR with n = {n:,}, rows on disk; {first:,} samples are visited and saved, then {more:,} others too.
+*In order*: neighbouring rows, as data read in the order of their shards visit them. *Uniformly*: random rows, as data
+that are shuffled as a whole visit them; this is the worst case. Checkpoints have rows in chunks of 8,192 (128 KiB).
+*Table*: what its file takes of the disk after both; *first*: size of the first checkpoint; *added*: files of the second
+one that it does not share with the first; *chunks*: those that the visited rows are in; *s*: the save."""
 BATCH, DIM, VISITS = 1024, 64, 1000
 ROW = 16  # bytes: both directions of log u and their numbers of visits
 HEAD = ["rows on", "blocking", "memory, MiB", "changed", "touched, MiB", "written, MiB", "memory, MiB"]
