@@ -21,7 +21,9 @@ from compopt.estimator.component import Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.stores.layout import Column
 
-# iSogCLR, appendix C, and its authors' code (max_grad)
+# tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
+# authors' code. The bimodal tau_max is ours: theirs is 0.05 or 1, by version. The paper bounds tau from above in its
+# analysis only (Lemma 1) and prints no value.
 DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
     "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
@@ -48,7 +50,8 @@ class TemperatureDual(Temperature):
     As part of a :class:`~compopt.ContrastiveEstimator` it gives the temperatures. Alone it serves any objective with a
     temperature, or another positive dual variable, per sample: see :meth:`update` and :meth:`value`.
 
-    A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller.
+    A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller. Eq. 13 of
+    iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one.
 
     Args:
         n: number of samples, or a list of sample groups; ``None`` is enough for ``mode="global"``.
