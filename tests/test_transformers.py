@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import compopt
-from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, rows, weights
@@ -328,15 +327,14 @@ def test_a_hyper_parameter_search_is_refused(tmp_path):
             callback.on_train_begin(made.args, types.SimpleNamespace(is_hyper_param_search=True), None)
 
 
-def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(forgotten, "PATIENCE", 6)
-    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+def test_a_loss_that_nobody_commits_is_told(tmp_path):
+    """After three updates."""
     for callback, count in ((False, 1), (True, 0)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             whole(tmp_path / str(count), callback=callback)
         said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-        assert len(said) == count and all("EstimatorCallback" in each for each in said)
+        assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 def test_the_package_is_asked_for(monkeypatch):
