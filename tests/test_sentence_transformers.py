@@ -504,7 +504,7 @@ BAD_LABELS = {
     "floats": (torch.rand(BATCH), TypeError, "integers, got torch.float32"),
     "too many": (torch.zeros(BATCH, 4, dtype=torch.long), ValueError, "4 labels per sample and 3 columns"),
     "beyond n": (torch.arange(BATCH) + N, IndexError, f"the label column.*add_index.*outside n={N}"),
-    "constant": (torch.zeros(BATCH, dtype=torch.long), ValueError, "the label column.*add_index.*0 for the whole batch"),
+    "constant": (torch.zeros(BATCH, dtype=torch.long), ValueError, "the label column.*0 for the whole batch"),
 }
 
 

@@ -20,7 +20,8 @@ from compopt.estimator.attach import Attachments
 
 # Updates of the model without a commit, where no attached optimizer is left that could still commit
 UPDATES = 3
-# Calls without a commit, where no update is seen (an optimizer may run no hooks), if that is also so many times the longest window so far (accumulation may be long)
+# Calls without a commit, where no update is seen (an optimizer may run no hooks), if that is also so many times the
+# longest window so far (accumulation may be long)
 PATIENCE, WINDOWS = 256, 8
 # The same where no optimizer is left that could commit
 PATIENCE_GONE, WINDOWS_GONE = 16, 2

@@ -27,8 +27,8 @@ class EstimatorLoss(nn.Module):
 
     The label column has the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of the
     positive, by which equal positives are never each other's negatives; or ``[i, j, k, ...]`` with those of the
-    negatives too. An estimator without rows needs no label column and ignores one, which may hold classes or scores; with
-    ``index_labels=True`` it reads the rows as well, so that equal ones are never each other's negatives. Where no
+    negatives too. An estimator without rows needs no label column and ignores one, which may hold classes or scores;
+    with ``index_labels=True`` it reads the rows as well, so that equal ones are never each other's negatives. Where no
     gradient is wanted (evaluation), indices of another data set mean nothing: the value is that of
     ``MultipleNegativesRankingLoss``.
 
@@ -45,8 +45,8 @@ class EstimatorLoss(nn.Module):
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
         ValueError: no second column; no label column where there are rows; one label for a whole batch; as many labels
-            per sample as fit neither pairs nor columns; a dimension without an estimator; a loss around this one that calls it several times
-            with one batch (``AdaptiveLayerLoss``), where there are rows.
+            per sample as fit neither pairs nor columns; a dimension without an estimator; a loss around this one that
+            calls it several times with one batch (``AdaptiveLayerLoss``), where there are rows.
 
     Warns:
         UserWarning: labels that look like classes; what the estimator warns of.
