@@ -127,7 +127,7 @@ def sparse(n: int, visits: list[int], uniform: bool, folder: Path) -> list[str]:
         for seed, index in enumerate(part.split(BATCH)):
             visit(est, index, seed)
         saved = Measured(est, folder / "c", incremental=True)
-        size, chunk = saved.written(), est._table.store.changes.chunk_rows
+        size, chunk = saved.written(), est._engine.table.store.changes.chunk_rows
         cells += [f"{size / MIB:,.1f}", f"{len((part // chunk).unique()):,}", f"{saved.seconds:.1f}"]
     disk = sum(512 * file.stat().st_blocks for file in (folder / "rows").rglob("*") if file.is_file())
     return ["uniformly" if uniform else "in order", f"{disk / MIB:,.1f}", *cells]

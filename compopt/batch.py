@@ -59,6 +59,11 @@ class Batch:
         new = self.count == 0
         return new | self.blank[column] if column in self.blank else new
 
+    def seen(self, column: str) -> Tensor:
+        """The opposite of :meth:`unseen`."""
+        seen = self.count > 0
+        return seen & ~self.blank[column] if column in self.blank else seen
+
     @property
     def count(self) -> Tensor:
         """Visits so far, ``(B, D)``; none without rows."""

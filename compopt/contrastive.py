@@ -477,7 +477,8 @@ class ContrastiveEstimator(Estimator):
             gradients.append(objective.temperature_gradient(temperature))
         if encoder is not None and graph:
             gradients += [(z, gradient * engine.ranks.size) for z, gradient in encoder.gradients]
-        self._last = Summary(objective.alpha, tau, pairs.sides, batch.rows[:, 0], self._visits(batch))
+        about_pairs = (pairs.sides, pairs.log_sum, pairs.count)
+        self._last = Summary(objective.alpha, tau, *about_pairs, batch.rows[:, 0], self._visits(batch))
         self._shown = estimate.metrics
         return value, gradients
 
@@ -546,7 +547,9 @@ class ContrastiveEstimator(Estimator):
     def metrics(self) -> dict[str, Tensor]:
         """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
 
-        ``log_normalizer``: mean alpha; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
+        ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the batch's candidates
+        (``extra`` included, a memory not) at the temperatures used, in nats, mean over the anchors: the scale of other
+        libraries' contrastive losses; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
         anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used;
         ``new_rows``: samples seen for the first time (0 without rows); and those of the normalizer, which may replace
         one. They are of the global batch; ``effective_negatives`` is of this rank's anchors. Empty before the first

@@ -216,7 +216,7 @@ def load_nan(group):
     source, est = (compopt.SogCLREstimator(N, process_group=group) for _ in range(2))
     columns = source.state_dict()["rows"]
     columns["log_u"][20] = torch.nan
-    source._table.load_state_dict(columns)
+    source._engine.table.load_state_dict(columns)
     state, before = Stateful(source).state_dict(), snapshot(est, N)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         Stateful(est).load_state_dict(state)

@@ -76,8 +76,9 @@ class Estimator(Hooks):
         RuntimeError: with several ranks, another rank refused, does something else, or did not come.
 
     Warns:
-        UserWarning: once each: many calls have deposited and none was committed; a learned temperature had gradients
-            and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
+        UserWarning: once each: three updates of a model have passed, or many calls, and none was committed; a learned
+            temperature had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in
+            the batch.
 
     Example:
         >>> import torch, compopt

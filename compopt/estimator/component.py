@@ -42,6 +42,11 @@ class Component(PartHooks, Estimator):
             :class:`~compopt.ContrastiveEstimator`; as a part it has those of its owner. With a placement the rows are
             made here, so that a subclass calls this last.
 
+    State: what :meth:`columns` and ``state`` say. Its engine, and so its rows, are its owner's as part. The owner is
+    held weakly: a part does not outlive it.
+
+    Communicates: as :class:`~compopt.Estimator`.
+
     Raises:
         TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
             that defines a method under a name of before.
@@ -150,7 +155,6 @@ class Component(PartHooks, Estimator):
 
     def belong(self, owner: object) -> None:
         assert isinstance(owner, Estimator)
-        """Be a part of ``owner``, which has its rows from here on; held weakly."""
         if self._core is not None and self._core.t:
             warnings.warn(
                 f"this {type(self).__name__} was used alone before it became a part: its rows of {self._core.t} "

@@ -99,7 +99,7 @@ class Chains(SampledPairs):
         # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2
         together = [slice(0, self._directions)] if self._views == 1 else [slice(0, 1), slice(1, 2)]
         self._together = together
-        self._seen = (~call.unseen("chain")[own]).expand(-1, self._directions)
+        self._seen = call.batch.seen("chain")[own].expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self.totals = Totals(self._scale)
         self._run()

@@ -277,7 +277,7 @@ class MCMCNegativeSampler(Normalizer):
         """Weights ``(b, M)``, and where this rank's chains are now with their scores, ``(b, 1)`` each."""
         own, engine = batch.own, self._engine
         pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
-        seen = ~batch.unseen("chain")[own][:, 0]
+        seen = batch.seen("chain")[own][:, 0]
         column, found = Samples(names).find(stored)
         slot = torch.where(seen, torch.where(found, column, pool.width), pool.width + 1)
         outside = batch.columns["score"][own].to(scores.dtype).T

@@ -396,7 +396,14 @@ class NeuralNormalizer(Normalizer):
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:
-        """Return the committed network's log-normalizers of ``anchors``; arguments and result as of :meth:`update`.
+        """Return the committed network's log-normalizers; before any update those of the seeded prototypes.
+
+        Args:
+            anchors: features, ``(B, dim)``, floating point.
+            tau: temperature, a number or ``(B,)``.
+
+        Returns:
+            ``alpha_i``, ``(B,)``, without a graph.
 
         Communicates, with several ranks: collective, as :meth:`update`.
         """

@@ -195,7 +195,8 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        assert self._facts  # makes the state of a dual that nothing has used yet
+        if not self.state:
+            assert self._facts  # used alone, it makes its state now
         return self.state["tau"]
 
     def constants(self) -> list[float] | None:
