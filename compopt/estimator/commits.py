@@ -130,7 +130,8 @@ class Commits(Hooks):
         ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
         not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
         because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
-        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. Attach anew to an
+        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. The step that
+        ``torch.distributed.checkpoint`` makes for the state of an optimizer without any is none. Attach anew to an
         optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
         alive.
 
