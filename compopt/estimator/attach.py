@@ -130,6 +130,14 @@ class Attachments:
         held = {id(parameter) for group in groups for parameter in group["params"]}
         return all(id(parameter) in held for parameter in parameters)
 
+    def scalars_without_gradient(self) -> list[Tensor]:
+        """Parameters of one number that require a gradient and have none, beside others that have one."""
+        groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in parameters):  # taken away already
+            return []
+        return [parameter for parameter in parameters if parameter.grad is None and parameter.numel() == 1]
+
     def _listening(self) -> Iterator[torch.optim.Optimizer]:
         for key, (_, alive) in self._optimizers.items():
             optimizer = alive()

@@ -106,6 +106,7 @@ class Commits(Hooks):
             self._forgotten.committed(self._pending)
             self._pending = 0
             self.t += 1
+        self._forgotten.scale(self._attachments)
         self._run("step_post", (), {})
 
     @outside_of_graphs
