@@ -39,6 +39,24 @@ def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
+@contextlib.contextmanager
+def mounted_in_memory(path: Path, size: int) -> Iterator[Path]:
+    """A tmpfs of so many bytes.
+
+    Raises:
+        CannotMount: none may be mounted here.
+    """
+    path.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CannotMount(f"may not mount a file system: {error}") from error
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
 def fill(path: Path, left: int = 0) -> Path:
     """Take all the room of a file system but so many bytes, called again also what has become free since.
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import compopt
 from tests.helpers import assert_same_bits, batches, run, snapshot
@@ -211,6 +212,85 @@ def test_a_skip_drops_the_pending_global_temperature():
         optimizer.zero_grad()
         assert torch.equal(est.temperature.tau, before) == inf
         assert commits(est) == (0 if inf else 6)
+
+
+# -- the step that makes an optimizer's state --------------------------------------------------------------------
+
+
+def tower():
+    """A model of two layers, and a parameter group for each."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return model, groups_of(model)
+
+
+def groups_of(model):
+    return [{"params": [*layer.parameters()], "lr": 0.1} for layer in model]
+
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "tensor-lr": lambda groups: torch.optim.Adam([{**g, "lr": torch.tensor(0.1)} for g in groups]),
+}
+
+
+@pytest.mark.parametrize("wrapped", ["bare", "scheduler", "accelerate"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_of_an_optimizer_that_has_not_stepped_commits_nothing(name, wrapped):
+    """torch makes the state by calling step() itself."""
+    model, groups = tower()
+    optimizer = OPTIMIZERS[name](groups)
+    if wrapped == "scheduler":
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    elif wrapped == "accelerate":
+        accelerate = pytest.importorskip("accelerate")
+        optimizer = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    est, hooks = compopt.SogCLREstimator(N, tau=0.1), []
+    est.register_step_pre_hook(lambda *_: hooks.append(1))
+    est.attach(optimizer)
+    z1, z2, index = batches(N, 1, seed=1, dtype=torch.float32)[0]
+    loss = est(z1 + model[0].bias + model[1].bias, z2, index)  # a backward that needs no weights
+    get_optimizer_state_dict(model, optimizer)
+    get_optimizer_state_dict(model, optimizer)  # SGD has no state even now
+    assert est.pending == 1 and est.t == 0 and commits(est) == 0 and not hooks
+    loss.backward()
+    optimizer.step()
+    get_optimizer_state_dict(model, optimizer)
+    assert est.pending == 0 and est.t == 1 and commits(est) == 6 and hooks == [1]
+
+
+def test_an_optimizer_that_is_loaded_before_its_first_step_commits_nothing():
+    model, groups = tower()
+    optimizer = torch.optim.AdamW(groups)
+    saved = get_optimizer_state_dict(model, optimizer)
+    fresh, est = torch.optim.AdamW(groups_of(model)), compopt.SogCLREstimator(N, tau=0.1)
+    est.attach(fresh)
+    z1, z2, index = batches(N, 1, seed=1, dtype=torch.float32)[0]
+    est(z1 @ model[0].weight, z2, index)
+    set_optimizer_state_dict(model, fresh, saved)
+    assert est.pending == 1 and commits(est) == 0
+
+
+def test_the_first_step_of_a_warm_up_commits():
+    """Its learning rate is zero as well."""
+    parameter, optimizer, est = setting(torch.optim.AdamW)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+    est.attach(optimizer)
+    for t in range(1, 4):
+        deposit(est, parameter)
+        optimizer.step(closure=None)
+        schedule.step()
+        optimizer.zero_grad()
+        assert est.pending == 0 and commits(est) == 6 * t
+
+
+def test_a_step_whose_gradients_are_zero_commits():
+    parameter, optimizer, est = setting(lr=0.0)
+    est.attach(optimizer)
+    deposit(est, parameter)
+    parameter.grad.zero_()
+    optimizer.step(closure=None)
+    assert est.pending == 0 and commits(est) == 6
 
 
 def test_lbfgs_commits_once_per_step():

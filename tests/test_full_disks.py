@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import torch
 
 import compopt
 from compopt.checkpoint import manifest
-from compopt.stores import DiskStore
-from tests.disks import CannotMount, fill, full_after, mounted
+from compopt.stores import DiskStore, space
+from tests.disks import CannotMount, fill, full_after, mounted, mounted_in_memory
 from tests.helpers import assert_same_bits, features
 from tests.helpers import snapshot as shown
 from tests.launching import ROOT, environment
@@ -26,11 +27,11 @@ STEP = 6
 
 
 @contextlib.contextmanager
-def small_disk(path, size, *options):
+def small_disk(path, size, *options, mount=mounted):
     """A disk of so many bytes; skips where none may be mounted."""
     with contextlib.ExitStack() as stack:
         try:
-            disk = stack.enter_context(mounted(path, size, *options))
+            disk = stack.enter_context(mount(path, size, *options))
         except CannotMount as error:
             pytest.skip(str(error))
         yield disk
@@ -96,7 +97,7 @@ def test_a_run_learns_that_its_disk_is_full_and_goes_on_from_a_checkpoint(tmp_pa
 
 PAGES = """
 import sys, torch
-from compopt.stores import DiskStore
+from compopt.stores import DiskStore, space
 store = DiskStore(sys.argv[1], "rows", 1 << 20, 1, {})
 for number in range(1 << 12):
     try:
@@ -118,6 +119,80 @@ def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
     assert done.returncode == 0, (done.returncode, done.stderr)  # a write into the mapping alone: -SIGBUS
     number, code, written = map(int, done.stdout.split())
     assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
+
+
+READS = """
+import sys, torch, compopt
+from compopt.stores import DiskStore, read_table
+est = compopt.SogCLREstimator(1 << 20, gamma=0.6, tau=0.1, offload="disk", offload_dir=sys.argv[1])
+print(est.read(torch.arange(0, 1 << 17, 256))["count"].sum().item())  # two of the eight MiB
+z1, z2 = torch.randn(2, 64, 4, requires_grad=True).unbind()
+for number in range(1 << 12):
+    try:
+        est(z1, z2, torch.arange(0, 64 * 256, 256) + 64 * 256 * number)
+        est.step()
+    except (OSError, RuntimeError) as error:
+        print(number, type(error).__name__, error)
+        break
+est.discard()
+seen = est.state_dict()["rows"]["count"]  # of all rows, without room for one more
+print(int(seen.sum()), len(seen))
+reader = DiskStore(sys.argv[1], "rows", 1 << 20, 1, est._engine.table.store._description, writer=False)
+try:
+    reader.gather(torch.arange(1 << 19, 1 << 20, 256))
+except OSError as error:
+    print(error)
+print(int(read_table(sys.argv[1], "rows", torch.arange(0, 1 << 20, 256))["count"].sum()))
+"""
+
+
+def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
+    """There a page takes room when it is read: a table of 16 MiB where there are eight."""
+    with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
+        done = subprocess.run(
+            [sys.executable, "-c", READS, disk / "rows"],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
+    assert "calls and commits fail once it is full" in done.stderr
+    first, full, state, reader, table = done.stdout.splitlines()
+    commits, said = full.split(" ", 1)
+    assert first == "0" and 2 < int(commits) < 32, full
+    assert "No space left" in said and "rows.rows" in said and ("OSError" in said or "commit" in said), full
+    written, rows = map(int, state.split())
+    assert 64 * (int(commits) - 1) <= written // 2 <= 64 * int(commits) and rows == 1 << 20
+    assert "No space left" in reader and "no row was read" in reader
+    assert table == str(written)
+
+
+def in_memory():
+    """A directory on tmpfs that needs no mount."""
+    if not os.access("/dev/shm", os.W_OK) or not space.in_memory("/dev/shm"):
+        pytest.skip("no file system in memory")
+    return tempfile.TemporaryDirectory(dir="/dev/shm")
+
+
+def test_a_read_of_rows_in_memory_asks_for_room_before_it_touches_them(monkeypatch):
+    with in_memory() as folder:
+        est = on_disk(folder)
+        visit(est, spread(0))
+        state = est.read(spread(0))
+        full_after(monkeypatch, "posix_fallocate", 1)
+        with pytest.raises(OSError, match=r"No space left.*no row was read.*rows\.rows"):
+            est.read(spread(1) + 1000)
+        assert_same_bits(est.read(spread(0)), state)  # these have their room
+        monkeypatch.undo()
+        assert os.stat(f"{folder}/rows.rows").st_size == 16 * N
+
+
+def test_a_table_in_memory_stays_as_sparse_as_its_rows():
+    with in_memory() as folder:
+        est = on_disk(folder, n=1_000_001)
+        visit(est, torch.arange(0, 1_000_001, 200_000))
+        est.read(torch.tensor([1_000_000]))
+        est.state_dict()
+        status = os.stat(f"{folder}/rows.rows")
+        assert status.st_blocks * 512 <= 7 * 4096 and status.st_size == 16_000_016
 
 
 def test_a_table_that_cannot_be_loaded_into_leaves_the_estimator(tmp_path, monkeypatch):
@@ -188,7 +263,7 @@ def test_a_truncated_table_is_an_error_not_a_crash(left, tmp_path):
     """In a process of its own, which a SIGBUS may end."""
     code = f"""
 import os, sys, torch
-from compopt.stores import DiskStore
+from compopt.stores import DiskStore, space
 store = DiskStore(sys.argv[1], "rows", {N}, 1, {{}})
 rows, block = torch.arange(0, {N}, 100), torch.ones({N // 100}, 1, dtype=torch.complex128)
 store.scatter(rows, block)

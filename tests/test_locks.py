@@ -94,12 +94,13 @@ def test_locks_go_with_the_estimator(tmp_path):
     files = [tmp_path / "rows" / "rows.lock", claims.lock_file(tmp_path / "checkpoints")]
     held = len(locks._held)
     other = estimator()
-    compopt.save(other, tmp_path / "checkpoints")  # of the same process: taken in turns
+    compopt.load(other, tmp_path / "checkpoints")
+    compopt.save(other, tmp_path / "checkpoints")  # of the same process: takes it over
     assert len(locks._held) == held and all(file.exists() for file in files)
-    del other
-    gc.collect()
-    assert all(file.exists() for file in files)
     del est
+    gc.collect()
+    assert [file.exists() for file in files] == [False, True]
+    del other
     gc.collect()
     assert not any(file.exists() for file in files) and len(locks._held) == held - 2
 

@@ -67,6 +67,16 @@ def save_ids(path):
 PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
 
 
+def test_two_estimators_of_one_process_do_not_share_a_directory(url):
+    a, b = trained(), trained(range(5))
+    compopt.save(a, url)
+    with pytest.raises(RuntimeError, match=f"{url} has checkpoints of another SogCLREstimator of this process"):
+        compopt.save(b, url)
+    loads(url, a)
+    compopt.load(b, url)
+    compopt.save(b, url)
+
+
 @pytest.mark.parametrize("options", PLACEMENTS, ids=["device", "cpu", "disk"])
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
 def test_round_trip(options, blocking, url, tmp_path):
@@ -345,7 +355,7 @@ def test_missing_packages_are_named(monkeypatch):
         with pytest.raises(ImportError, match="nosuch://b/run: Install no_such_driver"):
             call(sogclr(), "nosuch://b/run")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ImportError, match=r'memory://b: URLs need fsspec: pip install "compopt\[remote\]"'):
+    with pytest.raises(ImportError, match=r'memory://b: URLs need fsspec: pip install -e "\.\[remote\]"'):
         compopt.save(sogclr(), "memory://b")
 
 

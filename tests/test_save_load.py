@@ -1,16 +1,18 @@
 """save and load: complete, elastic, atomic, and strict about damage."""
 
+import copy
 import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import compopt
-from compopt.checkpoint import durable, manifest
+from compopt.checkpoint import durable, manifest, reading
 from compopt.stores import changes, table
 from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
@@ -163,6 +165,40 @@ def test_damage_is_refused_by_every_rank(tmp_path):
         assert file.name in message and rows == 0
 
 
+def loaded_while_pruned(group, directory, newer, options):
+    """A newer checkpoint takes the place of the one that is read when rank 1 opens its rows: both must take it."""
+    table.BLOCK_ROWS = changes.CHUNK_ROWS = 5
+    rank, opened, left = torch.distributed.get_rank(group), reading._open, [1]
+
+    def go_on(path):
+        if rank == 1 and left and "rows-" in path.name:
+            left.clear()
+            os.rename(newer, os.path.join(directory, os.path.basename(newer)))
+            manifest.prune(Path(directory), 1)
+        return opened(path)
+
+    if options.get("offload") == "disk":
+        options = {**options, "offload_dir": os.path.join(directory, "../rows")}
+    est = sogclr(process_group=group, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_check_file", lambda *_: None)  # rows are read while they are written
+        patch.setattr(reading, "_open", lambda path, *given: opened(path, *given) if given else go_on(path))
+        compopt.load(est, directory)
+    return snapshot(est, N), est.t
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+def test_ranks_load_the_newest_beside_a_run_that_prunes(options, tmp_path):
+    newest = trained(steps=4)
+    compopt.save(newest, tmp_path / "newer")
+    newer = compopt.save(newest, tmp_path / "newer", incremental=False)
+    compopt.save(trained(), tmp_path / "c")
+    for state, t in the_pool().run(loaded_while_pruned, 2, str(tmp_path / "c"), str(newer), options):
+        assert t == 4
+        assert_same_bits(snapshot(newest, N), state)
+
+
 # -- damage ------------------------------------------------------------------------------------------
 
 
@@ -302,11 +338,81 @@ def test_the_last_k_are_kept_and_any_can_be_chosen(tmp_path):
     compopt.save(again, tmp_path / "other", keep=1)
 
 
+def prune_beside(monkeypatch, owner, name, action, times=1):
+    """Run ``action`` before the first calls of a function that a load makes, as another process would."""
+    real, left = getattr(owner, name), [times]
+
+    def called(*args, **options):
+        if left[0]:
+            left[0] -= 1
+            monkeypatch.setattr(owner, name, real)
+            action()
+            monkeypatch.setattr(owner, name, called)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [(manifest, "read"), (durable, "checksum"), (reading, "_read_extra"), (reading, "_Block"), (reading, "_open")],
+    ids=["manifest", "files", "state", "rows", "file"],
+)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_load_beside_a_run_that_prunes_takes_the_newest(owner, name, times, tmp_path, monkeypatch):
+    est = trained()
+    compopt.save(est, tmp_path, keep=1)
+
+    def go_on():
+        train(est, batches(N, 1, seed=est.t, dtype=torch.float32))
+        compopt.save(est, tmp_path, keep=1, incremental=False)
+
+    prune_beside(monkeypatch, owner, name, go_on, times)
+    other = trained(seed=9)
+    run(other, *batches(N, 1, seed=3, dtype=torch.float32)[0])
+    path = compopt.load(other, tmp_path)
+    monkeypatch.undo()
+    assert other.t == est.t == 3 + times and other.pending == 0
+    assert manifest.parse(path).t == est.t
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+def test_a_load_ends_beside_a_run_that_prunes_without_end(tmp_path, monkeypatch):
+    est, other = trained(), sogclr()
+    compopt.save(est, tmp_path, keep=1)
+    prune_beside(monkeypatch, manifest, "read", lambda: compopt.save(est, tmp_path, keep=1), times=1000)
+    with pytest.raises(FileNotFoundError, match="checkpoint-"):
+        compopt.load(other, tmp_path)
+
+
+def test_a_pruned_checkpoint_that_was_named_is_not_replaced(tmp_path, monkeypatch):
+    est, other = trained(), sogclr()
+    path = compopt.save(est, tmp_path, keep=1)
+    prune_beside(monkeypatch, manifest, "read", lambda: compopt.save(est, tmp_path, keep=1))
+    with pytest.raises(FileNotFoundError, match=path.name):
+        compopt.load(other, path)
+
+
+def test_a_listing_beside_a_run_that_prunes_is_made_again(tmp_path, monkeypatch):
+    est, other = trained(), sogclr()
+    compopt.save(est, tmp_path, keep=1)
+    listed = manifest.checkpoints
+
+    def checkpoints(directory):
+        found = listed(directory)
+        monkeypatch.setattr(manifest, "checkpoints", listed)
+        compopt.save(est, tmp_path, keep=1)
+        return found
+
+    monkeypatch.setattr(manifest, "checkpoints", checkpoints)
+    compopt.load(other, tmp_path)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
 def test_newest_is_the_latest_saved_not_the_largest_t(tmp_path):
-    est = trained(steps=5)
-    compopt.save(est, tmp_path)
-    back = trained(steps=2, seed=4)
-    path = compopt.save(back, tmp_path)
+    compopt.save(trained(steps=5), tmp_path)
+    path = compopt.save(trained(steps=2, seed=4), tmp_path)
+    est = sogclr()
     assert compopt.load(est, tmp_path) == path and est.t == 2
 
 
@@ -349,7 +455,7 @@ def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tm
     outcomes = set()
     for k in range(1, 200):
         root = tmp_path / f"{k}"
-        compopt.save(old, root, keep=1)
+        compopt.save(copy.deepcopy(old), root, keep=1)
         calls[0] = 0
 
         def fail(*args, k=k, **options):
@@ -550,7 +656,49 @@ def test_a_directory_is_of_one_estimator(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     est.add_sample_group({"n": 4})
     compopt.save(est, tmp_path)
+    del est
     compopt.save(trained(), tmp_path)  # as after going back to the first
+
+
+def test_two_estimators_of_one_process_do_not_share_a_directory(tmp_path):
+    """One configuration: a load could not tell whose rows it takes."""
+    a, b = trained(seed=1), trained(seed=2)
+    rows = snapshot(a, N)
+    path = compopt.save(a, tmp_path)
+    for save in (lambda: compopt.save(b, tmp_path), lambda: compopt.save(b, tmp_path, blocking=False)):
+        with pytest.raises(RuntimeError, match=rf"{tmp_path}.*another SogCLREstimator.*save into another directory"):
+            save()
+    assert list(tmp_path.iterdir()) == [path]
+    compopt.load(a, tmp_path)
+    assert_same_bits(rows, snapshot(a, N))
+    compopt.save(b, tmp_path / "b")
+    compopt.save(a, tmp_path)
+
+
+def test_a_run_goes_on_in_its_directory_with_another_estimator(tmp_path):
+    a = trained()
+    compopt.save(a, tmp_path)
+    beside = sogclr()
+    compopt.load(beside, tmp_path)  # to evaluate it, say
+    compopt.save(a, tmp_path)
+    with pytest.raises(RuntimeError, match=r"compopt\.load them first"):  # there is something newer
+        compopt.save(beside, tmp_path)
+    compopt.load(beside, compopt.save(a, tmp_path))
+    compopt.save(beside, tmp_path)
+    with pytest.raises(RuntimeError, match="another SogCLREstimator"):
+        compopt.save(a, tmp_path)
+    compopt.load(a, tmp_path)
+    compopt.save(a, tmp_path)
+    shutil.rmtree(tmp_path)
+    compopt.save(beside, tmp_path)  # nothing is there that could be taken for its rows
+
+
+def test_an_estimator_that_is_gone_keeps_no_directory(tmp_path):
+    est = trained()
+    est.itself = est  # only the collector finds it
+    compopt.save(est, tmp_path)
+    del est
+    compopt.save(trained(seed=3), tmp_path)
 
 
 def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path, monkeypatch):

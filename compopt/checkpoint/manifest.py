@@ -35,6 +35,7 @@ from compopt.remote import Folder, RemotePath
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
+LOOKS = 8  # for a complete checkpoint, beside a run that saves
 _NAME = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
 
 
@@ -101,15 +102,9 @@ def prepare(directory: Folder) -> None:
     durable.make_directory(directory)
 
 
-def fresh(directory: Folder, t: int, config: Mapping[str, Any]) -> Checkpoint:
-    """Create the directory of a new save.
-
-    Raises:
-        ValueError: ``directory`` holds checkpoints of another method.
-    """
-    present = checkpoints(directory)
-    _refuse_another_method(present, config)
-    number = max((c.number for c in present), default=0) + 1
+def fresh(directory: Folder, t: int) -> Checkpoint:
+    """Create the directory of a new save."""
+    number = max((c.number for c in checkpoints(directory)), default=0) + 1
     save_id = secrets.token_hex(4)
     path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
     with durable.named(path):
@@ -117,9 +112,13 @@ def fresh(directory: Folder, t: int, config: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(path, number, t, save_id)
 
 
-def _refuse_another_method(present: list[Checkpoint], config: Mapping[str, Any]) -> None:
-    """Two estimators that save into one directory would remove each other's checkpoints."""
-    complete = [c for c in present if c.complete]
+def refuse_another_method(directory: Folder, config: Mapping[str, Any]) -> None:
+    """Two estimators that save into one directory would remove each other's checkpoints.
+
+    Raises:
+        ValueError: ``directory`` holds checkpoints of another method.
+    """
+    complete = [c for c in checkpoints(directory) if c.complete]
     found = config
     try:
         if complete:
@@ -182,12 +181,22 @@ def choose(directory: Folder, t: int | None) -> Checkpoint:
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
-    complete = [c for c in checkpoints(directory) if c.complete]
+    complete = _complete(directory)
     wanted = [c for c in complete if t is None or c.t == t]
     if not wanted:
         what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
         raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in complete]}")
     return wanted[-1]
+
+
+def _complete(directory: Folder) -> list[Checkpoint]:
+    """The complete checkpoints; looks again where a run that saves meanwhile has removed all that were listed."""
+    for _ in range(LOOKS):
+        found = checkpoints(directory)
+        complete = [c for c in found if c.complete]
+        if complete or checkpoints(directory) == found:
+            break
+    return complete
 
 
 def prune(directory: Folder, keep: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -15,10 +16,13 @@ from compopt.checkpoint.parts import Parts
 from compopt.checkpoint.reading import Contents
 from compopt.checkpoint.writing import hold_rows, write_rows, write_tensors
 from compopt.distributed.control import doing
+from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.estimator.save_handle import SaveHandle
 from compopt.remote import Folder, RemotePath, folder
+
+RETRIES = 8  # checkpoints that a load finds removed while it reads them, before it raises
 
 
 @overload
@@ -90,7 +94,8 @@ def save(
     Args:
         est: the estimator.
         directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. One directory
-            serves one estimator of one run: two that save there would remove each other's checkpoints.
+            serves one estimator of one run: two that save there would remove each other's checkpoints, and a load
+            would take one's rows for the other's. One that was loaded from the directory goes on there.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
             damage to it is damage to all of them.
@@ -107,8 +112,9 @@ def save(
         ImportError: fsspec or the driver for a URL is missing.
         TypeError: ``keep`` is no integer, ``blocking`` neither True nor False.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
-            another process saves into the directory: the message says which, on which machine, since when; or ``est``
-            is a part of another estimator.
+            another process saves into the directory: the message says which, on which machine, since when; or another
+            estimator of this process does, from which this one was not loaded; or ``est`` is a part of another
+            estimator.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
@@ -173,8 +179,9 @@ def _fresh(est: Estimator, root: Folder, content: dict[str, Any], blocking: bool
 
 def _make(est: Estimator, root: Folder, config: dict[str, Any]) -> Checkpoint:
     manifest.prepare(root)
+    manifest.refuse_another_method(root, config)
     claims.claim(est, root)
-    return manifest.fresh(root, est.t, config)
+    return manifest.fresh(root, est.t)
 
 
 def _start(est: Estimator, job: Job) -> SaveHandle:
@@ -195,6 +202,7 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Everything is verified before
     anything is written: files present, of the right length and checksum, of the saves that the manifest names.
+    Where a run that saves meanwhile removes the checkpoint, the one that is newest then is loaded instead.
     ``load_state_dict`` post-hooks run.
 
     Args:
@@ -238,22 +246,57 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
 
 
 def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None) -> Folder:
+    source, contents = _fill(est, directory, t)
     engine = est._engine
-    ranks = engine.ranks
-    chosen = ranks.agree(lambda: _choose(directory, t, ranks.rank))
-    source: Checkpoint = ranks.gather_objects(chosen)[0]
-    contents: Contents = ranks.agree(lambda: Contents(est, source))
-    engine.forget_prefetched()
-    ranks.agree(lambda: _take_groups(est, source, contents.sample_groups))
-    if engine.table is not None:
-        table = engine.table
-        ranks.agree(lambda: contents.read_rows(table))
-        table.agree_partial()
     for role, part in engine.parts.items():
         part.take_state(contents.extra[role])
     engine.t = contents.t
     est.discard()
+    claims.loaded(est, source.path.resolve().parent)
     return source.path
+
+
+def _fill(
+    est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None, retries: int = RETRIES
+) -> tuple[Checkpoint, Contents]:
+    """Choose a checkpoint, verify it, and take over its groups and rows; another one, if it is removed meanwhile."""
+    engine = est._engine
+    ranks = engine.ranks
+    chosen = ranks.agree(lambda: _choose(directory, t, ranks.rank))
+    source: Checkpoint = ranks.gather_objects(chosen)[0]
+    final = not retries or folder(directory).resolve() == source.path.resolve()
+    try:
+        contents: Contents = _while_there(ranks, source, final, lambda: Contents(est, source))
+        engine.forget_prefetched()
+        _while_there(ranks, source, final, lambda: _take_groups(est, source, contents.sample_groups))
+        if engine.table is not None:
+            table = engine.table
+            _while_there(ranks, source, final, lambda: contents.read_rows(table))
+            table.agree_partial()
+    except _Removed:
+        return _fill(est, directory, t, retries - 1)
+    return source, contents
+
+
+class _Removed(Exception):
+    """The run that writes a checkpoint has removed it while it was read."""
+
+
+def _while_there(ranks: Ranks, source: Checkpoint, final: bool, action: Callable[[], Any]) -> Any:
+    """Run ``action`` on every rank; :class:`_Removed` on every rank, unless ``final``, where it failed for that."""
+
+    def tried() -> tuple[Any, bool]:
+        try:
+            return action(), False
+        except (OSError, ValueError):
+            if final or source.complete:
+                raise
+            return None, True
+
+    result, removed = ranks.agree(tried)
+    if any(ranks.gather_objects(removed)):
+        raise _Removed
+    return result
 
 
 def _choose(directory: str | os.PathLike[str] | RemotePath, t: int | None, rank: int) -> Checkpoint | None:

@@ -16,6 +16,13 @@ from torch.autograd import forward_ad
 CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 # Those from which the engine is started, and by it the hooks.
 ENGINE = ("torch.autograd", "torch.autograd.graph")
+# Functions that call step() of an optimizer, with gradients of zero, so that it makes its state: no update.
+STATE_MAKERS = {
+    ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    ("torch.distributed.optim.named_optimizer", "init_state"),
+}
+# Between such a function and a hook of the optimizer are a few frames of torch, of wrappers and of schedulers.
+STATE_MAKERS_DEPTH = 32
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -82,6 +89,22 @@ def in_checkpoint() -> bool:
             return True
         if module in ENGINE:
             return False
+        frame = frame.f_back
+    return False
+
+
+def makes_optimizer_state() -> bool:
+    """Whether ``step()`` of an optimizer runs only to make its state, for ``torch.distributed.checkpoint``.
+
+    Nothing else tells: a learning rate of zero may be the first one of a schedule, and whether gradients are zero is
+    known to the device alone.
+    """
+    frame = inspect.currentframe()
+    for _ in range(STATE_MAKERS_DEPTH):
+        if frame is None:
+            return False
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in STATE_MAKERS:
+            return True
         frame = frame.f_back
     return False
 

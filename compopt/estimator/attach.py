@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from compopt.checks.context import makes_optimizer_state, outside_of_graphs
+
 Commit = Callable[[Tensor | None], None]
 
 
@@ -44,15 +46,19 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     steps too; ``None`` where there is none. The hook holds its owner weakly: an optimizer does not keep an
     estimator alive.
 
+    ``torch.distributed.checkpoint`` calls ``step()`` of an optimizer that has no state yet, to make it; that is no
+    update, and nothing is committed.
+
     An optimizer around a ``base_optimizer`` (SAM) may be used without its own ``step``: the hook is on both, and
     where both run, the second has nothing to commit.
     """
     reference = WeakMethod(commit)
 
+    @outside_of_graphs
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         alive = reference()
-        if alive is not None:
+        if alive is not None and not makes_optimizer_state():
             alive(getattr(optimizer, "found_inf", None))
 
     base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
@@ -123,6 +129,14 @@ class Attachments:
         groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
         held = {id(parameter) for group in groups for parameter in group["params"]}
         return all(id(parameter) in held for parameter in parameters)
+
+    def scalars_without_gradient(self) -> list[Tensor]:
+        """Parameters of one number that require a gradient and have none, beside others that have one."""
+        groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in parameters):  # taken away already
+            return []
+        return [parameter for parameter in parameters if parameter.grad is None and parameter.numel() == 1]
 
     def _listening(self) -> Iterator[torch.optim.Optimizer]:
         for key, (_, alive) in self._optimizers.items():

@@ -404,6 +404,7 @@ class Estimator(Hooks):
             engine.forgotten.committed(engine.pending)
             engine.pending = 0
             engine.t += 1
+        engine.forgotten.scale(engine.attachments)
         self._run("step_post", (), {})
 
     @outside_of_graphs
@@ -423,7 +424,8 @@ class Estimator(Hooks):
         ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
         not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
         because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
-        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. Attach anew to an
+        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. The step that
+        ``torch.distributed.checkpoint`` makes for the state of an optimizer without any is none. Attach anew to an
         optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
         alive.
 

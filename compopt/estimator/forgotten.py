@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -35,6 +37,7 @@ class Forgotten:
     *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
     *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
     *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
+    *A scale of the model that nothing uses*: ``DistributedDataParallel`` waits for its gradient and ends the next call.
     """
 
     def __init__(self) -> None:
@@ -45,11 +48,29 @@ class Forgotten:
         self._graded: int | None = 0  # calls so far that found a gradient in the learned parameters; None: settled
         self._graded_since = False
         self._before: list[Tensor] = []
+        self._looked_for_scale = False
 
     def committed(self, window: int) -> None:
         """Note that a window of this many calls was committed."""
         self._longest = max(self._longest, window)
         self._updates = None
+
+    # -- a scale that nothing uses -----------------------------------------------------------------------------
+
+    def scale(self, attached: Attachments) -> None:
+        """Warn, at the first commit, of a scalar without gradient for which ``DistributedDataParallel`` waits."""
+        if self._looked_for_scale:
+            return
+        self._looked_for_scale = True
+        name = _awaited(attached.scalars_without_gradient())
+        if name is not None:
+            warn(
+                f"parameter {name!r} of the model in DistributedDataParallel had no gradient in this update, and DDP "
+                f"waits for one: the next forward will raise 'Expected to have finished reduction'. The estimator has "
+                f"a temperature of its own and needs no logit_scale: freeze the parameter before wrapping the model, "
+                f"{name}.requires_grad_(False), or let it be the temperature, tau=1 / scale at the call with the scale "
+                f"(logit_scale.exp()) that forward returns"
+            )
 
     # -- no commit ---------------------------------------------------------------------------------------------
 
@@ -199,6 +220,25 @@ def _remedy(gone: str | None, silent: str | None) -> str:
         "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
         "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
     )
+
+
+def _awaited(parameters: Sequence[Tensor]) -> str | None:
+    """Name of the first of some parameters without gradient that ends the next call of a model in DDP.
+
+    Every ``DistributedDataParallel`` of the process is looked through, because a parameter does not know who has it.
+    """
+    if not parameters or not (dist.is_available() and dist.is_initialized()):
+        return None
+    wanted = {id(parameter) for parameter in parameters}
+    kind = torch.nn.parallel.DistributedDataParallel
+    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+        if model.find_unused_parameters or model.static_graph:
+            continue
+        for name, parameter in model.module.named_parameters():
+            ignored = name if "." in name else f".{name}"  # as DDP compares them
+            if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
+                return str(name)
+    return None
 
 
 def _have_gradients(parameters: Sequence[Parameter]) -> bool:

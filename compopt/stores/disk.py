@@ -24,7 +24,7 @@ from compopt.stores import tablefile
 from compopt.stores.changes import Changes
 from compopt.stores.layout import WORD
 from compopt.stores.memory import TensorStore
-from compopt.stores.space import PAGE, Space
+from compopt.stores.space import PAGE, Space, in_memory
 from compopt.stores.tablefile import LOADING, READY
 
 # A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a hole in the file some
@@ -43,8 +43,9 @@ class DiskStore(TensorStore):
     :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the process is killed, and
     the format, is said in :mod:`compopt.stores.tablefile`.
 
-    A commit sets room on the disk aside before it touches a row, see :class:`compopt.stores.space.Space`. Before each
-    use the file's length is compared: to touch a mapped page that is no longer in the file ends the process.
+    A commit sets room on the disk aside before it touches a row, and on a file system in memory a read does too, see
+    :class:`compopt.stores.space.Space`. Before each use the file's length is compared: to touch a mapped page that is
+    no longer in the file ends the process.
 
     Args:
         directory: of the files; created if need be.
@@ -175,14 +176,15 @@ class DiskStore(TensorStore):
         usage = os.statvfs(self._directory)
         free = usage.f_bavail * usage.f_frsize
         if free < self._bytes(self.n):
+            what = "calls and commits fail" if in_memory(self._directory) else "commits fail"
             warnings.warn(
                 f"a table of {self._bytes(self.n):,} bytes in {self._directory}, where {free:,} bytes are free: "
-                f"commits fail once it is full",
+                f"{what} once it is full",
                 stacklevel=2,
             )
 
     def _open_rows(self) -> None:
-        flags = os.O_RDWR if self.writer else os.O_RDONLY
+        flags = os.O_RDWR if self.writer or in_memory(self.path()) else os.O_RDONLY  # there, reads claim room
         self._fd = os.open(self.path(), flags | os.O_CLOEXEC)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._space = Space(self._fd, self.path())
@@ -245,6 +247,8 @@ class DiskStore(TensorStore):
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
         self._check_file()
+        if self._space.in_memory:
+            self._space.for_rows(rows.contiguous().numpy(), 16 * self.words, "no row was read")
         if len(rows) > 4 * PROBE:
             start = time.perf_counter()
             super().gather(rows[:: len(rows) // PROBE])
@@ -282,7 +286,19 @@ class DiskStore(TensorStore):
     def block(self, start: int, stop: int) -> Tensor:
         self.ready()
         self._check_file()
-        return super().block(start, stop)
+        return self._copied(start, stop) if self._space.in_memory else super().block(start, stop)
+
+    def _copied(self, start: int, stop: int) -> Tensor:
+        """A block that is not read through the mapping, so that holes of the file stay holes."""
+        block = torch.empty(stop - start, self.words, dtype=WORD, device="cpu")
+        raw, done = block.numpy().reshape(-1).view(np.uint8), 0
+        while done < len(raw):
+            read = os.preadv(self._fd, [raw[done:].data], start * self.words * 16 + done)
+            if not read:
+                self._check_file()
+                raise OSError(errno.EIO, "the table ends before its last row", str(self.path()))
+            done += read
+        return block
 
     def write_block(self, start: int, block: Tensor) -> None:
         if not self.writer:
@@ -301,7 +317,10 @@ class DiskStore(TensorStore):
         """
         if not self.writer:
             self.changes = Changes(self.n)
-            yield
+            try:
+                yield
+            finally:
+                self._space.forget()  # the writer has made holes
             return
         former, self._id = self._id, secrets.token_hex(16)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,21 @@ from compopt import failures
 
 PAGE = mmap.PAGESIZE
 
+NOTHING_WRITTEN = "no row was written"
+# File systems where a page that was never written takes room as soon as it is read through a mapping.
+IN_MEMORY = ("tmpfs", "devtmpfs")
+
+
+def in_memory(path: str | os.PathLike[str]) -> bool:
+    """Whether a path lies on a file system in memory; False where the system does not tell."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError), open("/proc/self/mountinfo", errors="replace") as mounts:
+        for mount in map(str.split, mounts):  # ID PARENT MAJOR:MINOR ROOT POINT OPTIONS ... - TYPE SOURCE OPTIONS
+            if mount[2] == number:
+                return mount[mount.index("-", 6) + 1] in IN_MEMORY
+    return False
+
 
 class Space:
     """The blocks of a sparse file, at first all holes, for which the file system has given room.
@@ -21,15 +37,21 @@ class Space:
     smaller than the table as long as it holds the rows that were visited. File systems that write every block to a new
     place (btrfs, ZFS), and those that compress, cannot promise that an overwrite finds room.
 
+    On a file system in memory (tmpfs) a block takes room when it is read, so that reads make sure of it as well.
+
     Stores a byte per block of 4 KiB, which takes memory once rows near it were visited: 256 KiB for a GiB of the file.
 
     Args:
         descriptor: of the file, open for writing; its owner closes it.
         path: of the file, for errors.
+
+    Attributes:
+        in_memory: the file is on such a file system.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path, self._size = descriptor, path, 0
+        self.in_memory = in_memory(path)
         self._unit = min(PAGE, os.fstatvfs(descriptor).f_bsize)
         self._per_page = PAGE // self._unit  # a page fault needs all of them
         self._known = np.zeros(0, dtype=np.bool_)
@@ -45,11 +67,16 @@ class Space:
         """The file is holes again."""
         self._known = np.zeros_like(self._known)
 
-    def for_rows(self, rows: npt.NDArray[np.int64], row_bytes: int) -> None:
+    def for_rows(self, rows: npt.NDArray[np.int64], row_bytes: int, kept: str = NOTHING_WRITTEN) -> None:
         """Make sure of the blocks of some rows.
 
+        Args:
+            rows: their numbers.
+            row_bytes: of each.
+            kept: what an error says of the state.
+
         Raises:
-            OSError: the disk or a quota is full; no row was written.
+            OSError: the disk or a quota is full; no row was touched.
         """
         first = rows * row_bytes
         pages = first // PAGE
@@ -61,21 +88,26 @@ class Space:
             blocks = blocks[blocks < len(self._known)]
         unknown = blocks[~self._known[blocks]]
         if len(unknown):
-            self._claim(np.unique(unknown))
+            self._claim(np.unique(unknown), kept)
 
     def for_range(self, start: int, stop: int) -> None:
         """The same for a range of bytes."""
         first, last = start // PAGE * self._per_page, -(-stop // PAGE) * self._per_page
         self._claim(first + np.flatnonzero(~self._known[first:last]))
 
-    def _claim(self, blocks: npt.NDArray[np.int64]) -> None:
+    def _claim(self, blocks: npt.NDArray[np.int64], kept: str = NOTHING_WRITTEN) -> None:
         """Write a zero where there are zeros: the file system answers at once, and nearly as fast as a page fault.
 
-        posix_fallocate takes twice as long, and where it is missing the C library writes zeros itself.
+        posix_fallocate takes twice as long, and where it is missing the C library writes zeros itself. File systems in
+        memory have it, and there those who only read claim as well: they must not write a zero over a row.
         """
-        with failures.named(self._path, "no row was written"):
+        with failures.named(self._path, kept):
             for block in blocks.tolist():
-                os.pwrite(self._descriptor, b"\0", block * self._unit)
+                start = block * self._unit
+                if self.in_memory:
+                    os.posix_fallocate(self._descriptor, start, min(self._unit, self._size - start))  # no longer file
+                else:
+                    os.pwrite(self._descriptor, b"\0", start)
         self._known[blocks] = True
 
     def _count(self, size: int) -> int:

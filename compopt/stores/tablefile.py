@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from compopt.stores.layout import WORD, Column, RowLayout
+from compopt.stores.space import in_memory
 
 FORMAT = 1
 READY, LOADING = "ready", "loading"
@@ -141,5 +142,9 @@ def _pread(path: Path, n: int, words: int, rows: Tensor) -> Tensor:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, {n} rows of {words * 16} bytes need more: truncated")
     if n == 0:
         return torch.empty(len(rows), words, dtype=WORD, device="cpu")
+    if in_memory(path):  # a mapping would fill the holes of the file
+        with open(path, "rb") as file:
+            raw = b"".join(os.pread(file.fileno(), 16 * words, 16 * words * row) for row in rows.tolist())
+        return torch.from_numpy(np.frombuffer(raw, dtype="<c16").copy()).view(len(rows), words)
     table = np.memmap(path, dtype="<c16", mode="r", shape=(n, words))
     return torch.from_numpy(np.take(table, rows.numpy(), axis=0))
