@@ -5,11 +5,14 @@ agree::
 
     python -m recipes.train_clip
     torchrun --nproc_per_node 2 -m recipes.train_clip
-    accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
         -m recipes.train_clip
     torchrun --nproc_per_node 2 -m recipes.train_clip --deepspeed-config recipes/deepspeed/zero2.json
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
         --deepspeed-config recipes/deepspeed/zero2.json
+
+``accelerate launch --cpu`` starts one process, whatever ``--num_processes`` says; ``--multi_gpu`` starts as many as it
+says, on CPUs too. A run that has fewer processes than its launcher was asked for is refused.
 
 With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
 by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size. Set
@@ -19,7 +22,7 @@ before them, and fail to connect (pytorch issue 135712).
 ``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
 ``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
 leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed. On GPUs
-add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
+add ``--device cuda`` and leave ``DS_ACCELERATOR`` out.
 """
 
 from __future__ import annotations
@@ -118,7 +121,9 @@ def accelerator(
     options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-        return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+        made = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+        check_processes(made)
+        return made
     if _for_deepspeed(device):
         group["backend"] = "gloo"
     options["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
@@ -127,7 +132,35 @@ def accelerator(
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
         )
-    return Accelerator(**options)
+    made = Accelerator(**options)
+    check_processes(made)
+    return made
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse a process group of another size than the launcher was asked for, and FSDP that is not in force.
+
+    Raises:
+        SystemExit: the message says what was asked for, what there is, and the remedy.
+    """
+    asked, found = os.environ.get("WORLD_SIZE"), world_size()
+    if asked is None and found == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
+        # accelerate sets both for several processes, and without --multi_gpu starts one of them
+        raise SystemExit(
+            "accelerate launch was asked for several processes and started one: give it --multi_gpu in place of --cpu "
+            "(on CPUs too), or use torchrun --nproc_per_node N; if one process is meant, set WORLD_SIZE=1"
+        )
+    if asked is not None and int(asked) != found:
+        raise SystemExit(
+            f"the launcher was asked for {asked} processes (WORLD_SIZE), and the process group has {found}: each would "
+            f"train alone; check --device, and that the launcher starts every process"
+        )
+    kind = accelerator.distributed_type.value
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1") and kind != "FSDP":
+        raise SystemExit(
+            f"accelerate was asked for FSDP, and this run would be {kind} on {accelerator.device}: FSDP needs "
+            f"accelerators (--device cuda); leave its configuration out to train whole copies"
+        )
 
 
 def _is_first(deepspeed: Path | None, accumulate: int) -> bool:

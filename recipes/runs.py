@@ -127,9 +127,10 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def save_metrics(runs: Sequence[Run], path: Path) -> None:
-    """Write ``metrics.json``: environment, and configuration, final measures and history of every run."""
+    """Write ``metrics.json``: environment, processes, and configuration, final measures and history of every run."""
     record = {
         "environment": environment(),
+        "processes": launch.world_size(),
         "runs": [
             {
                 "config": vars(run.config),

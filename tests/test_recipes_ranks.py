@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 
-from recipes import glyphs
+from recipes import glyphs, launch
 from recipes.models import BatchNorm
 from tests.launching import environment
 from tests.pool import the_pool
@@ -21,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 STEPS = 3
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
 ACCELERATE = (
-    *("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
 )
 
 
@@ -43,7 +45,9 @@ def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEP
     code, out, err = finish(command)
     assert code == 0, err[-4000:]
     assert out.count("wrote ") == 1  # by the main process alone
-    return json.loads((output / "metrics.json").read_text())["runs"][0]
+    record = json.loads((output / "metrics.json").read_text())
+    assert record["processes"] == (1 if launcher == ("recipes.train_clip",) else 2)
+    return record["runs"][0]
 
 
 def finish(command):
@@ -80,6 +84,42 @@ def assert_like(record, single):
 @pytest.mark.launch
 def test_accelerate_launch(cache, single, tmp_path):
     assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
+
+
+@pytest.mark.launch
+def test_accelerate_launch_that_starts_one_process_of_two(cache, tmp_path):
+    command = [sys.executable, "-m", *ACCELERATE, "recipes.train_clip", "--limit", "192", "--output-dir", str(tmp_path)]
+    command[command.index("--multi_gpu")] = "--cpu"
+    code, _, err = finish([*command, "--cache-dir", str(cache)])
+    assert code != 0 and "asked for several processes and started one: give it --multi_gpu" in err
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def check_processes(monkeypatch, variables):
+    """In the environment of a process that was not launched, with further variables, and no process group."""
+    for name in ("WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launch.check_processes(SimpleNamespace(distributed_type=DistributedType.NO, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"WORLD_SIZE": "2"}, "asked for 2 processes .*, and the process group has 1"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "asked for FSDP, and this run would be NO on cpu"),
+    ],
+)
+def test_a_run_that_is_not_what_its_launcher_was_asked_for_is_refused(monkeypatch, variables, said):
+    with pytest.raises(SystemExit, match=said):
+        check_processes(monkeypatch, variables)
+
+
+def test_one_process_is_enough_where_one_is_meant(monkeypatch):
+    for variables in ({}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, {"ACCELERATE_USE_CPU": "True"}):
+        check_processes(monkeypatch, variables)
 
 
 @pytest.mark.launch
