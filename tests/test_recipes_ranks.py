@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 
-from recipes import glyphs, launch
+from recipes import checkpoints, glyphs, launch
 from recipes.models import BatchNorm
 from tests.launching import environment
 from tests.pool import the_pool
@@ -120,6 +121,76 @@ def test_a_run_that_is_not_what_its_launcher_was_asked_for_is_refused(monkeypatc
 def test_one_process_is_enough_where_one_is_meant(monkeypatch):
     for variables in ({}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, {"ACCELERATE_USE_CPU": "True"}):
         check_processes(monkeypatch, variables)
+
+
+def see(group, folders):
+    return exit_of(lambda: launch.check_shared(folders[dist.get_rank()]))
+
+
+def refuse_on_main(group, error):
+    def function():
+        raise error
+
+    return exit_of(lambda: launch.on_main(function))
+
+
+def exit_of(function):
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_folder_that_processes_do_not_share_is_refused(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    pool = the_pool(2, timeout=120)
+    assert pool.run(see, 2, [one, one]) == [None, None]
+    for said in pool.run(see, 2, [one, other]):
+        assert said.startswith(f"SystemExit: {one if said.count(str(one)) else other}: process 1 on")
+        assert "put it on a file system that the nodes share" in said
+    assert not [*one.iterdir(), *other.iterdir()]
+
+
+def test_an_error_of_the_main_process_ends_all():
+    pool = the_pool(2, timeout=120)
+    assert pool.run(refuse_on_main, 2, SystemExit("no")) == ["SystemExit: no", "SystemExit: 1"]
+    assert pool.run(refuse_on_main, 2, ValueError("no")) == ["ValueError: no", "SystemExit: 1"]
+
+
+def save_and_load(group, folder):
+    """What each process was told to save to and to load, where the second one's cache shows no pointer."""
+    told = []
+    accelerator = SimpleNamespace(save_state=told.append, load_state=told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoints, "latest", lambda folder: None)
+        for _ in range(2):
+            checkpoints.save(accelerator, folder)
+        checkpoints.load(accelerator, folder)
+    return [Path(path).name for path in told]
+
+
+def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
+    assert the_pool(2, timeout=120).run(save_and_load, 2, tmp_path / "state") == [["a", "b", "b"]] * 2
+
+
+def test_a_lock_at_which_deepspeed_waits_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    locks = [tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock", tmp_path / "other" / "lock"]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(locks[0], (0, 0))  # a killed run's; the other one was just made
+    with launch.naming_build_locks(patience=10):
+        pass
+    assert not capsys.readouterr().err
+    with launch.naming_build_locks(patience=0.1):
+        os.utime(locks[1], (2**40, 2**40))
+        time.sleep(0.35)
+    said = capsys.readouterr().err
+    assert said.count("waiting for") == 1 and f"waiting for {locks[0]}, which is" in said and "remove the file" in said
 
 
 @pytest.mark.launch
