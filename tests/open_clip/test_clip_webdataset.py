@@ -595,9 +595,11 @@ def test_two_processes(given, tmp_path, way, request):
 
 @pytest.mark.launch
 def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
-    """Every micro-batch takes its share of the scale's gradient, for which DDP waits."""
+    """Every micro-batch takes its share of the scale's gradient, for which DDP waits; it reduces once per window."""
     more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
-    launch(2, given, tmp_path / "two", *more, "--batch-size", "2", "--estimator", "clip")
+    counted = [*more, "--batch-size", "2", "--estimator", "clip"]
+    run = launch(2, given, tmp_path / "two", *counted, module="tests.open_clip.counted")
+    assert run.stdout.count("reduced 5 times") == 2
     train(given, tmp_path / "one", *more, "--batch-size", "4", estimator="clip")
     two, one = weights(tmp_path / "two", 1), weights(tmp_path / "one", 1)
     assert abs(two["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
