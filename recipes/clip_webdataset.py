@@ -176,13 +176,20 @@ def rows_folder(args):
     return args.output / "rows"
 
 
+def required(parameter):
+    return parameter.default is inspect.Parameter.empty
+
+
 def build_estimator(args, options, n, dim):
     """A method's preset; its rows are where --offload and --shard say."""
     method = METHODS[args.estimator]
-    for name, value in {"n": n, "dim": dim}.items():
-        if name in method.parameters and method.parameters[name].default is inspect.Parameter.empty:
-            options = {**options, name: value}
-    est = method.preset(**options, offload=args.offload, offload_dir=rows_folder(args), shard=args.shard)
+    batch = args.batch_size * launch.world_size() * (args.accumulate if args.gradient_cache else 1)
+    given = {"n": n, "dim": dim, "batch_size": batch}
+    if "batch_size" not in method.parameters:  # what is recommended depends on all of them; others take what they need
+        given = {k: v for k, v in given.items() if k in method.parameters and required(method.parameters[k])}
+    rows = {"offload": args.offload, "offload_dir": rows_folder(args), "shard": args.shard}
+    rows = {name: value for name, value in rows.items() if name in method.parameters}
+    est = method.preset(**options, **given, **rows)
     if args.learn_scale and est.temperature.learns:
         raise SystemExit(f"--learn-scale: {args.estimator} with these options learns temperatures of its own")
     if list(est.parameters()) and args.gradient_cache and args.precision == "fp16":
@@ -311,9 +318,10 @@ class Trainer:
         """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
         args, kind = self.args, self.accelerator.distributed_type.value
         sharded = kind in ("FSDP", "DEEPSPEED")
+        built = [type(self.est).__name__] if args.estimator == "recommended" else []  # by the batch's size
         mine = {
             "model": self.config,
-            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}],
+            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}, *built],
             "learn-scale": args.learn_scale,
             "index": index.fingerprint,
             "shards and samples": [len(self.batches.shards), self.batches.n],

@@ -189,7 +189,7 @@ def accelerator(
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
         )
-    with naming_build_locks():
+    with naming_build_locks(LOCK_PATIENCE):
         made = Accelerator(**options)
     check_processes(made)
     return made
@@ -256,12 +256,12 @@ def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
 
 def prepare(accelerator: Accelerator, *parts: Any) -> Any:
     """Prepare model and optimizer with accelerate; a lock at which DeepSpeed waits meanwhile is named."""
-    with naming_build_locks() if uses_deepspeed(accelerator) else contextlib.nullcontext():
+    with naming_build_locks(LOCK_PATIENCE) if uses_deepspeed(accelerator) else contextlib.nullcontext():
         return accelerator.prepare(*parts)
 
 
 @contextlib.contextmanager
-def naming_build_locks(patience: float = LOCK_PATIENCE) -> Iterator[None]:
+def naming_build_locks(patience: float) -> Iterator[None]:
     """Name, on stderr, each lock of a compiled extension that is ``patience`` seconds old inside the context.
 
     torch waits for such a lock without an end and, by default, without a message.
@@ -283,8 +283,9 @@ def _name_build_locks(done: threading.Event, patience: float) -> None:
             if age >= patience and lock not in named:
                 named.add(lock)
                 print(
-                    f"waiting for {lock}, which is {age:.0f} s old: another process compiles this extension, or was "
-                    f"killed while it did. If no other run is starting, remove the file",
+                    f"DeepSpeed has not started after {patience:.0f} s. It may wait for {lock}, which is {age:.0f} s "
+                    f"old: another process compiles this extension, or was killed while it did. If no other run is "
+                    f"starting, remove that file",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -190,7 +190,7 @@ def test_a_lock_at_which_deepspeed_waits_is_named(tmp_path, monkeypatch, capsys)
         os.utime(locks[1], (2**40, 2**40))
         time.sleep(0.35)
     said = capsys.readouterr().err
-    assert said.count("waiting for") == 1 and f"waiting for {locks[0]}, which is" in said and "remove the file" in said
+    assert said.count("DeepSpeed") == 1 and f"wait for {locks[0]}, which is" in said and "remove that file" in said
 
 
 @pytest.mark.launch

@@ -124,6 +124,17 @@ def test_every_estimator(given, tmp_path, estimator):
     assert all(value.isfinite().all() for value in weights(tmp_path, 1).values())
 
 
+def test_what_is_recommended_is_of_the_batch_that_a_call_has(given, tmp_path):
+    def built(*more):
+        args = recipe.parse(arguments(given, tmp_path, *more, estimator="recommended"))
+        return type(recipe.build_estimator(args, {}, 10_000, 16)).__name__
+
+    size = ("--batch-size", "256", "--accumulate", "4")
+    assert built(*size) == "MemoryEstimator" and built(*size, "--gradient-cache") == "DCLEstimator"
+    train(given, tmp_path, "--max-steps", "1", estimator="recommended")
+    assert json.loads((tmp_path / "run.json").read_text())["estimator"] == ["recommended", {}, "MemoryEstimator"]
+
+
 def test_every_configuration_of_open_clip_says_its_dimension():
     dims = {name: recipe.model_config(name)[1]["embed_dim"] for name in open_clip.list_models()}
     assert len(dims) > 100 and all(type(dim) is int and dim > 0 for dim in dims.values())
