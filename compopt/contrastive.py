@@ -50,6 +50,7 @@ from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
@@ -145,6 +146,12 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
+    directions: str = fixed()
+    normalize: bool = fixed()
+    multiply_tau: bool = fixed()
+    normalizer: Normalizer = fixed()
+    temperature: Temperature = fixed()
+
     def __init__(
         self,
         normalizer: Normalizer,
@@ -191,6 +198,11 @@ class ContrastiveEstimator(Estimator):
         parts = {role: structure for role, structure in structures.items() if structure}
         one = {} if self.directions == "both" else {"directions": self.directions}  # checkpoints of before have none
         return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **one, **parts}
+
+    def _described(self) -> dict[str, Any]:
+        directions = {} if self.mode == "unimodal" else {"directions": self.directions}
+        unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
+        return {"mode": self.mode, **directions, **unusual, **super()._described()}
 
     @property
     def _anchors(self) -> int:

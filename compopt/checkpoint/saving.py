@@ -110,7 +110,8 @@ def save(
         ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
             with ``blocking=False``.
         ImportError: fsspec or the driver for a URL is missing.
-        TypeError: ``keep`` is no integer, ``blocking`` neither True nor False.
+        TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
+            False.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
             another process saves into the directory: the message says which, on which machine, since when; or another
             estimator of this process does, from which this one was not loaded; or ``est`` is a part of another
@@ -133,12 +134,22 @@ def save(
         ...     path.name.startswith("checkpoint-")
         True
     """
+    _check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
     with doing("compopt.save()", est.t):
         root: Folder = est._ranks.agree(lambda: _begin(est, directory, blocking))
         with est._state.copying():
             return _save(est, root, keep, incremental, blocking)
+
+
+def _check_estimator(est: Any) -> None:
+    """Refuse what has no rows; a module around an estimator has it in ``.est``."""
+    if isinstance(est, Estimator):
+        return
+    inside = isinstance(getattr(est, "est", None), Estimator)
+    remedy = "pass its estimator, .est" if inside else "models go into torch.save(model.state_dict(), ...)"
+    raise TypeError(f"est must be an estimator of compopt, got {type(est).__name__}; {remedy}")
 
 
 def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: bool) -> Folder | SaveHandle:
@@ -217,7 +228,7 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
             and both values, and the estimator is as it was.
-        TypeError: ``t`` is no integer.
+        TypeError: ``est`` is no estimator, ``directory`` no path, ``t`` no integer.
         RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
             else.
 
@@ -233,6 +244,7 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
     """
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
+    _check_estimator(est)
     est.stand_alone()
     est._await_save()
     with doing("compopt.load()", est.t), est._state.writing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.commits import Commits
 from compopt.estimator.component import Component
 from compopt.estimator.exclusive import Exclusive
+from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Groups, SampleGroups
 from compopt.estimator.reader import ROW_KEYS, BatchReader
 from compopt.stores.layout import Column
@@ -94,6 +95,8 @@ class Estimator(Commits):
     """
 
     data_fingerprint: str | None = None
+    mode: str = fixed()
+    dtype: torch.dtype = fixed()
 
     def __init__(
         self,
@@ -127,6 +130,13 @@ class Estimator(Commits):
         """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
         return self._groups.groups
 
+    @sample_groups.setter
+    def sample_groups(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            "sample_groups is one list for as long as the estimator lives: change the values in it, "
+            "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
+        )
+
     @property
     def defaults(self) -> dict[str, Any]:
         """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
@@ -136,6 +146,13 @@ class Estimator(Commits):
     def n(self) -> int | None:
         """Samples in all groups; ``None`` for an estimator without rows."""
         return self._groups.n
+
+    @n.setter
+    def n(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"n of {type(self).__name__} is fixed at {self.n}, got {value!r}: append the rows of another data set with "
+            f"est.add_sample_group, or build another estimator"
+        )
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set; its samples take the indices after all existing ones.
@@ -319,7 +336,9 @@ class Estimator(Commits):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
-            raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
+            raise TypeError(
+                f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
+            )
         if self._table is None:  # nothing to read, so no index is asked for; the loader itself does
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
@@ -379,6 +398,10 @@ class Estimator(Commits):
             return self._table.store.device
         states = (value for part in self._components.values() for value in part.state.values())
         return next((value.device for value in states), torch.device("cpu"))
+
+    @device.setter
+    def device(self, value: Any) -> NoReturn:
+        raise AttributeError(f"device is where the state is: move it with est.to({str(value)!r})")
 
     @property
     def split(self) -> bool:
@@ -456,7 +479,12 @@ class Estimator(Commits):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
+        lines += [f"    {key}: {value}" for key, value in self._described().items()]
         for number, group in enumerate(self.sample_groups):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
+
+    def _described(self) -> dict[str, Any]:
+        """What ``repr`` shows beside the sample groups, by name."""
+        return {key: value for part in self._components.values() for key, value in part.described().items()}

@@ -124,6 +124,10 @@ class Component(ABC):
         """
         return {}
 
+    def described(self) -> dict[str, Any]:
+        """What the estimator's ``repr`` shows of it beside hyper-parameters, by name."""
+        return self.structure()
+
     def learned(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
