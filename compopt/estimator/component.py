@@ -55,7 +55,6 @@ class Component(PartHooks, Estimator):
     """
 
     mode: str = "single"
-    dtype: torch.dtype = torch.float32
     _core: Engine | None = None
     _owner: ref[Estimator] | None = None
 
@@ -187,12 +186,12 @@ class Component(PartHooks, Estimator):
                 return role
         raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
 
-    @property
-    def sample_groups(self) -> Groups:
-        """One mapping per data set: ``n`` and this part's hyper-parameters by their own names; edits count."""
-        if self._owner is None:
-            return super().sample_groups
-        return self._facts.groups.of_part(self._in_owner)
+    def _sample_groups(self) -> Groups:
+        """This part's hyper-parameters by their own names; edits count."""
+        return super()._sample_groups() if self._owner is None else self._facts.groups.of_part(self._in_owner)
+
+    def _described(self) -> dict[str, Any]:
+        return self.described()
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -113,6 +113,10 @@ class PartHooks(ABC):
         """
         return {}
 
+    def described(self) -> dict[str, Any]:
+        """Facts that ``repr`` shows beside hyper-parameters, by name."""
+        return self.structure()
+
     def learned(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()

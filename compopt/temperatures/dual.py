@@ -146,6 +146,10 @@ class TemperatureDual(Temperature):
             dtype=dtype,
         )
 
+    def described(self) -> dict[str, Any]:
+        tau = self.state.get("tau")
+        return {"tau": f"{'one per sample' if tau is None else format(tau.item(), '.6g')} (learned)"}
+
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}
         for key in ("tau_init", "tau_min", "tau_max", "max_grad"):
