@@ -55,7 +55,7 @@ def measure(rank: int, ranks: int, port: int, case: dict[str, Any], folder: str,
     files = [path.stat().st_blocks * 512 for path in Path(folder).glob("rows/*")]
     own = {"asked": status("VmData") - reserved, "written": status("RssAnon") - anonymous}
     if rank == 0:
-        words = est._table.layout.row_bytes
+        words = est._engine.table.layout.row_bytes
         result.update(own, row_bytes=words, built=built, first=first, file=sum(files))
     if ranks > 1:
         dist.barrier()

@@ -57,7 +57,7 @@ class Peak(threading.Thread):
 
 def fill(est: compopt.SogCLREstimator) -> None:
     """Write every row of this process, as training would have in the end."""
-    store = est._table.store
+    store = est._engine.table.store
     for start in range(0, store.n, 1 << 20):
         stop = min(start + (1 << 20), store.n)
         store.write_block(start, torch.randn(stop - start, 2, dtype=torch.float64).view(torch.complex128))

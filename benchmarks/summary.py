@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/which.md, docs/peers.md and benchmarks/README.md, from the result files.
+"""Tables of README.md, docs and benchmarks/README.md, from the result files.
 
 python -m benchmarks.summary            # rewrites them
 python -m benchmarks.summary --check    # fails if the pages say something else
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved import HISTORY, ROOT, stored
-from benchmarks.studies.default.report import overview, small_batch, small_sets, variants
+from benchmarks.studies.default.report import first, overview, small_batch, small_sets, variants
 from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -163,6 +163,13 @@ def summary() -> str:
     return table(HEAD, body, "l")
 
 
+def sparse_saves() -> str:
+    """What checkpoints of a large table take after few visits, in order and uniform."""
+    body = [[line[0], line[1], line[2], line[5]] for line in stored("saving_sparse")["results"]]
+    head = ["rows are visited", "the table's file, MiB", "the first checkpoint, MiB", "the second one adds, MiB"]
+    return table(head, body)
+
+
 def provenance() -> str:
     """Where, when and with what each of the compared results was measured."""
     body = []
@@ -176,9 +183,10 @@ def provenance() -> str:
 
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
-    ROOT / "README.md": (overview,),
-    ROOT / "docs" / "which.md": (variants, small_batch, small_sets),
+    ROOT / "README.md": (first,),
+    ROOT / "docs" / "which.md": (variants, small_batch, overview, small_sets),
     ROOT / "docs" / "peers.md": (summary,),
+    ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }
 

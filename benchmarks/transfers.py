@@ -99,7 +99,7 @@ def measure(device: torch.device, name: str, mode: str, placement: Placement, fo
     counted = counts()
     if name not in WITHOUT_ROWS:
         est.read(torch.arange(4))  # commits are in the store before its folder goes
-        est._table.rows.close()
+        est._engine.table.rows.close()
     return {"estimator": name, "mode": mode, "placement": placement.name, **counted}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 COUNT = "count"
 # Samples without an index are numbered below, so that they are told apart within a batch; it means nothing in the next.
 FIRST_NAME = -(1 << 63) + (1 << 56)
+RANK_STRIDE = 1 << 40  # between the names of two ranks' samples; no batch is as large
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Batch:
         rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
         host_rows: the same on the CPU, ``None`` where asking would wait for a device.
         columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
+        blank: by column, where the part that keeps it was never visited although the sample was, ``(B, D)``; for all
+            columns of a part, and only where there are such rows (:meth:`Component.load_state_dict`).
         block: the rows as they are stored, ``(B * R, words)``; ``None`` without rows.
         distinct: the host knows that no sample occurs twice, and that nothing but the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
@@ -49,6 +52,17 @@ class Batch:
     bad: Tensor | None
     dtype: torch.dtype
     depositing: bool
+    blank: dict[str, Tensor] = field(default_factory=dict)
+
+    def unseen(self, column: str) -> Tensor:
+        """Where the part that keeps a column was never visited, ``(B, D)``."""
+        new = self.count == 0
+        return new | self.blank[column] if column in self.blank else new
+
+    def seen(self, column: str) -> Tensor:
+        """The opposite of :meth:`unseen`."""
+        seen = self.count > 0
+        return seen & ~self.blank[column] if column in self.blank else seen
 
     @property
     def count(self) -> Tensor:

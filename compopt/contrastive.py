@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, FIRST_NAME, Batch
+from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
 from compopt.checks.inputs import (
     check_extra,
@@ -63,8 +63,6 @@ from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-# Without an index every sample is its own; those of different ranks are told apart by a stride no batch reaches.
-_FAR = 1 << 40
 
 
 def _at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
@@ -182,22 +180,27 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
+        for part in parts.values():
+            part.keep_edits()
         placement = Placement(process_group, offload, offload_dir, shard)
         groups = None if sample_groups is None else parse(sample_groups)
         count = len(DIRECTIONS[directions])
-        super().__init__(parts, mode=mode, dtype=dtype, directions=count, placement=placement, sample_groups=groups)
-        self.normalizer, self.temperature = normalizer, temperature
+        one = {} if directions == "both" else {"directions": directions}  # checkpoints of before have none
+        super().__init__(
+            parts,
+            mode=mode,
+            dtype=dtype,
+            directions=count,
+            placement=placement,
+            sample_groups=groups,
+            options={"normalize": normalize, "multiply_tau": multiply_tau, **one},
+        )
+        self.normalizer, self.temperature, engine = normalizer, temperature, self._engine
         for part in parts.values():
-            part.joined(self._groups, Setting(self, mode, dtype, normalize, self._ranks, count))
+            part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         self._warned_rho = False
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
-
-    def _options(self) -> dict[str, Any]:
-        structures = {role: part.structure() for role, part in self._components.items()}
-        parts = {role: structure for role, structure in structures.items() if structure}
-        one = {} if self.directions == "both" else {"directions": self.directions}  # checkpoints of before have none
-        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **one, **parts}
 
     def _described(self) -> dict[str, Any]:
         directions = {} if self.mode == "unimodal" else {"directions": self.directions}
@@ -279,7 +282,7 @@ class ContrastiveEstimator(Estimator):
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
         """
         refuse_transforms()
-        with self._handshake.guard():
+        with self._engine.handshake.guard():
             for name, value in (("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra)):
                 refuse_tangent(name, value)
             keys, tau = self._check_call(z1, z2, index, index2, group, labels, tau)
@@ -350,7 +353,7 @@ class ContrastiveEstimator(Estimator):
         refuse_transforms()
         for name, z in (("z1", z1), ("z2", z2), ("extra", extra)):  # before detach drops it
             refuse_tangent(name, z)
-        with self._handshake.guard():  # before anything is asked of them
+        with self._engine.handshake.guard():  # before anything is asked of them
             check_features(z1, z2, least=0)
             if extra is not None:
                 check_extra(extra, extra_index, z1)
@@ -378,13 +381,9 @@ class ContrastiveEstimator(Estimator):
         tau: Tensor | float | None,
     ) -> tuple[dict[str, Tensor], Tensor | float | None]:
         """Refuse what one rank can refuse by itself; the keys by which pairs are excluded, and tau."""
-        check_features(z1, z2, least=2 if self._ranks.size == 1 else 0)
-        if index is None:
-            if self.n is not None:
-                raise TypeError(
-                    f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}"
-                )
-            index = torch.arange(len(z1), device="cpu") + (FIRST_NAME - (self._ranks.rank + 1) * _FAR)
+        engine = self._engine
+        check_features(z1, z2, least=2 if engine.ranks.size == 1 else 0)
+        index = self._index(index, len(z1))
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         one_name(labels, group)
@@ -416,17 +415,18 @@ class ContrastiveEstimator(Estimator):
 
     def _gather_extra(self, batch: Batch, own: Tensor, positions: Tensor | None) -> Extra:
         """Everybody's further candidates."""
+        engine = self._engine
         positive = batch.keys.get("index2", batch.keys["index"])
         values = [own] if positions is None else [own, accelerator.to_device(positions, own.device)]
-        first = sum(batch.more[: self._ranks.rank])
-        everyone = self._ranks.gather(values, batch.more) if max(batch.more) else values
+        first = sum(batch.more[: engine.ranks.rank])
+        everyone = engine.ranks.gather(values, batch.more) if max(batch.more) else values
         at = slice(first, first + len(own))
         return Extra(own, everyone[0], positive, None if positions is None else everyone[1], at)
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
         """A number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
-            tau = self.temperature.value(batch.columns, self._hyper("temperature", batch), batch.depositing)
+            tau = self.temperature.temperatures(batch.columns, self._hyper("temperature", batch), batch.depositing)
             refuse_tangent("the temperature", tau)
         if not isinstance(tau, Tensor):
             return tau
@@ -435,7 +435,7 @@ class ContrastiveEstimator(Estimator):
 
     def _hyper(self, role: str, batch: Batch) -> Hyper:
         """Hyper-parameters of one part for the samples of a batch."""
-        return self._groups.hyper(role, batch.rows, batch.dtype)
+        return self._engine.groups.hyper(role, batch.rows, batch.dtype)
 
     # -- pairs, alpha, proposals, value, gradients -------------------------------------------------------------
 
@@ -460,6 +460,7 @@ class ContrastiveEstimator(Estimator):
             encoder: for samples outside the batch.
             graph: whether anything wants gradients at all.
         """
+        engine = self._engine
         constant = temperature.detach() if isinstance(temperature, Tensor) else temperature
         tau = batch.values.get("tau", constant)
         learned = isinstance(temperature, Tensor) and temperature.requires_grad and graph
@@ -469,24 +470,27 @@ class ContrastiveEstimator(Estimator):
         estimate = self.normalizer.estimate(call)  # alpha, or weights; a network learns here
         call = replace(call, hyper=self._hyper("temperature", batch))
         objective = Objective(
-            batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, self._ranks.size
+            batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, engine.ranks.size
         )
         value = objective.value().to(own.unit.dtype)
         if candidates is not None or len(pairs.keys) > 1:  # a sample may be in no pair; a network's alpha sees no extra
             value = value + nothing(*batch.features, *(() if candidates is None else (candidates.everyone,)))
         prepared = (own, extras, None if encoder is None else encoder.encoded)
         units = [features.unit for features in prepared if features is not None]
-        self._async_checks.watch_features(value, *units)  # a warning may be an error, and this call counts from here on
+        engine.async_checks.watch_features(
+            value, *units
+        )  # a warning may be an error, and this call counts from here on
         if batch.depositing:
-            moved = self.temperature.update(call, objective.tau_gradients()) if self.temperature.learns else {}
+            moved = self.temperature.proposals(call, objective.tau_gradients()) if self.temperature.learns else {}
             self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
-        elsewhere = self._ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
+        elsewhere = engine.ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
         gradients = objective.feature_gradients(own, extras, graph, elsewhere)
         if learned and isinstance(temperature, Tensor):
             gradients.append(objective.temperature_gradient(temperature))
         if encoder is not None and graph:
-            gradients += [(z, gradient * self._ranks.size) for z, gradient in encoder.gradients]
-        self._last = Summary(objective.alpha, tau, pairs.sides, batch.rows[:, 0], batch.columns.get(COUNT))
+            gradients += [(z, gradient * engine.ranks.size) for z, gradient in encoder.gradients]
+        about_pairs = (pairs.sides, pairs.log_sum, pairs.count)
+        self._last = Summary(objective.alpha, tau, *about_pairs, batch.rows[:, 0], self._visits(batch))
         self._shown = estimate.metrics
         return value, gradients
 
@@ -502,6 +506,7 @@ class ContrastiveEstimator(Estimator):
             tau: temperatures of the whole batch.
             moments: a temperature's derivative will be asked for.
         """
+        engine = self._engine
         keys = list(batch.keys.values())
         options: dict[str, Any] = {
             "distinct": batch.distinct,
@@ -512,9 +517,9 @@ class ContrastiveEstimator(Estimator):
             "chunk_size": self.chunk_size,
             "moments": moments,
         }
-        if self._ranks.size == 1:
+        if engine.ranks.size == 1:
             return Pairs(own.unit, tau, keys, **options)
-        return GatheredPairs(own.unit, batch.features, tau, keys, self._ranks, batch.sizes, **options)
+        return GatheredPairs(own.unit, batch.features, tau, keys, engine.ranks, batch.sizes, **options)
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
         """What the normalizer is shown."""
@@ -529,6 +534,13 @@ class ContrastiveEstimator(Estimator):
             window=self.pending,
             unimodal=self.mode == "unimodal",
         )
+
+    def _visits(self, batch: Batch) -> Tensor | None:
+        """Visits of each sample, 0 where some part has not met it; ``None`` where none are counted."""
+        count = batch.columns.get(COUNT)
+        for blank in {id(blank): blank for blank in batch.blank.values()}.values():
+            count = None if count is None else count.masked_fill(blank, 0)
+        return count
 
     def _valid(self, pairs: PairStatistics) -> Tensor | None:
         """Anchors without any negative (possible with index2 and labels) propose nothing."""
@@ -547,7 +559,9 @@ class ContrastiveEstimator(Estimator):
     def metrics(self) -> dict[str, Tensor]:
         """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
 
-        ``log_normalizer``: mean alpha; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
+        ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the batch's candidates
+        (``extra`` included, a memory not) at the temperatures used, in nats, mean over the anchors: the scale of other
+        libraries' contrastive losses; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
         anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used;
         ``new_rows``: samples seen for the first time (0 without rows); and those of the normalizer, which may replace
         one. They are of the global batch; ``effective_negatives`` is of this rank's anchors. Empty before the first

@@ -87,10 +87,15 @@ class StatefulEstimatorModule(EstimatorModule):
         if isinstance(state, Mapping) and "extra" in state:
             extra = dict(state["extra"])
             for role, learnable in self._learnables():
-                own = {name: parameter.detach() for name, parameter in learnable.named_parameters()}
+                # numbers, whatever the parameters became: a run that diverged may go back to an earlier state
+                own = {name: parameter.detach().nan_to_num(0, 0, 0) for name, parameter in learnable.named_parameters()}
                 extra[role] = {**own, **extra.get(role, {})}
             state = {**state, "extra": extra}
+        before = [(parameter, parameter.detach().clone()) for parameter in self.parameters()]
         self.est.load_state_dict(state)
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
 
 
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
@@ -142,7 +147,6 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
-    est.stand_alone()
     if not state:
         return EstimatorModule(est)
     if est.split:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from compopt import functional as F
 from compopt.batch import Batch
@@ -158,6 +159,7 @@ class Summary:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
+        log_sum, negatives: of the pairs: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and ``|N_i|``.
         index: data-set positions, ``(B,)``.
         count: visits so far, ``(B, D)``; ``None`` where none are counted.
     """
@@ -165,6 +167,8 @@ class Summary:
     alpha: Tensor
     tau: float | Tensor
     sides: list[Sums]
+    log_sum: Tensor
+    negatives: Scalar
     index: Tensor
     count: Tensor | None
 
@@ -174,12 +178,18 @@ class Summary:
         spread = tau.to(self.alpha.dtype).flatten()
         return {
             "log_normalizer": self.alpha.mean(),
+            "info_nce": self._cross_entropy().mean(),
             "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
             "new_rows": self._new_rows(),
         }
+
+    def _cross_entropy(self) -> Tensor:
+        """``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
+        loss = softplus(self.log_sum, threshold=60.0)
+        return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:
         """How many samples have not been visited before, each counted once."""

@@ -95,7 +95,7 @@ class RemotePath:
         return {name: int(e["size"] or 0) for name, e in self._entries().items() if e["type"] != "directory"}
 
     def read_bytes(self) -> bytes:
-        """The content of a small file."""
+        """The content of a file as a whole."""
         with self._named() as (store, path):
             content: bytes = store.cat_file(path)
             return content
@@ -232,6 +232,6 @@ def _open_store(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise ImportError('URLs need fsspec: pip install "compopt[remote]"') from None
+        raise ImportError('URLs need fsspec: pip install -e ".[remote]" in the checkout of compopt') from None
     store, path = url_to_fs(url)  # fsspec keeps one store for all equal URLs
     return store, str(path).rstrip("/")

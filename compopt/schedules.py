@@ -69,6 +69,9 @@ class Schedule:
 class CosineGamma(Schedule):
     r"""``gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``: from 1 down to ``gamma_min``.
 
+    FastCLIP's authors set gamma once per epoch, from the number of finished epochs. For their schedule call
+    :meth:`step` once per epoch, with ``decay_steps`` in epochs.
+
     Args:
         est: an estimator with a ``gamma``.
         decay_steps: updates until ``gamma_min`` is reached; it stays there.

@@ -69,9 +69,9 @@ class Run:
         plain = self.task.model().to(device)
         if self.control.deepspeed:  # it broadcasts weights as flat bytes
             plain = plain.to(memory_format=torch.contiguous_format)
-        self.est = methods.build(config.method, self.task.n, self.task.mode, config.options, self.control.placement).to(
-            device
-        )
+        options, placement = config.options, self.control.placement
+        est = methods.build(config.method, self.task.n, self.task.mode, options, placement, config.batch_size)
+        self.est = est.to(device)
         launch.check_learned(self.accelerator, list(self.est.parameters()), config.method)
         self.optimizer = torch.optim.AdamW(self._parameter_groups(plain), lr=config.lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(

@@ -52,7 +52,7 @@ class Method:
 
     Attributes:
         title: name for tables and pictures.
-        build: ``(n, mode, o) -> estimator``; ``o`` has one attribute per hyper-parameter, and
+        build: ``(n, mode, o) -> estimator``; ``o`` has one attribute per hyper-parameter, ``batch_size``, and
             ``placement``: offload, offload_dir, shard.
         defaults: hyper-parameters of the method and their values in bimodal mode.
         unimodal: values that differ in unimodal mode.
@@ -124,6 +124,10 @@ NETWORK = {"prototypes": 1024, "network_lr": 1.0, "objective": "unified", "archi
 # Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
 # glyphs at batch 64 (benchmarks/results/glyphs.md). Unimodal values were not tuned.
 METHODS: dict[str, Method] = {
+    # nothing to choose, and nothing per sample that could lie elsewhere
+    "recommended": Method(
+        "recommended", lambda n, mode, o: compopt.recommended(DIM, n, batch_size=o.batch_size, mode=mode), {}
+    ),
     "infonce": Method(
         "InfoNCE",
         lambda n, mode, o: compopt.InfoNCEEstimator(tau=o.tau, include_positive=True, mode=mode, **o.placement),
@@ -201,10 +205,24 @@ METHODS: dict[str, Method] = {
 
 
 def build(
-    name: str, n: int, mode: str, options: Mapping[str, Any], placement: Mapping[str, Any] | None = None
+    name: str,
+    n: int,
+    mode: str,
+    options: Mapping[str, Any],
+    placement: Mapping[str, Any] | None = None,
+    batch_size: int | None = None,
 ) -> compopt.ContrastiveEstimator:
-    """The estimator of method ``name`` over ``n`` samples; ``placement``: where its rows live."""
-    return METHODS[name].build(n, mode, SimpleNamespace(**options, placement=placement or {}))
+    """Return the estimator of method ``name``.
+
+    Args:
+        name: a key of ``METHODS``.
+        n: number of samples.
+        mode: ``"bimodal"`` or ``"unimodal"``.
+        options: the method's hyper-parameters.
+        placement: where its rows live.
+        batch_size: samples of a call on all ranks, for a method that depends on it.
+    """
+    return METHODS[name].build(n, mode, SimpleNamespace(**options, placement=placement or {}, batch_size=batch_size))
 
 
 def build_schedule(

@@ -33,16 +33,17 @@ def recall(model, held_out):
 
 
 def save(folder, epoch, est, parts):
-    """The estimator's rows in a directory of their own, everything else in one file that names it."""
-    rows = compopt.save(est, folder / "rows").name
+    """Save the estimator in a directory of its own, and everything else in one file that names it."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({"epoch": epoch, "rows": rows, **states}, folder / "last.pt")
+    torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
 
 
 def load(folder, est, parts):
     """Continue after the epoch that was saved last."""
+    if not (folder / "last.pt").exists():
+        raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
     saved = torch.load(folder / "last.pt")
-    compopt.load(est, folder / "rows" / saved["rows"])
+    compopt.load(est, folder / "state" / saved["state"])
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["epoch"]
@@ -60,8 +61,8 @@ def main(argv=None):
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
-    est.attach(optimizer)  # rows are committed after each real optimizer.step()
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
+    est.attach(optimizer)  # its state changes after each real optimizer.step()
     parts = {"model": model, "optimizer": optimizer}
     first = load(args.folder, est, parts) if args.resume else 0
     for epoch in range(first, args.epochs):

@@ -7,6 +7,7 @@ torchrun --nproc_per_node 2 -m recipes.own_data FOLDER --epochs 6 --resume   # t
 
 import argparse
 import hashlib
+import json
 import os
 import zlib
 from pathlib import Path
@@ -55,9 +56,20 @@ def read(folder):
     return train, Folder(sorted(held_out), train.tokenizer)
 
 
-def fingerprint(train):
-    """Tell apart other names or another order: what was kept of other data is refused."""
-    return hashlib.sha256("\n".join(path.name for path in train.paths).encode()).hexdigest()
+def fingerprint(*parts):
+    """Return a hash of the names and texts of all pairs: a resume on other pairs is refused."""
+    pairs = [[(path.name, text) for path, text in zip(part.paths, part.texts, strict=True)] for part in parts]
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def load_state(est, path):
+    """Load the estimator's state, or end the program with the reason."""
+    try:
+        compopt.load(est, path)  # on any number of processes
+    except (ValueError, OSError) as error:
+        raise SystemExit(
+            f"--resume: {error}\nResume with the pairs that the run began with, or begin anew with another --output"
+        ) from None
 
 
 @torch.no_grad()
@@ -95,7 +107,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # after the process group: it gathers the features of all processes by itself
     est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size * ranks)
-    est.data_fingerprint = fingerprint(train)
+    est.data_fingerprint = fingerprint(train, held_out)
     est.attach(optimizer)
     first = 0
     if args.resume and not (args.output / "last.pt").exists():
@@ -103,7 +115,7 @@ def main(argv=None):
     if args.resume:
         saved = torch.load(args.output / "last.pt")
         first = saved["epoch"]
-        compopt.load(est, args.output / "state" / saved["state"])  # on any number of processes; refuses other data
+        load_state(est, args.output / "state" / saved["state"])  # before the model, whose tokens are those of the texts
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if first >= args.epochs:

@@ -5,7 +5,7 @@ the task, the methods and the pictures::
 
     python -m recipes.train_clip --estimator sogclr --batch-size 64
     python -m recipes.train_clip --data icons --epochs 1
-    python -m recipes.train_clip --compare infonce infonce-no-positive clip sogclr isogclr fastclip-v3
+    python -m recipes.train_clip --compare recommended infonce infonce-no-positive sogclr isogclr
 """
 
 from __future__ import annotations

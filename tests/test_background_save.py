@@ -45,7 +45,7 @@ def visit(est, rows, seed=0):
     est.prefetch(index)
     run(est, z1, z2, index)
     est.step()
-    est._table.rows.settle()
+    est._engine.table.rows.settle()
 
 
 def fill(est, rank=0, size=1, seed=0):
@@ -127,7 +127,7 @@ def test_what_is_committed_meanwhile_is_not_in_it(stop, after, options, tmp_path
     assert handle.done and path == handle.path
     loads(path, expected)
     assert_same_bits(shown(twin, N), shown(est, N))
-    assert est._table.store.snapshot is None
+    assert est._engine.table.store.snapshot is None
     again = compopt.save(est, tmp_path / "c")
     loads(again, shown(twin, N))
 
@@ -166,7 +166,7 @@ def test_state_that_is_not_rows(tmp_path):
         assert gate.reached.wait(WAIT)
         run(est, z2, z1, torch.arange(16, 32))
         est.step()
-        for part in est._components.values():  # as an optimizer does that works in place
+        for part in est._engine.parts.values():  # as an optimizer does that works in place
             for value in part.state.values():
                 value.zero_()
         est.sample_groups[0]["gamma"] = 0.9
@@ -281,7 +281,7 @@ def test_a_copy_is_of_no_save(duplicate, offload, tmp_path):
         handle = compopt.save(est, tmp_path, blocking=False)
         assert gate.reached.wait(WAIT)
         other = duplicate(est)
-        assert other._table.store.snapshot is None and other._saving is None
+        assert other._engine.table.store.snapshot is None and other._engine.saving is None
         fill(other, seed=30)
         gate.go.set()
         loads(handle.wait(WAIT), expected)
@@ -298,7 +298,7 @@ def test_the_thread_of_another_process(tmp_path):
         if pid == 0:
             status = 1
             try:
-                assert handle.done and est._table.store.snapshot is None
+                assert handle.done and est._engine.table.store.snapshot is None
                 visit(est, range(20))
                 with pytest.raises(RuntimeError, match="fork"):
                     handle.wait()
@@ -396,7 +396,7 @@ def test_errors_of_the_disk_arrive(k, told, failing, tmp_path):
             visit(est, [0, 1])
         with pytest.raises(OSError, match="disk full"):
             compopt.save(est, tmp_path)
-    assert not handle.path.exists() and est._table.store.snapshot is None
+    assert not handle.path.exists() and est._engine.table.store.snapshot is None
     loads(tmp_path, state)
     after = compopt.save(est, tmp_path, blocking=False).wait(WAIT)
     assert inodes(earlier) == before
@@ -491,7 +491,7 @@ def test_memory_is_bounded(monkeypatch, tmp_path):
     with reading(3) as gate:
         handle = compopt.save(est, tmp_path, blocking=False)
         assert gate.reached.wait(WAIT)
-        held, overwritten = est._table.store.snapshot, set()
+        held, overwritten = est._engine.table.store.snapshot, set()
         for step in range(40):
             rows = torch.randperm(N, generator=torch.Generator().manual_seed(step))[:20].tolist()
             visit(est, rows, seed=step)
@@ -514,9 +514,9 @@ def test_what_is_written_is_given_back(tmp_path):
         visit(est, range(N))
         gate.go.set()
         assert later.reached.wait(WAIT)
-        assert len(est._table.store.snapshot._former) <= 2 * (N - 8 * BLOCK)
+        assert len(est._engine.table.store.snapshot._former) <= 2 * (N - 8 * BLOCK)
         visit(est, range(8 * BLOCK))
-        assert est._table.store.snapshot._unsorted == 0  # they are written
+        assert est._engine.table.store.snapshot._unsorted == 0  # they are written
     handle.wait(WAIT)
 
 
@@ -551,7 +551,7 @@ LAYOUTS = {
 
 def settle(est, group):
     """Every rank's commits are in the store, and in the file that they share."""
-    est._table.rows.settle()
+    est._engine.table.rows.settle()
     torch.distributed.barrier(group)
 
 

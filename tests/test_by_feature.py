@@ -21,7 +21,7 @@ ALLOWED = {
     "gradient_cache": 20,
     "several_captions": 16,
     "two_data_sets": 24,
-    "with_accelerate": 44,
+    "with_accelerate": 48,
     "with_deepspeed": 56,
     "with_lightning": 62,
     "with_sentence_transformers": 90,  # has data of its own
@@ -68,6 +68,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
     newest = max(folder.glob("*[0-9]"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     return load_file(newest / "model.safetensors")
+
+
+PLAIN = ["minimal", "chosen_batches", "gradient_cache", "several_captions", "two_data_sets"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_resume_without_a_run_is_refused_without_a_traceback(name, tmp_path):
+    with pytest.raises(SystemExit, match=r"--resume: there is no .*last\.pt"):
+        train(name, tmp_path, "--resume")
 
 
 @pytest.mark.slow

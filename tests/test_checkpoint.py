@@ -1,11 +1,15 @@
 """state_dict and load_state_dict: complete, a snapshot, bitwise, and strict about what does not fit."""
 
 import io
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import compopt
+from compopt.estimator import Column, Range
+from compopt.stores import table
 from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, group_key, make, run, snapshot
 
@@ -230,3 +234,254 @@ def test_the_remedies_for_other_groups_work():
     short.add_sample_group({"n": 5})
     short.load_state_dict(writer.state_dict())
     assert short.n == 17
+
+
+# tensors of the caller's -----------------------------------------------------------------------------
+
+
+class Counter(compopt.Temperature):
+    """A part of a user's own with state of several dtypes, which keeps the tensors that it is given."""
+
+    def __init__(self):
+        super().__init__(None, {})
+        self.state = {"sum": torch.zeros(2), "calls": torch.zeros((), dtype=torch.int64)}
+
+    def check(self, group):
+        pass
+
+    def value(self, rows, hyper, training):
+        if training:
+            before = self.working_state(True)
+            self.deposit_state(sum=before["sum"] + 0.5)
+        return 0.1
+
+    def restore_state(self, state):
+        self.state = dict(state)
+
+
+def own_part():
+    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), Counter())
+
+
+KEEPERS = {
+    "memory": lambda: compopt.MemoryEstimator(4, 32),
+    "global-dual": lambda: compopt.ContrastiveEstimator(
+        compopt.BatchNormalizer(), compopt.TemperatureDual(N, rho=0.4, tau_init=0.2, mode="global")
+    ),
+    "fastclip": lambda: compopt.FastCLIPEstimator(N, rho=0.4),
+    "emc2": lambda: compopt.EMC2Estimator(N, seed=7),
+    "neuclip": lambda: compopt.NeuCLIPEstimator(4, N, prototypes=8),
+    "learned": lambda: compopt.InfoNCEEstimator(learn_tau=True),
+    "own": own_part,
+}
+
+
+def kept(name, seed=84):
+    est = KEEPERS[name]()
+    train(est, batches(N, 3, seed=seed, dtype=torch.float32))
+    return est
+
+
+def overwrite(file):
+    """Other bytes in the same file, as a run that overwrites its last.pt."""
+    with open(file, "r+b") as opened:
+        opened.write(b"\x3f" * file.stat().st_size)
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_file_that_is_overwritten_after_loading_changes_nothing(name, tmp_path):
+    est, other, third = kept(name), KEEPERS[name](), KEEPERS[name]()
+    torch.save(est.state_dict(), tmp_path / "last.pt")
+    other.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True, weights_only=True))
+    path = compopt.save(est, tmp_path / "run")
+    compopt.load(third, path)
+    for file in (tmp_path / "last.pt", *path.glob("*.safetensors")):
+        overwrite(file)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    assert_same_bits(snapshot(est, N), snapshot(third, N))
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_loading_copies(name):
+    est, other = kept(name), KEEPERS[name]()
+    state = est.state_dict()
+    with torch.inference_mode():  # whose tensors could not be changed outside
+        other.load_state_dict(state)
+    for part in (state["rows"], *state["extra"].values()):
+        for value in part.values():
+            value.fill_(1)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    more = batches(N, 2, seed=85, dtype=torch.float32)
+    assert train(est, more) == train(other, more)
+
+
+def test_rows_that_require_grad_are_only_values():
+    est, other = kept("emc2"), KEEPERS["emc2"]()
+    state = est.state_dict()
+    state["rows"]["score"].requires_grad_()
+    other.load_state_dict(state)
+    assert not other.read(torch.arange(N))["score"].requires_grad
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+# entries that no run writes --------------------------------------------------------------------------
+
+
+def at(path, change):
+    """A state with one entry replaced."""
+
+    def changed(state):
+        state = dict(state)
+        if len(path) == 1:
+            state[path[0]] = change(state.get(path[0]))
+        else:
+            state[path[0]] = at(path[1:], change)(state[path[0]])
+        return state
+
+    return changed
+
+
+def put(value, place=0):
+    """A tensor with another value at one place."""
+
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[place] = value
+        return tensor
+
+    return change
+
+
+ROWS, MEMORY, NETWORK = ("rows",), ("extra", "normalizer"), ("extra", "normalizer")
+DUAL = ("extra", "temperature")
+IMPOSSIBLE = {
+    # rows that hold no values, or are of another kind
+    "rows on the meta device": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to("meta")), ValueError, "'log_u'.*meta"),
+    "sparse rows": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to_sparse()), ValueError, "'log_u'.*dense"),
+    "rows of float64": ("fastclip", at((*ROWS, "log_u"), lambda x: x.double()), ValueError, "float64.*float32"),
+    "a column that is None": ("fastclip", at((*ROWS, "log_u"), lambda x: None), TypeError, "'log_u'.*NoneType"),
+    "a column that is a list": ("fastclip", at((*ROWS, "log_u"), Tensor.tolist), TypeError, "'log_u'.*list"),
+    "an unknown column": ("fastclip", at((*ROWS, "other"), lambda x: torch.zeros(N, 2)), ValueError, "'other'"),
+    "rows of an estimator without": ("memory", at((*ROWS, "log_u"), lambda x: torch.zeros(N, 2)), ValueError, "log_u"),
+    # values of rows
+    "NaN rows": ("fastclip", at((*ROWS, "log_u"), put(math.nan, 7)), ValueError, "'log_u'.*finite, row 3 has.*nan"),
+    "infinite rows": ("fastclip", at((*ROWS, "log_u"), put(math.inf, -1)), ValueError, "'log_u'.*finite, row 12"),
+    "a negative count": ("fastclip", at((*ROWS, "count"), put(-1)), ValueError, "'count'.*>= 0, row 0 has"),
+    "a chain outside": ("emc2", at((*ROWS, "chain"), put(10**12, 4)), ValueError, "'chain'.*<= 12, row 2.*10{12}"),
+    "a chain below 0": ("emc2", at((*ROWS, "chain"), put(-1)), ValueError, "'chain'.*>= 0"),
+    "a chain at n": ("emc2", at((*ROWS, "chain"), put(N)), ValueError, "'chain'"),
+    "a score that is NaN": ("emc2", at((*ROWS, "score"), put(math.nan)), ValueError, "'score'"),
+    "tau = 0 in a row": ("isogclr", at((*ROWS, "tau"), put(0.0)), ValueError, "'tau'.*finite and > 0, row 0"),
+    "tau < 0 in a row": ("isogclr", at((*ROWS, "tau"), put(-0.1)), ValueError, "'tau'"),
+    "a negative mean of squares": ("isogclr", at((*ROWS, "tau_exp_avg_sq"), put(-1e-3)), ValueError, "exp_avg_sq"),
+    # state that is not rows: kind, dtype, layout
+    "keys of float32": ("memory", at((*MEMORY, "keys"), Tensor.float), ValueError, "keys.*float32.*int64"),
+    "keys of int32": ("memory", at((*MEMORY, "keys"), Tensor.int), ValueError, "keys.*int32.*int64"),
+    "a queue of float16": ("memory", at((*MEMORY, "queue"), Tensor.half), ValueError, "queue.*float16.*float32"),
+    "a queue of integers": ("memory", at((*MEMORY, "queue"), Tensor.int), ValueError, "queue.*int32.*float32"),
+    "flags of int64": ("memory", at((*MEMORY, "kept"), Tensor.long), ValueError, "kept.*int64.*bool"),
+    "a sparse queue": ("memory", at((*MEMORY, "queue"), Tensor.to_sparse), ValueError, "queue.*dense"),
+    "a meta queue": ("memory", at((*MEMORY, "queue"), lambda x: x.to("meta")), ValueError, "queue.*meta"),
+    "a queue that is None": ("memory", at((*MEMORY, "queue"), lambda x: None), TypeError, "queue.*NoneType"),
+    "a queue with NaN": ("memory", at((*MEMORY, "queue"), put(math.nan)), ValueError, "queue.*finite, got nan"),
+    "places of float32": ("neuclip", at((*NETWORK, "queue_place"), Tensor.float), ValueError, "queue_place.*float32"),
+    "a place outside": ("neuclip", at((*NETWORK, "queue_place"), put(8)), ValueError, "queue_place.*got 8"),
+    "a place below 0": ("neuclip", at((*NETWORK, "queue_place"), put(-1)), ValueError, "queue_place.*got -1"),
+    "too many slots": ("neuclip", at((*NETWORK, "queue_place"), put(9, 1)), ValueError, "queue_place.*got 9"),
+    "prototypes of NaN": ("neuclip", at((*NETWORK, "prototypes"), put(math.nan)), ValueError, "prototypes.*finite"),
+    "half sums": (
+        "neuclip",
+        at((*NETWORK, "optimizer.prototypes.sum"), Tensor.half),
+        ValueError,
+        "optimizer.prototypes.sum.*float16",
+    ),
+    "a half step": ("neuclip", at((*NETWORK, "optimizer.prototypes.step"), Tensor.half), ValueError, "step.*float16"),
+    "a global tau of 0": ("fastclip", at((*DUAL, "tau"), put(0.0)), ValueError, "tau.*> 0, got 0"),
+    "a global tau < 0": ("global-dual", at((*DUAL, "tau"), put(-0.1)), ValueError, "tau.*> 0"),
+    "a global tau of NaN": ("global-dual", at((*DUAL, "tau"), put(math.nan)), ValueError, "tau.*nan"),
+    "a global tau of float32": ("global-dual", at((*DUAL, "tau"), Tensor.float), ValueError, "tau.*float32"),
+    "negative updates": ("global-dual", at((*DUAL, "updates"), put(-1.0)), ValueError, "updates"),
+    "a learned tau of NaN": ("learned", at((*DUAL, "log_inverse"), put(math.nan)), ValueError, "log_inverse"),
+    "a negative seed": ("emc2", at((*NETWORK, "seed"), put(-1)), ValueError, "seed.*>= 0"),
+    "own state of float64": ("own", at((*DUAL, "sum"), Tensor.double), ValueError, "sum.*Counter.*float64"),
+    "own state that is no tensor": ("own", at((*DUAL, "calls"), int), TypeError, "calls.*Counter.*int"),
+    # the rest
+    "a role that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "normalizer.*dict"),
+    "an unknown role": ("memory", at(("extra", "other"), lambda x: {}), ValueError, "'other'"),
+    "a fraction of t": ("fastclip", at(("t",), lambda t: 3.7), TypeError, r"t of.*3\.7"),
+    "t of 2^70": ("fastclip", at(("t",), lambda t: 2**70), ValueError, f"t of.*{2**70}"),
+    "t below 0": ("fastclip", at(("t",), lambda t: -1), ValueError, "t of.*-1"),
+    "t is True": ("fastclip", at(("t",), lambda t: True), TypeError, "t of.*True"),
+    "version 0": ("fastclip", at(("version",), lambda v: 0), ValueError, "version.*0"),
+    "a version as text": ("fastclip", at(("version",), str), TypeError, "version.*'1'"),
+    "entries that are a list": ("neuclip", at(("entries",), lambda v: []), TypeError, "entries.*list"),
+    **{
+        f"{key} is None": ("fastclip", at((key,), lambda x: None), (TypeError, ValueError), f"{key}.*None")
+        for key in ("version", "config", "sample_groups", "rows", "extra", "t")
+    },
+}
+KEEPERS["isogclr"] = lambda: compopt.ISogCLREstimator(N, rho=0.4, tau_init=0.2, optimizer="adam")
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_no_run_writes_is_refused_and_changes_nothing(what):
+    name, change, error, match = IMPOSSIBLE[what]
+    state = change(kept(name).state_dict())
+    est = kept(name, seed=86)
+    run(est, *batches(N, 1, seed=87, dtype=torch.float32)[0])
+    before, progress = snapshot(est, N), (est.t, est.pending)
+    with pytest.raises(error, match=match) as caught:
+        est.load_state_dict(state)
+    assert type(caught.value) in (TypeError, ValueError)
+    assert_same_bits(before, snapshot(est, N))
+    assert (est.t, est.pending) == progress
+
+
+def test_state_that_was_just_made_loads():
+    """Rows that were never visited are zeros, also of temperatures; t may be an integer of another library."""
+    for build in KEEPERS.values():
+        state = build().state_dict()
+        build().load_state_dict({**state, "t": torch.tensor(state["t"])})
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+def test_rows_that_were_never_visited_are_checked_as_well(value):
+    state = compopt.ISogCLREstimator(N).state_dict()
+    state["rows"]["tau"][5] = value
+    with pytest.raises(ValueError, match="'tau'.*row 5"):
+        compopt.ISogCLREstimator(N).load_state_dict(state)
+
+
+def test_rows_are_checked_in_blocks(monkeypatch):
+    monkeypatch.setattr(table, "BLOCK_ROWS", 5)
+    est = kept("fastclip")
+    state = est.state_dict()
+    est.load_state_dict(state)
+    state["rows"]["log_u"][11, 1] = math.nan
+    with pytest.raises(ValueError, match="row 11 has"):
+        est.load_state_dict(state)
+
+
+def test_bounds_of_a_users_own_column():
+    class Bounded(compopt.MovingAverageEstimator):
+        def columns(self, directions, dtype):
+            return [*super().columns(directions, dtype), Column("one", 1, torch.int16, values=Range(least=2, most=4))]
+
+        def state_values(self, names):
+            return {"level": Range(above=0, most=1)}
+
+        def joined(self, groups, setting):
+            super().joined(groups, setting)
+            self.state = {"level": torch.ones(3)}
+
+    def build():
+        return compopt.ContrastiveEstimator(Bounded(N), compopt.FixedTemperature(0.1))
+
+    state = build().state_dict()
+    build().load_state_dict(state)
+    for change, match in [
+        (at(("rows", "one"), put(5, 6)), "'one'.*>= 2 and <= 4, row 6 has"),
+        (at(("extra", "normalizer", "level"), put(2.0)), "level of Bounded must be finite and > 0 and <= 1, got 2.0"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            build().load_state_dict(change(state))

@@ -30,7 +30,7 @@ def build(group, **options):
 
 def call(est, step=0, own=OWN):
     """A call and a commit of this rank's part of a batch."""
-    rank, ranks = est._ranks.rank, est._ranks.size
+    rank, ranks = est._engine.ranks.rank, est._engine.ranks.size
     index = torch.randperm(N, generator=generator(step))[: own * ranks]
     z1, z2 = (z[rank * own : (rank + 1) * own].requires_grad_() for z in features(own * ranks, 3, step))
     est(z1, z2, index[rank * own : (rank + 1) * own]).backward()
@@ -71,7 +71,7 @@ def one_rank_alone(group, folder, operation, options):
     compopt.save(est, folder)
     other = (lambda: observe(sampler)) if operation == "observe() of a sampler" else lambda: call(est, 1)
     name = "compopt.save()" if operation == "observe() of a sampler" else operation
-    alone = est._ranks.rank == 0
+    alone = est._engine.ranks.rank == 0
     said = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
     call(est, 2, own=9)  # a larger batch than before
     second = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
@@ -101,7 +101,7 @@ def a_mistake_beside(group, folder):
     """What a rank has to say of its own call is more than that the others do something else."""
     est = build(group)
     call(est)
-    if est._ranks.rank == 0:
+    if est._engine.ranks.rank == 0:
         return outcome(lambda: est(*features(OWN, 3, 0), torch.arange(OWN) + N))
     return outcome(lambda: compopt.save(est, folder))
 
@@ -115,7 +115,7 @@ def test_a_rank_s_own_mistake_comes_first(tmp_path):
 def openings(group):
     """Collectives of a call once the batch is known, and of one with a larger batch."""
     est, counts = build(group), []
-    est._ranks._control.length = control.FIRST_LENGTH  # as in a new process: others have used this group
+    est._engine.ranks._control.length = control.FIRST_LENGTH  # as in a new process: others have used this group
     for own in (4, 4, 8, 8, 4):
         with mock.patch.object(collectives, "tell", wraps=collectives.tell) as told:
             call(est, own, own)
@@ -225,13 +225,13 @@ def prefetch_alone(est):
     with mock.patch.object(Ranks, "new_host_group", lambda self: self.group):
         index = torch.arange(OWN)
         est.prefetch(index)
-        fetch = est._reader.prefetcher.find(index[:, None])
+        fetch = est._engine.reader.prefetcher.find(index[:, None])
         fetch.claim()
 
 
 def alone_after_the_opening(est):
     """The device's collectives fail as well as the messages before them."""
-    est._ranks.gather([torch.zeros(2, 3)], [2, 2])
+    est._engine.ranks.gather([torch.zeros(2, 3)], [2, 2])
 
 
 @pytest.mark.slow

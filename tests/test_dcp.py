@@ -205,6 +205,25 @@ def test_two_rows_that_changed_places():
     assert_same_bits(before, snapshot(other, N))
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_rows_that_no_run_writes(ranks):
+    messages = the_pool().run(load_nan, ranks) if ranks > 1 else [load_nan(None)]
+    assert any("column 'log_u' of the checkpoint must be finite, row 20 has" in message for message in messages)
+
+
+def load_nan(group):
+    """What each rank says of a NaN in a row, whose checksum fits; and that nothing changed."""
+    source, est = (compopt.SogCLREstimator(N, process_group=group) for _ in range(2))
+    columns = source.state_dict()["rows"]
+    columns["log_u"][20] = torch.nan
+    source._engine.table.load_state_dict(columns)
+    state, before = Stateful(source).state_dict(), snapshot(est, N)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        Stateful(est).load_state_dict(state)
+    assert_same_bits(before, snapshot(est, N))
+    return str(caught.value)
+
+
 # several ranks ------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed, ZeRO 0 to 3: one commit per real update, rows and weights of one process, checkpoints with all rows."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def ours(function, *args):
     return the_pool(2, timeout=120).run(function, 2, *args)
 
 
-def engine_and_rows(stage, precision="fp32", dtype=torch.float32):
+def engine_and_rows(stage, precision="fp32", dtype=torch.float32, universal=False):
     """An engine with two parameter groups, and the estimator attached to it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -35,6 +36,7 @@ def engine_and_rows(stage, precision="fp32", dtype=torch.float32):
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
         "steps_per_print": 10**9,
+        "checkpoint": {"load_universal": universal},
     }
     model = Encoders(torch.float32)
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
@@ -132,6 +134,31 @@ def test_checkpoints_resume_bit_for_bit(stage, tmp_path):
         assert (t, epoch, mine, ours_left, loaded, missing) == (2, 1, {"epoch": 1}, False, True, None)
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def run_universal(group, stage, folder):
+    """Saved, converted by DeepSpeed on one rank, loaded by both."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    from compopt.integrations import deepspeed as integration
+
+    engine, est = engine_and_rows(stage, "bf16")
+    train(engine, est, data(2))
+    integration.save_checkpoint(engine, est, folder, tag="first", client_state={"epoch": 1})
+    if dist.get_rank() == 0:
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        paths = {"input_folder": f"{folder}/first", "output_folder": f"{folder}/universal"}
+        ds_to_universal.main(SimpleNamespace(**paths, **options, inject_missing_state=True))
+    dist.barrier()
+    again, found = engine_and_rows(stage, "bf16", universal=True)
+    _, state = integration.load_checkpoint(again, found, folder)
+    return full_weights(engine), full_weights(again), rows(est), rows(found), found.t, state["epoch"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_universal_checkpoints_have_their_rows(stage, tmp_path):
+    for before, after, rows_before, rows_after, t, epoch in ours(run_universal, stage, str(tmp_path / "c")):
+        assert torch.equal(before, after) and torch.equal(rows_before, rows_after) and (t, epoch) == (2, 1)
 
 
 def run_mistakes(group, folder):

@@ -72,7 +72,7 @@ def test_a_moved_queue_of_momentum_keys_follows_their_mean(unimodal: bool) -> No
 
 def test_mined_batches_have_what_the_teacher_finds_close_but_not_the_closest() -> None:
     """Twelve directions, eight samples each, in pairs of equal ones."""
-    pytest.importorskip("pymetis", reason="pip install 'compopt[studies]'")
+    pytest.importorskip("pymetis", reason="pip install -e '.[studies]'")
     directions = torch.eye(12).repeat_interleave(8, 0)
     within = torch.randn(48, 12, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
     z = F.normalize(directions + 0.05 * within)

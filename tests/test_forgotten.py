@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -79,11 +80,11 @@ def test_an_optimizer_made_anew(kept):
     loop.train(10)
     loop.optimizer = loop.make()
     gc.collect()
-    loop.train(PATIENCE_GONE - 1)
+    loop.train(3)
     assert not loop.said
     loop.train(10 * PATIENCE)
-    words = ("32 calls", "SGD has not run step()", "attach") if kept else ("8 calls", "SGD", "is gone", "attach")
-    assert loop.heard(*words) and loop.est.pending == 10 * PATIENCE + PATIENCE_GONE - 1
+    words = ("32 calls", "SGD has not run step()", "attach") if kept else ("3 updates", "SGD", "is gone", "attach")
+    assert loop.heard(*words) and loop.est.pending == 10 * PATIENCE + 3
     loop.est.attach(loop.optimizer)
     loop.train(1)
     assert loop.est.pending == 0
@@ -95,6 +96,43 @@ def test_no_commit_from_the_start(attach):
     loop = Loop(attach=attach)
     loop.call(2 * PATIENCE)
     assert loop.heard("32 calls", "SGD has not run step()" if attach else "call est.step() after optimizer.step()")
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("make", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)])
+def test_no_commit_in_three_updates(window, make):
+    """As soon as the next batch comes, in every loop and under every trainer."""
+    loop = Loop(attach=False, make=make)
+    loop.train(3, window)
+    assert not loop.said
+    loop.call()
+    assert loop.heard(f"{3 * window + 1} calls", "3 updates", "est.step()", "EstimatorCallback")
+    loop.train(PATIENCE)
+    assert len(loop.said) == 1
+
+
+def test_commits_by_hand_are_no_alarm():
+    loop = Loop(attach=False)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    for _ in range(PATIENCE):
+        loop.train(1, window=2)
+        other.step()
+        loop.est.step()
+    loop.train(2)  # a loop that has committed knows how; it may take its time
+    loop.call(PATIENCE - 3)
+    assert not loop.said
+
+
+def test_a_step_of_several_optimizers_is_one_update():
+    """One that steps more often than the other counts as often as that."""
+    loop = Loop(attach=False)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    for step in range(16):
+        loop.call()
+        other.step()
+        if step % 4 == 0:
+            loop.optimizer.step()
+    assert loop.heard("10 calls", "3 updates")
 
 
 def test_long_windows_are_no_alarm():

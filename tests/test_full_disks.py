@@ -137,7 +137,7 @@ for number in range(1 << 12):
 est.discard()
 seen = est.state_dict()["rows"]["count"]  # of all rows, without room for one more
 print(int(seen.sum()), len(seen))
-reader = DiskStore(sys.argv[1], "rows", 1 << 20, 1, est._table.store._description, writer=False)
+reader = DiskStore(sys.argv[1], "rows", 1 << 20, 1, est._engine.table.store._description, writer=False)
 try:
     reader.gather(torch.arange(1 << 19, 1 << 20, 256))
 except OSError as error:

@@ -20,7 +20,7 @@ import compopt
 from compopt.checkpoint import durable, manifest, strict
 from compopt.stores import changes, table
 from tests.database import DATABASE
-from tests.helpers import assert_same_bits, batches, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
 
 N = 23
 LIBRARY = Path(compopt.__file__).parent
@@ -305,6 +305,56 @@ def test_other_state(name, shape, tmp_path):
     path = compopt.save(trained(), tmp_path)
     tensors = {**load_file(path / "state.safetensors"), name: torch.zeros(shape)}
     refused(tmp_path, replace(path, "state", tensors))
+
+
+def put(tensors, name, value):
+    tensors[name].view(-1)[0] = value
+
+
+@pytest.mark.parametrize(
+    "build, name, value, match",
+    [
+        (compopt.ISogCLREstimator, "log_u", float("nan"), "column 'log_u' of the checkpoint must be finite, row 0 has"),
+        (compopt.ISogCLREstimator, "tau", 0.0, "column 'tau' .* > 0, row 0"),
+        (compopt.ISogCLREstimator, "tau", -0.1, "column 'tau'"),
+        (compopt.ISogCLREstimator, "count", -1, "column 'count' .* >= 0, row 0"),
+        (compopt.EMC2Estimator, "chain", 10**12, f"column 'chain' .* <= {N - 1}, row 0"),
+    ],
+)
+def test_rows_that_no_run_writes(build, name, value, match, tmp_path):
+    """The same check as for load_state_dict, of files whose checksums fit."""
+
+    def visited():
+        est = build(N)
+        run(est, *features(N, 4, 5, dtype=torch.float32), torch.arange(N))
+        est.step()
+        return est
+
+    path = compopt.save(visited(), tmp_path)
+    file = sorted(path.glob("rows-*"))[0]
+    tensors = load_file(file)
+    put(tensors, name, value)
+    refused(tmp_path, f"{replace(path, file.name, tensors)}: {match}", visited())
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: t.update({"temperature.tau": t["temperature.tau"].float()}), "tau .* torch.float32, expected"),
+        (lambda t: put(t, "temperature.tau", 0.0), "tau of TemperatureDual must be finite and > 0, got 0.0"),
+        (lambda t: put(t, "temperature.tau", float("nan")), "tau of TemperatureDual"),
+        (lambda t: put(t, "temperature.updates", -1.0), "updates of TemperatureDual"),
+    ],
+)
+def test_state_that_no_run_writes(change, match, tmp_path):
+    path = compopt.save(fastclip(4), tmp_path)
+    tensors = load_file(path / "state.safetensors")
+    change(tensors)
+    refused(tmp_path, f"{replace(path, 'state', tensors)}: {match}", fastclip(3))
+
+
+def fastclip(seed):
+    return trained(seed, lambda n, gamma: compopt.FastCLIPEstimator(n, rho=0.4))
 
 
 HEADERS = {

@@ -113,7 +113,7 @@ def test_chunks_of_zeros_that_were_not_zeros(tmp_path):
     est = sogclr()
     visit(est, [0, 49])
     compopt.save(est, tmp_path)
-    est._table.store.write_block(48, torch.zeros(CHUNK, 1, dtype=torch.complex128))
+    est._engine.table.store.write_block(48, torch.zeros(CHUNK, 1, dtype=torch.complex128))
     path = compopt.save(est, tmp_path)
     assert own(path) == CHUNK  # written, lest the former value count
     loads(path, est)
@@ -338,7 +338,7 @@ def test_a_write_that_is_interrupted_is_a_change(tmp_path, monkeypatch):
     est = sogclr()
     visit(est, range(20))
     compopt.save(est, tmp_path)
-    store = est._table.store
+    store = est._engine.table.store
     with monkeypatch.context() as patch:
 
         def interrupted(*_):
@@ -360,7 +360,7 @@ def one_rank_forgot(group, directory):
     visit(est, list(range(rank, 40, 2)), seed=rank)
     compopt.save(est, directory)
     if rank == 1:
-        est._table.saved.clear()
+        est._engine.table.saved.clear()
     path = compopt.save(est, directory)
     return own(path), rows_written(path), snapshot(est, N)
 

@@ -1,6 +1,7 @@
 """One commit per real update, rows and weights of one process: DDP, FSDP2, GradScaler, accelerate."""
 
 import contextlib
+import shutil
 import types
 import warnings
 
@@ -351,3 +352,52 @@ def test_accelerate_without_a_group_is_told(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.attach(est, optimizer, types.SimpleNamespace(num_processes=2)).remove()
+
+
+class Engine:
+    """What ``compopt.integrations.deepspeed`` sees of DeepSpeed's: a tag has the client state, and nothing of ours."""
+
+    global_steps = 3
+
+    def save_checkpoint(self, save_dir, tag, client_state, **options):
+        torch.save(client_state, f"{save_dir}/{tag}/states.pt")
+
+    def load_checkpoint(self, load_dir, tag, **options):
+        return f"{load_dir}/{tag}/states.pt", torch.load(f"{load_dir}/{tag}/states.pt")
+
+
+def test_universal_checkpoints_have_the_rows_of_their_tag(tmp_path):
+    """``ds_to_universal`` copies the files of a tag, and not its folders."""
+    from compopt.integrations import deepspeed as integration
+
+    def trained(steps):
+        est = compopt.SogCLREstimator(10)
+        for _ in range(steps):
+            est(*torch.randn(2, 4, 3), torch.arange(4))
+            est.step()
+        return est
+
+    est, old, elsewhere = trained(3), tmp_path / "run" / "global_step3", tmp_path / "copied" / "universal"
+    integration.save_checkpoint(Engine(), trained(1), tmp_path / "run", tag="global_step1")
+    integration.save_checkpoint(Engine(), est, tmp_path / "run", client_state={"epoch": 1})
+    for place in (tmp_path / "run" / "global_step3_universal", elsewhere):
+        place.mkdir(parents=True)
+        shutil.copy2(old / "states.pt", place)
+
+    def loaded(place):
+        found = trained(0)
+        assert integration.load_checkpoint(Engine(), found, place.parent, place.name)[1] == {"epoch": 1}
+        assert found.t == 3 and torch.equal(found.read(torch.arange(10))["log_u"], est.read(torch.arange(10))["log_u"])
+
+    loaded(old)
+    loaded(tmp_path / "run" / "global_step3_universal")
+    with pytest.raises(FileNotFoundError, match=rf"global_step3/compopt; ds_to_universal.* to {elsewhere}/compopt"):
+        loaded(elsewhere)
+    shutil.copytree(old / "compopt", elsewhere / "compopt")
+    loaded(elsewhere)
+    shutil.rmtree(old / "compopt")
+    (elsewhere.parent / "renamed").mkdir()  # what is beside it is another save's
+    shutil.copytree(tmp_path / "run" / "global_step1" / "compopt", elsewhere.parent / "renamed" / "compopt")
+    shutil.rmtree(elsewhere / "compopt")
+    with pytest.raises(FileNotFoundError, match="ds_to_universal"):
+        loaded(elsewhere)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
@@ -205,6 +204,42 @@ def test_several_estimators(tmp_path):
     assert same(*results) and not torch.equal(results[0][1], results[0][2])
 
 
+class Recorder(pl.loggers.logger.DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def log_metrics(self, metrics, step=None):
+        self.found.append((step, metrics))
+
+
+class Shows(TwoEstimators):
+    """Logs its loss, and notes what the callback should log."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.shown = {"info_nce": self.est.metrics["info_nce"].item()}
+        self.shown["part.second/info_nce"] = self.part.second.metrics["info_nce"].item()
+        return loss
+
+
+def test_the_cross_entropy_is_logged_where_the_loss_is(tmp_path):
+    logger, module = Recorder(), Shows()
+    fit(tmp_path, module, callbacks=[second()], logger=logger, log_every_n_steps=2)
+    assert [step for step, _ in logger.found] == [1, 3]
+    assert all(set(metrics) == {"loss", "epoch", *module.shown} for _, metrics in logger.found)
+    assert {name: logger.found[-1][1][name] for name in module.shown} == pytest.approx(module.shown, rel=1e-6)
+
+
+def second():
+    from compopt.integrations.lightning import EstimatorCallback
+
+    return EstimatorCallback("part.second")
+
+
 def test_validating_loads_no_rows(tmp_path):
     """A checkpoint without rows serves for its weights, and one with rows leaves the estimator alone."""
     from compopt.integrations.lightning import EstimatorCallback
@@ -243,15 +278,14 @@ def test_a_module_without_an_estimator_is_refused(tmp_path):
         fit(tmp_path, callback=EstimatorCallback("loss.est"))
 
 
-def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(forgotten, "PATIENCE", 6)
-    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+def test_a_loss_that_nobody_commits_is_told(tmp_path):
+    """After three updates."""
     for callback, count in ((False, 1), (None, 0)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(tmp_path / str(count), callback=callback)
         said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-        assert len(said) == count and all("EstimatorCallback" in each for each in said)
+        assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 def test_the_package_is_asked_for(monkeypatch):

@@ -141,7 +141,7 @@ def test_threads_share_locks(tmp_path):
 
 def test_closing_gives_the_lock_back(tmp_path):
     est = estimator(tmp_path / "rows")
-    est._table.rows.close()
+    est._engine.table.rows.close()
     assert not (tmp_path / "rows" / "rows.lock").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_forked_process_neither_has_nor_gives_back_the_lock(tmp_path, impatien
         try:
             estimator(tmp_path / "rows")
         except RuntimeError:
-            est._table.store._release()
+            est._engine.table.store._release()
             status = 0
         os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0

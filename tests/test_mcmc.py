@@ -245,15 +245,15 @@ def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
 
 
 def test_fractions_mean_the_same_in_one_group_and_in_several():
-    from compopt.negatives.chains import _burn_in
+    from compopt.negatives.chains import burn_in_count
 
     for fraction in (0.1, 0.3, 0.7, 0.9):
         count = torch.arange(1, 300)
         want = [min(int(round(fraction * 10) * r // 10), r - 1) for r in count.tolist()]
         for dtype in (torch.float32, torch.float64):
-            assert _burn_in(torch.tensor(fraction, dtype=dtype), count).tolist() == want
-        assert _burn_in(fraction, count).tolist() == want
-        assert [_burn_in(fraction, r) for r in count.tolist()] == want
+            assert burn_in_count(torch.tensor(fraction, dtype=dtype), count).tolist() == want
+        assert burn_in_count(fraction, count).tolist() == want
+        assert [burn_in_count(fraction, r) for r in count.tolist()] == want
 
 
 @pytest.mark.parametrize("rescore", [False, True])

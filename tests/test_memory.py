@@ -126,7 +126,7 @@ def test_stored_log_normalizers():
     assert compopt.diagnostics.normalizer_error(est, *z).isnan()
     filled(est, batches=3)
     z1, z2 = (F.normalize(side) for side in z)
-    got = est.normalizer.stored({}, (z1, z2), 0.5, est._groups.hyper("normalizer", None, torch.float64))
+    got = est.normalizer.stored({}, (z1, z2), 0.5, est._engine.groups.hyper("normalizer", None, torch.float64))
     queue = est.state_dict()["extra"]["normalizer"]["queue"][0] + z2.mean(0)
     h = (z1 @ queue.T - (z1 * z2).sum(1, keepdim=True)) / 0.5
     h[torch.arange(24), torch.arange(24)] = -torch.inf  # slot i is sample i

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import compopt
+from tests.helpers import features
+from tests.pool import the_pool
 
 IN_NO_PAIR = {"index": torch.tensor([0, 0, 2, 3, 4, 5]), "labels": torch.tensor([7, 8, 7, 7, 7, 7])}  # sample 0
 
@@ -34,6 +38,99 @@ def test_further_candidates_are_no_anchors():
         found.append(weights.sum(1).square() / weights.square().sum(1))
     est(z1, z2, extra=extra)
     torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
+
+
+# the cross-entropy with the positive ------------------------------------------------------------------------------
+
+INDEX, INDEX2, LABELS = torch.tensor([[3, 1, 2, 3, 7, 8], [0, 4, 5, 9, 4, 6], [0, 1, 2, 3, 4, 1]])
+CASES = {
+    "distinct": {},
+    "repeats": {"index": INDEX},
+    "keys": {"index": INDEX, "index2": INDEX2, "labels": LABELS},
+    "in no pair": IN_NO_PAIR,
+    "extra": {"index": INDEX, "extra": True, "extra_index": torch.tensor([3, 0, 9, 5, 8])},
+}
+
+
+def cross_entropy(z1, z2, tau, mode, directions, given, extra):
+    """By :func:`torch.nn.functional.cross_entropy`; no shared code with the library."""
+    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    size, one = len(z1), torch.eye(len(z1), dtype=torch.bool)
+    same = one.clone()
+    for key in ("index", "index2", "labels"):
+        same |= given[key][:, None] == given[key] if key in given else one
+    found = []
+    for own, other in [(z1, z2), (z2, z1)][: 1 if directions == "forward" else 2]:
+        logits = (own @ other.T).masked_fill(same & ~one, -torch.inf)
+        if mode == "unimodal":
+            logits = torch.cat([logits, (own @ own.T).masked_fill(same, -torch.inf)], dim=1)
+        if own is z1 and extra is not None:
+            positive = given.get("index2", given["index"])
+            outside = own @ F.normalize(extra, dim=1).T
+            logits = torch.cat([logits, outside.masked_fill(positive[:, None] == given["extra_index"], -torch.inf)], 1)
+        found.append(F.cross_entropy(logits / tau, torch.arange(size)))
+    return sum(found) / len(found)
+
+
+def info_nce(group, case, mode, directions, chunk_size, dtype, kind):
+    """The metric of a call, and the reference; on this rank."""
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    z1, z2 = features(6, 8, seed=1, dtype=dtype)
+    given = dict(CASES[case])
+    extra = features(5, 8, seed=2, dtype=dtype)[0] if given.pop("extra", None) else None
+    if mode == "unimodal":
+        given.pop("index2", None)
+    options = {"mode": mode, "directions": directions, "chunk_size": chunk_size, "process_group": group}
+    est = kind(tau=0.3, **options) if kind is not compopt.SogCLREstimator else kind(10, tau=0.3, **options)
+    if est.n is not None:
+        given.setdefault("index", torch.arange(6))
+    wanted = cross_entropy(z1, z2, 0.3, mode, directions, given, extra)
+    own = {name: value.chunk(ranks)[rank] for name, value in given.items()}
+    if extra is not None:
+        own["extra"] = extra.chunk(ranks)[rank]
+    est(z1.chunk(ranks)[rank], z2.chunk(ranks)[rank], **own)
+    return est.metrics["info_nce"], wanted
+
+
+SETTINGS = [("bimodal", "both"), ("bimodal", "forward"), ("unimodal", "both")]
+
+
+@pytest.mark.parametrize(("mode", "directions"), SETTINGS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_info_nce_is_the_cross_entropy(case, mode, directions, chunk_size):
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        for kind in (compopt.DCLEstimator, compopt.SogCLREstimator):
+            found, wanted = info_nce(None, case, mode, directions, chunk_size, dtype, kind)
+            assert found.shape == () and not found.requires_grad
+            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mode", "directions"), SETTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_info_nce_of_ranks_is_that_of_the_global_batch(case, mode, directions):
+    args = case, mode, directions, None, torch.float64, compopt.DCLEstimator
+    for found, wanted in the_pool(2, timeout=120).run(info_nce, 2, *args):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_loss_of_info_nce_is_on_its_scale_after_a_shift():
+    """The formula of the guides: tau (theirs - log |N|)."""
+    z1, z2 = features(6, 8, seed=3)
+    est = compopt.InfoNCEEstimator(tau=0.2)
+    loss = est(z1, z2)
+    torch.testing.assert_close(loss, 0.2 * (est.metrics["info_nce"] - torch.tensor(5.0).double().log()))
+
+
+def test_info_nce_at_temperatures_of_samples():
+    z1, z2 = features(6, 8, seed=3)
+    tau = torch.linspace(0.1, 0.5, 6, dtype=torch.float64)
+    est = compopt.DCLEstimator()
+    est(z1, z2, tau=tau)
+    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T
+    wanted = [F.cross_entropy(each / tau[:, None], torch.arange(6)) for each in (logits, logits.T)]
+    torch.testing.assert_close(est.metrics["info_nce"], sum(wanted) / 2, rtol=0, atol=1e-12)
 
 
 def test_a_new_sample_counts_once():

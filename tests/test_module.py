@@ -122,6 +122,22 @@ def test_a_parameter_that_was_edited_in_the_state_is_the_one_that_is_loaded():
     assert own.item() == 1.5
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
+    """It is loaded as a parameter, or stays what it is."""
+    model = Model()
+    state = copy.deepcopy(model.state_dict())
+    before = everything(model)
+    with torch.no_grad():
+        model.loss.temperature.log_inverse.fill_(torch.nan)
+    if strict:
+        model.load_state_dict(state)
+        assert_same_bits(before, everything(model))
+    else:
+        model.load_state_dict({key: value for key, value in state.items() if key != NAME}, strict=False)
+        assert model.loss.temperature.log_inverse.isnan()
+
+
 def test_without_state_only_parameters_are_in_the_state_dict():
     model = Model(state=False)
     assert [name for name in model.state_dict() if name.startswith("loss")] == [NAME]

@@ -169,7 +169,7 @@ def test_slots_of_a_skipped_window_are_filled_before_they_count():
         est(z1, z2, torch.arange(8))
         if t == 0:
             est.normalizer.commit_state(torch.tensor(1.0))
-            est.t, est._pending = 1, 0
+            est._engine.t, est._engine.pending = 1, 0
         else:
             est.step()
     assert extra(est)["queue_active"].all()
@@ -552,7 +552,7 @@ def too_few(group):
 
 def test_the_perceptron_is_written_like_torch_s():
     """Log-partitions and gradients of the hand-written network against autograd."""
-    kind = networks.Perceptron(2, D, 7, compopt.SogCLREstimator(4)._ranks)
+    kind = networks.Perceptron(2, D, 7, compopt.SogCLREstimator(4)._engine.ranks)
     parameters = [p.requires_grad_() for p in kind.initial(torch.float64, 0)]
     e, scale = torch.randn(2, 5, D, dtype=torch.float64), torch.full((2, 5), 3.0, dtype=torch.float64)
     w, c, v, b = parameters

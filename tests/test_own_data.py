@@ -1,8 +1,10 @@
 """The recipe for a folder of pictures and texts: train, resume, two processes."""
 
 import gc
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,40 @@ def test_a_folder_without_pairs_to_evaluate_on_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         own_data.main([str(tmp_path), "--batch-size", "2", "--output", str(tmp_path / "run")])
     assert "0 pairs to evaluate on" in capsys.readouterr().err
+
+
+def new_pair(folder, held_out):
+    """Write a pair whose name puts it among those held out, or among those to train on."""
+    names = (f"new {k}" for k in range(1000))
+    name = next(name for name in names if (zlib.crc32(f"{name}.png".encode()) % 10 == 0) is held_out)
+    shutil.copy(next(folder.glob("*.png")), folder / f"{name}.png")
+    (folder / f"{name}.txt").write_text("a new pair")
+
+
+def test_the_fingerprint_covers_names_and_texts_of_all_pairs(folder, tmp_path):
+    def changed(change):
+        shutil.copytree(folder, tmp_path / "pictures", dirs_exist_ok=True)
+        before = own_data.fingerprint(*own_data.read(tmp_path / "pictures"))
+        change(tmp_path / "pictures")
+        after = own_data.fingerprint(*own_data.read(tmp_path / "pictures"))
+        shutil.rmtree(tmp_path / "pictures")
+        return before != after
+
+    assert changed(lambda pictures: new_pair(pictures, held_out=True))
+    assert changed(lambda pictures: new_pair(pictures, held_out=False))
+    assert changed(lambda pictures: next(pictures.glob("*.txt")).write_text("another text"))
+    assert not changed(lambda pictures: (pictures / "alone.png").write_bytes(b""))  # no pair
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_path, held_out):
+    shutil.copytree(folder, tmp_path / "pictures")
+    run = [str(tmp_path / "pictures"), "--batch-size", "32", "--output", str(tmp_path / "run")]
+    own_data.main([*run, "--epochs", "1"])
+    new_pair(tmp_path / "pictures", held_out)
+    with pytest.raises(SystemExit, match="--resume: .*fingerprint(.|\n)*another --output"):
+        own_data.main([*run, "--resume"])
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_a_prefetched_batch_that_never_comes(tmp_path):
             run(est, z1, z2, index)
             est.step()
     assert_same_bits(snapshot(near, N), snapshot(far, N))
-    assert len(far._reader.prefetcher._under_way) <= 4
+    assert len(far._engine.reader.prefetcher._under_way) <= 4
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
@@ -103,11 +103,11 @@ def test_a_loader_is_looked_ahead(offload, tmp_path):
     assert_same_bits(snapshot(near, N), snapshot(far, N))
     for _ in far.prefetch(data):
         break
-    assert not far._reader.prefetcher._under_way
+    assert not far._engine.reader.prefetcher._under_way
     with pytest.raises(RuntimeError, match="mine"):
         for _ in far.prefetch(data):
             raise RuntimeError("mine")
-    assert not far._reader.prefetcher._under_way
+    assert not far._engine.reader.prefetcher._under_way
 
 
 def test_growing_while_rows_are_under_way(tmp_path):
@@ -209,8 +209,8 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
     state = snapshot(est, N)
     full = est.state_dict()["rows"]
     assert all(len(column) == N for column in full.values())
-    est._table.rows.settle()
-    return state, est._table.store.n
+    est._engine.table.rows.settle()
+    return state, est._engine.table.store.n
 
 
 @functools.cache

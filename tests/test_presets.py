@@ -232,3 +232,18 @@ def test_recommended():
         compopt.recommended(8, batch_size=0)
     with pytest.raises(ValueError, match="mode"):
         compopt.recommended(8, mode="both")
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 3.0])
+def test_a_learned_scale_is_nothing_for_the_recommended_estimator(noise):
+    """README: the gradient of a loss that is multiplied by the temperature only ever raises the temperature."""
+    scale = torch.nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+    generator = torch.Generator().manual_seed(0)
+    est = compopt.recommended(8, n=1000, batch_size=16)
+    for call in range(3):
+        z1 = torch.randn(16, 8, generator=generator)
+        z2 = (z1 + noise * torch.randn(16, 8, generator=generator)).requires_grad_()
+        scale.grad = None
+        est(z1, z2, torch.arange(16) + 16 * call, tau=1 / scale.exp()).backward()
+        est.step()
+        assert scale.grad > 0

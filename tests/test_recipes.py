@@ -1,14 +1,18 @@
 """The recipes: a run that was stopped in the middle of an epoch ends with the bits of one that was not."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import compopt
 from benchmarks import saved
 from recipes import batches, cache, glyphs
 from recipes import tasks as tasks_module
 from recipes.config import Config, Control
 from recipes.engine import Run
-from recipes.methods import METHODS
+from recipes.methods import METHODS, build
 from recipes.tasks import GlyphFaces, GlyphNames
 
 
@@ -50,7 +54,7 @@ def train(task, method, steps, batches=None, **control):
 @pytest.mark.parametrize(
     "method",
     [
-        *("clip", "sogclr", "fastclip-v3", "emc2"),
+        *("recommended", "clip", "sogclr", "fastclip-v3", "emc2"),
         *(pytest.param(method, marks=pytest.mark.slow) for method in ("isogclr", "neuclip", "residual")),
     ],
 )
@@ -63,6 +67,17 @@ def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     resumed = train(task, method, last, checkpoint=checkpoint, resume=True)
     assert bits(state(resumed)) == bits(state(whole))
     assert resumed.step == last
+
+
+def test_the_demo_compares_methods_that_exist_and_begins_with_the_recommended_one():
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    methods = re.search(r"^DEMO_METHODS \?= (.+)$", makefile, re.M).group(1).split()
+    assert methods[0] == "recommended" and set(methods) <= set(METHODS)
+
+
+@pytest.mark.parametrize("batch_size, kind", [(64, compopt.MemoryEstimator), (1024, compopt.DCLEstimator)])
+def test_recommended_depends_on_the_batch_size_of_the_run(batch_size, kind):
+    assert isinstance(build("recommended", 4096, "bimodal", {"group": 0}, batch_size=batch_size), kind)
 
 
 @pytest.mark.covering()

@@ -355,7 +355,7 @@ def test_missing_packages_are_named(monkeypatch):
         with pytest.raises(ImportError, match="nosuch://b/run: Install no_such_driver"):
             call(sogclr(), "nosuch://b/run")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ImportError, match=r'memory://b: URLs need fsspec: pip install "compopt\[remote\]"'):
+    with pytest.raises(ImportError, match=r'memory://b: URLs need fsspec: pip install -e "\.\[remote\]"'):
         compopt.save(sogclr(), "memory://b")
 
 
@@ -388,7 +388,7 @@ def of_ranks(group, url, shard):
     changes.CHUNK_ROWS, table.BLOCK_ROWS = CHUNK, BLOCK
     options = {"process_group": group, "shard": shard, "offload": "cpu"}
     est = sogclr(**options)
-    rank = est._ranks.rank
+    rank = est._engine.ranks.rank
     visit(est, range(rank, 120, 3), seed=rank)
     compopt.save(est, url)
     visit(est, [200 + rank], seed=rank)

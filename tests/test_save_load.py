@@ -641,10 +641,10 @@ def test_parts_are_not_saved_alone(tmp_path):
     est = sogclr()
     for call in (
         lambda part: compopt.save(part, tmp_path),
-        lambda part: part.state_dict(),
+        lambda part: part.step(),
+        lambda part: part.to("cpu"),
         lambda part: part.add_sample_group({"n": 2}),
         lambda part: part.prefetch(torch.arange(2)),
-        lambda part: part.read(torch.arange(2)),
     ):
         with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
             call(est.normalizer)

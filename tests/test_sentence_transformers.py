@@ -215,8 +215,9 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, callback, kind):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(tmp_path, kind=kind, callback=callback, save_strategy="no", num_train_epochs=3)
-    said = [str(each.message) for each in caught if "nobody commits" in str(each.message)]
-    assert len(said) == (0 if callback else 1) and all("add_callback(EstimatorCallback" in each for each in said)
+    said = [str(each.message) for each in caught if "was committed" in str(each.message)]
+    assert len(said) == (0 if callback else 1)
+    assert all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 def test_two_estimators_in_one_folder_are_refused(tmp_path):
@@ -509,10 +510,12 @@ BAD_LABELS = {
     "bools": (torch.arange(BATCH) > 3, TypeError, "integers, got torch.bool"),
     "floats": (torch.rand(BATCH), TypeError, "integers, got torch.float32"),
     "too many": (torch.zeros(BATCH, 4, dtype=torch.long), ValueError, "4 labels per sample and 3 columns"),
-    "beyond n": (torch.arange(BATCH) + N, IndexError, f"outside n={N}"),
+    "beyond n": (torch.arange(BATCH) + N, IndexError, f"the label column.*add_index.*outside n={N}"),
+    "constant": (torch.zeros(BATCH, dtype=torch.long), ValueError, "the label column.*0 for the whole batch"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*1 different labels")
 @pytest.mark.parametrize("case", BAD_LABELS)
 def test_labels_that_are_no_rows_are_refused(case):
     labels, error, match = BAD_LABELS[case]
@@ -520,6 +523,50 @@ def test_labels_that_are_no_rows_are_refused(case):
     with pytest.raises(error, match=match):
         call(losses().EstimatorLoss(encoder(), est), 3, labels)
     assert est.pending == 0
+
+
+@pytest.mark.parametrize("kind", ["EstimatorLoss", "CachedEstimatorLoss"])
+def test_an_estimator_without_rows_ignores_the_label_column(kind):
+    """Scores, classes, one class, whatever it is; rows, if it is asked to read them."""
+    options = {"tau": 0.1, "directions": "forward"}
+    estimators = (compopt.DCLEstimator(**options), compopt.MemoryEstimator(32, 16, **options))
+    others = [torch.rand(BATCH), torch.arange(BATCH) // 2, torch.zeros(BATCH, dtype=torch.long), torch.rand(BATCH, 5)]
+    for est in estimators:
+        expected = call(getattr(losses(), kind)(encoder(), copy.deepcopy(est)), 3, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for labels in others:
+                found = call(getattr(losses(), kind)(encoder(), copy.deepcopy(est)), 3, labels)
+                assert same(found, expected)
+        for labels, changes in ((torch.arange(BATCH), False), (torch.arange(BATCH) // 2, True)):
+            read = getattr(losses(), kind)(encoder(), copy.deepcopy(est), index_labels=True)
+            assert torch.equal(call(read, 3, labels)[0], expected[0]) != changes
+    with pytest.raises(TypeError, match="index_labels is True: the label column.*float32"):
+        call(read, 3, torch.rand(BATCH))
+    with pytest.raises(ValueError, match="index_labels is True, and the data set has no label column"):
+        call(read, 3, None)
+
+
+def test_losses_compose_through_embeddings():
+    """As those of sentence-transformers do: SpladeLoss asks for this method."""
+    from sentence_transformers.sparse_encoder.losses import SpladeLoss
+
+    class Columns(torch.nn.Sequential):
+        """What a SparseEncoder returns."""
+
+        def forward(self, inputs):
+            return {"sentence_embedding": super().forward(inputs["input_ids"])}
+
+    torch.manual_seed(0)
+    model, x = Columns(torch.nn.Linear(4, 6), torch.nn.ReLU()), torch.randn(2, BATCH, 4)
+    z1, z2 = (model({"input_ids": each})["sentence_embedding"] for each in x)
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        loss = getattr(losses(), kind)(model, estimator())
+        found = loss.compute_loss_from_embeddings([z1, z2], torch.arange(BATCH))
+        torch.testing.assert_close(found, estimator()(z1, z2, torch.arange(BATCH)))
+    around = SpladeLoss(model, losses().EstimatorLoss(model, estimator()), document_regularizer_weight=0.0)
+    value = around([{"input_ids": each} for each in x], torch.arange(BATCH))
+    torch.testing.assert_close(value["base_loss"], found)
 
 
 def test_classes_are_told_from_rows_once():
@@ -548,5 +595,5 @@ def test_the_package_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     for name in [name for name in sys.modules if name.startswith("compopt.integrations.sentence_transformers")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"compopt\[sentence-transformers\]"):
+    with pytest.raises(ImportError, match=r"\[sentence-transformers\]"):
         importlib.import_module("compopt.integrations.sentence_transformers")

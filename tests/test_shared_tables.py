@@ -95,7 +95,7 @@ def growing_badly(group, folder, offload, shard, done):
     est = compopt.SogCLREstimator(N, **kind, **({"offload_dir": f"{folder}/table"} if offload == "disk" else {}))
     twin = compopt.SogCLREstimator(N, process_group=group)
     train(est, group, 2), train(twin, group, 2)
-    store = est._table.store
+    store = est._engine.table.store
     with pytest.MonkeyPatch.context() as monkeypatch:
         if dist.get_rank(group) == 1:
             grow = store.grow
@@ -108,7 +108,7 @@ def growing_badly(group, folder, offload, shard, done):
             monkeypatch.setattr(store, "grow", fail)
         with pytest.raises((MemoryError, RuntimeError), match="no room"):
             est.add_sample_group({"n": 5})
-    assert est.n == N and store.n == est._table._local_count(N)
+    assert est.n == N and store.n == est._engine.table._local_count(N)
     losses = train(est, group, 2, seed=1), train(twin, group, 2, seed=1)
     compopt.save(est, f"{folder}/c")
     loaded = compopt.SogCLREstimator(N, process_group=group)
@@ -132,7 +132,7 @@ def failing_writer(group, folder, shard):
     est = shared(group, folder, shard)
     train(est, group, 1)
     if dist.get_rank(group) == 0:
-        est._table.rows._journal.fail(OSError("disk full"))
+        est._engine.table.rows._journal.fail(OSError("disk full"))
     time.sleep(0.01)
     with pytest.raises(RuntimeError) as caught:
         train(est, group, 1)
@@ -291,7 +291,7 @@ def slow_writer(group, directory, action):
     both(slice(0, 1))
     before, path = near.state_dict(), compopt.save(est, f"{directory}/{action}-c")
     if dist.get_rank(group) == 0:
-        slow_down(est._table.store, "scatter", "grow", "write_block")
+        slow_down(est._engine.table.store, "scatter", "grow", "write_block")
     both(slice(1, 3))
     if action == "save":
         fresh = compopt.SogCLREstimator(N, process_group=group)
@@ -355,19 +355,19 @@ def late_exchange(group, directory, action):
         for other in (est, near):
             run(other, z1[own], z2[own], index[own])
             other.step()
-    local, issued = est._table.local, threading.Event()
+    local, issued = est._engine.table.local, threading.Event()
 
     def late(rows):
         issued.wait(0.3 if threading.current_thread().name.startswith("compopt-prefetch") else 0)
         return local(rows)
 
-    write_block = est._table.store.write_block
+    write_block = est._engine.table.store.write_block
 
     def overwrite(*args):
         time.sleep(0.6)  # the read that came late is over
         write_block(*args)
 
-    est._table.local, est._table.store.write_block = late, overwrite
+    est._engine.table.local, est._engine.table.store.write_block = late, overwrite
     est.prefetch(data[0][2][own])
     for other, state in zip((est, near), states, strict=True):
         other.load_state_dict(state) if action == "load_state_dict" else compopt.load(other, path)

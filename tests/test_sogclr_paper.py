@@ -74,6 +74,39 @@ def test_sample_groups_of_different_reference():
     assert apart > 0.1  # the references can be told apart
 
 
+def equation_14(z1, z2, average):
+    """iSogCLR's gradient of the model at one temperature; ``average``: by direction, what ``g_i`` is divided by."""
+    z1, z2 = (z.clone().requires_grad_() for z in (z1, z2))
+    a, b = (z / z.norm(dim=1, keepdim=True) for z in (z1, z2))
+    off, positive = 1 - torch.eye(len(a), dtype=a.dtype), (a * b).sum(1, keepdim=True)
+    inner = [(torch.exp((s - positive) / TAU) * off).sum(1) / off.sum(1) for s in (a @ b.T, b @ a.T)]  # eq. 11
+    held = [average(direction, g.detach()) for direction, g in enumerate(inner)]
+    total = sum((TAU * g / s).mean() / 2 for g, s in zip(inner, held, strict=True))
+    return torch.cat(torch.autograd.grad(total, (z1, z2)))
+
+
+@pytest.mark.parametrize("gamma", [0.3, 0.8])
+def test_isogclr_divides_by_the_updated_average(gamma):
+    """Eq. 13 and 14 print the previous one. Over features that drift that is another gradient."""
+    est = compopt.ISogCLREstimator(N, gamma=gamma, rho=0.0, lr=0.0, tau_init=TAU, dtype=torch.float64)
+    seen, apart = torch.zeros(N, dtype=torch.bool), []
+    for z1, z2, index in drifting(25):
+        before = est.read(index)["log_u"].exp()
+        got = torch.cat(run(est, z1, z2, index)[1:])
+        est.step()
+        after = est.read(index)["log_u"].exp()
+        near(got, equation_14(z1, z2, lambda direction, g, after=after: after[:, direction]), 1e-12)
+        if seen[index].all():
+            printed = equation_14(z1, z2, lambda direction, g, before=before: before[:, direction])
+            apart.append(float((printed - got).norm() / got.norm()))
+            updated = equation_14(
+                z1, z2, lambda direction, g, before=before: (1 - gamma) * before[:, direction] + gamma * g  # eq. 12
+            )
+            near(got, updated, 1e-12)
+        seen[index] = True
+    assert len(apart) > 10 and torch.tensor(apart).median() > 0.5
+
+
 def test_the_value_is_what_the_gradient_belongs_to():
     """With gamma = 1 nothing is held: the gradient is the value's own."""
     est = compopt.SogCLREstimator(N, gamma=1.0, tau=TAU, dtype=torch.float64)

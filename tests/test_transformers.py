@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import compopt
-from compopt.estimator import forgotten
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, rows, weights
@@ -170,7 +169,127 @@ def test_several_estimators(tmp_path):
     assert same(*results) and not torch.equal(results[0][1], results[0][2])
 
 
+def test_one_callback_for_several_estimators(tmp_path):
+    """transformers warns of a second callback of one class; the rows of each estimator have a folder."""
+    from compopt.integrations.transformers import EstimatorCallback
+
+    results = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        with trainer(tmp_path, callback=False) as made:
+            first, second = estimator(), estimator()
+            made.est = lambda z1, z2, index, one=first, two=second: one(z1, z2, index) + two(z2, z1, index)
+            made.add_callback(EstimatorCallback({"first": first, 2: second}, made))
+            made.train(resume_from_checkpoint=checkpoint)
+            assert first.t == second.t == UPDATES
+            results.append((weights(made.model), rows(first), rows(second)))
+            shown = {name for entry in made.state.log_history for name in entry if "info_nce" in name}
+            assert shown == {"first/info_nce", "2/info_nce"}
+    assert same(*results) and not torch.equal(results[0][1], results[0][2])
+    assert all((tmp_path / "checkpoint-3" / "compopt" / name).is_dir() for name in ("first", "2"))
+
+
+def test_the_cross_entropy_is_logged_as_often_as_the_loss(tmp_path):
+    with trainer(tmp_path, logging_steps=2) as made:
+        made.train()
+        logged = {entry["step"]: entry["info_nce"] for entry in made.state.log_history if "info_nce" in entry}
+        assert list(logged) == [entry["step"] for entry in made.state.log_history if "loss" in entry] == [2, 4]
+        assert logged[4] == made.est.metrics["info_nce"].item()
+
+
+# accumulation -------------------------------------------------------------------------------------
+
+
+class Anything(Encoders):
+    """Takes what it does not know, as CLIPModel does; its own loss, where it is asked for one."""
+
+    est = None
+
+    def forward(self, x1, x2, index=None, labels=None, **kwargs):
+        features = super().forward(x1, x2)
+        return (self.est(*features),) if self.est else features
+
+
+def step_of(folder, accumulated, key, how):
+    """Weights after one update, whose micro-batches are all the same one."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    from compopt.integrations.transformers import EstimatorCallback
+
+    est, model = compopt.DCLEstimator(tau=0.5), Anything(torch.float64)
+    batch = Items(1, 1).items
+    data = [{"x1": item["x1"], "x2": item["x2"], key: item["index"]} for item in batch * accumulated]
+
+    class Contrastive(Trainer):
+        loss_is_scaled_for_ga = False if how == "the class" else None
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return est(*model(**inputs), inputs[key])
+
+    options = {
+        "use_cpu": True, "per_device_train_batch_size": len(batch), "gradient_accumulation_steps": accumulated,
+        "num_train_epochs": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "save_strategy": "no",
+        "train_sampling_strategy": "sequential", "dataloader_pin_memory": False, "report_to": [],
+        "disable_tqdm": True, "optim": "sgd", "learning_rate": 1.0, "label_names": [],
+        "remove_unused_columns": key == "index",
+    }  # fmt: skip
+    try:
+        args = TrainingArguments(str(folder), **options)
+        if how == "compute_loss_func":
+            loss = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: est(*outputs)}
+            made = Trainer(model, args, train_dataset=data, **loss)
+        elif how == "the model":
+            model.est = est
+            made = Trainer(model, args, train_dataset=data)
+        else:
+            made = Contrastive(model, args, train_dataset=data)
+        if how != "the class":
+            made.add_callback(EstimatorCallback(est, made))
+        made.train()
+        return weights(made.model)
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+@pytest.mark.parametrize("how", ["the class", "the callback", "compute_loss_func", "the model"])
+@pytest.mark.parametrize("key", ["labels", "index"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_size_of_a_step(tmp_path, accumulated, key, how):
+    """Whatever the name of the index, and whoever says that the loss is the mean of a batch."""
+    model = Encoders(torch.float64)
+    x1, x2, _ = (torch.stack([item[name] for item in Items(1, 1).items]) for name in ("x1", "x2", "index"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    compopt.DCLEstimator(tau=0.5)(*model(x1, x2)).backward()
+    optimizer.step()
+    torch.testing.assert_close(step_of(tmp_path, accumulated, key, how), weights(model), rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_was_scaled_by_the_user_stays_so(tmp_path):
+    with trainer(tmp_path) as made:
+        made.loss_is_scaled_for_ga, made.model_accepts_loss_kwargs = True, True
+        made.train()
+        assert made.loss_is_scaled_for_ga and made.model_accepts_loss_kwargs
+
+
 # bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({}, ValueError, "names a folder"),
+        ({"../up": None}, ValueError, "names a folder"),
+        ({1: None, "1": None}, ValueError, "names a folder"),
+        ({"first": None}, TypeError, "compopt/first.*NoneType"),
+        (torch.nn.Linear(1, 1), TypeError, "compopt: est must be an estimator.*Linear"),
+    ],
+)
+def test_what_is_no_estimator_is_refused_at_once(given, error, words):
+    from compopt.integrations.transformers import EstimatorCallback
+
+    with pytest.raises(error, match=words):
+        EstimatorCallback(given, None)
 
 
 def test_a_checkpoint_without_rows_is_refused(tmp_path):
@@ -208,15 +327,14 @@ def test_a_hyper_parameter_search_is_refused(tmp_path):
             callback.on_train_begin(made.args, types.SimpleNamespace(is_hyper_param_search=True), None)
 
 
-def test_a_loss_that_nobody_commits_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(forgotten, "PATIENCE", 6)
-    monkeypatch.setattr(forgotten, "PATIENCE_GONE", 6)
+def test_a_loss_that_nobody_commits_is_told(tmp_path):
+    """After three updates."""
     for callback, count in ((False, 1), (True, 0)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             whole(tmp_path / str(count), callback=callback)
         said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-        assert len(said) == count and all("EstimatorCallback" in each for each in said)
+        assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 def test_the_package_is_asked_for(monkeypatch):

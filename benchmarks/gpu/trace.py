@@ -54,7 +54,7 @@ def measure(machine: Machine) -> list[dict[str, Any]]:
             machine.synchronize()
             results.append({"name": name, "B": B, "d": d, **traced(machine, est, batches[3:], Path(folder))})
             if est.n is not None:
-                est._table.rows.close()
+                est._engine.table.rows.close()
     return results
 
 

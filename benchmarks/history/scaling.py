@@ -78,7 +78,7 @@ def count(rank: int, ranks: int, name: str, shard: bool) -> dict[str, Any]:
         with Traffic(ranks) as traffic, FlopCounterMode(display=False, custom_mapping=IN_PLACE) as flops:
             est(z1, z2, index).backward()
             est.step()
-    return {"sent": traffic.sent, "operations": flops.get_total_flops(), "row": est._table.layout.row_bytes}
+    return {"sent": traffic.sent, "operations": flops.get_total_flops(), "row": est._engine.table.layout.row_bytes}
 
 
 def _in_place(_: Any, a: torch.Size, b: torch.Size, **_more: Any) -> int:

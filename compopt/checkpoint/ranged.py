@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compopt.remote import RemotePath
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -25,6 +25,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_RECENT = {"U16": "uint16", "U32": "uint32", "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+DTYPES |= {name: getattr(torch, dtype) for name, dtype in _RECENT.items() if hasattr(torch, dtype)}
 
 
 class RangedFile:
@@ -36,19 +38,20 @@ class RangedFile:
         path: of the file.
         longest: bytes that a header may have.
         ahead: rows that are read at once of a tensor of which few are wanted; the next ones may be among them.
+        content: of the file, where that is here already; nothing is read then.
 
     Raises:
         ValueError: its header is not one, or describes other bytes than the file has.
     """
 
-    def __init__(self, path: RemotePath, longest: int, ahead: int) -> None:
-        self._path, self.ahead = path, ahead
-        size = path.stat().st_size
-        length = int.from_bytes(path.read_range(0, min(8, size)), "little")
+    def __init__(self, path: RemotePath, longest: int, ahead: int, content: bytes | None = None) -> None:
+        self._path, self.ahead, self._content = path, ahead, content
+        size = path.stat().st_size if content is None else len(content)
+        length = int.from_bytes(self._range(0, min(8, size)), "little")
         if length > min(longest, size - 8):
             raise ValueError(f"it has a header of {length} bytes")
         self._begin = 8 + length
-        header = _parse(path.read_range(8, self._begin))
+        header = _parse(self._range(8, self._begin))
         self._metadata = header.pop("__metadata__", None)
         self._slices = {name: RangedSlice(self, _Place.parse(name, entry)) for name, entry in header.items()}
         end = 0
@@ -76,12 +79,15 @@ class RangedFile:
         place = self._slices[name].place
         return self.read(place, 0, place.stop - place.start).reshape(place.shape)
 
+    def _range(self, start: int, stop: int) -> bytes:
+        return self._path.read_range(start, stop) if self._content is None else self._content[start:stop]
+
     def read(self, place: _Place, start: int, stop: int) -> Tensor:
         """Some bytes of a tensor, as its numbers."""
         if start == stop:
             return torch.empty(0, dtype=place.dtype)
         first = self._begin + place.start
-        content = bytearray(self._path.read_range(first + start, first + stop))
+        content = bytearray(self._range(first + start, first + stop))
         if len(content) != stop - start:
             raise ValueError(f"{self._path} became shorter while it was read; load another checkpoint")
         return torch.frombuffer(content, dtype=place.dtype)
@@ -100,7 +106,7 @@ class _Place:
     def parse(cls, name: str, entry: Any) -> _Place:
         """From a header's entry; raises ``ValueError`` if it contradicts itself."""
         try:
-            dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
             fits = all(type(x) is int and 0 <= x < 1 << 63 for x in (*shape, start, stop))
             fits = fits and stop - start == math.prod(shape) * dtype.itemsize
         except (KeyError, TypeError, ValueError):
@@ -120,6 +126,10 @@ class RangedSlice:
     def get_shape(self) -> list[int]:
         """Its sizes."""
         return list(self.place.shape)
+
+    def get_dtype(self) -> str:
+        """Its number format, as the header names it."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.place.dtype)
 
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.place.shape[0])

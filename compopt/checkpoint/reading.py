@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from compopt.checkpoint import durable, manifest
 from compopt.checkpoint.chunks import Owners, Run, by_rank
 from compopt.checkpoint.manifest import STATE, Checkpoint, File
-from compopt.checkpoint.ranged import RangedFile
+from compopt.checkpoint.ranged import DTYPES, RangedFile
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.remote import Folder, RemotePath
@@ -36,19 +39,20 @@ class Contents:
 
     def __init__(self, est: Estimator, source: Checkpoint) -> None:
         """Refuse whatever does not fit or is damaged; every rank checks every K-th file."""
+        engine = est._engine
         content, files = manifest.read(source)
         try:
-            states.compare(est, content["config"])
+            states.compare(est._engine, content["config"])
         except ValueError as error:
             raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
         check_data(est, str(source.path / manifest.MANIFEST), content.get("data_fingerprint"))
         self._source, self._chunk_rows = source, content["chunk_rows"]
         self._files = [file for file in files if file.name != STATE]
-        _check_spans(source, self._files, est._table, self._chunk_rows)
+        _check_spans(source, self._files, engine.table, self._chunk_rows)
         _check_extra(est, source, next(file for file in files if file.name == STATE))
-        for file in files[est._ranks.rank :: est._ranks.size]:
-            _check_file(source, file, est._table)
-        self.t, self.sample_groups = int(content["t"]), content["sample_groups"]
+        for file in files[engine.ranks.rank :: engine.ranks.size]:
+            _check_file(source, file, engine.table)
+        self.t, self.sample_groups = states.commits(content["t"]), content["sample_groups"]
         self.extra = _read_extra(est, source)
 
     def read_rows(self, table: RowTable) -> None:
@@ -121,12 +125,13 @@ class _Block:
         lasts = [chunk for chunk in chunks if chunk + 1 not in self._chunks]
         for first, last in zip(firsts, lasts, strict=True):
             part = self._block[first * size : (last + 1) * size]
+            self._table.find_partial(self._table.layout.unpack(part))
             store.write_block(self._start + first * size, part)
 
 
-def _open(path: Folder, framework: str = "pt") -> Any:
+def _open(path: Folder, framework: str = "pt", content: bytes | None = None) -> Any:
     if isinstance(path, RemotePath):
-        return _open_remote(path)
+        return _open_remote(path, content)
     from safetensors import safe_open
 
     with open(path, "rb") as file:
@@ -139,9 +144,10 @@ def _open(path: Folder, framework: str = "pt") -> Any:
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
 
-def _open_remote(path: RemotePath) -> RangedFile:
+def _open_remote(path: RemotePath, content: bytes | None) -> RangedFile:
     try:
-        return RangedFile(path, _HEADER, ahead=tables.BLOCK_ROWS // _OPEN_FILES)  # of all that are open, one block
+        ahead = tables.BLOCK_ROWS // _OPEN_FILES  # of all that are open, one block
+        return RangedFile(path, _HEADER, ahead, content)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
@@ -178,17 +184,25 @@ def _check_size(source: Checkpoint, file: File) -> Folder:
 def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
     """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
     path = _check_size(source, file)
-    _, crc = durable.checksum(path)
+    rows = sum(stop - start for start, stop in file.spans)
+    content: bytes | None = None
+    if isinstance(path, RemotePath) and rows <= tables.BLOCK_ROWS:  # as every file that save() wrote: read it once
+        content = path.read_bytes()
+        crc = zlib.crc32(content)
+    else:
+        _, crc = durable.checksum(path)
     if crc != file.crc32:
         raise ValueError(
             f"{path} is damaged: it has crc32 {crc:08x}, the manifest says {file.crc32:08x}; load another checkpoint"
         )
-    opened = _open(path)
+    opened = _open(path, content=content)
     metadata = opened.metadata() or {}
     if metadata.get("save_id") != file.save_id:
         raise ValueError(f"{path} belongs to save {metadata.get('save_id')}, the manifest says {file.save_id}")
     if table is not None and file.name != STATE:
-        _check_columns(path, opened, table, sum(stop - start for start, stop in file.spans))
+        _check_columns(path, opened, table, rows)
+        with _named(path), _HOST:
+            table.check_values({c.name: opened.get_slice(c.name) for c in table.layout.columns}, rows)
 
 
 def _check_columns(path: Folder, opened: Any, table: RowTable, rows: int) -> None:
@@ -228,27 +242,46 @@ def _check_spans(source: Checkpoint, files: list[File], table: RowTable | None, 
 
 
 def _check_extra(est: Estimator, source: Checkpoint, file: File) -> None:
-    """State that is not rows has the names and shapes of this estimator's; none of it is read."""
+    """State that is not rows has the names, shapes and dtypes of this estimator's; none of it is read."""
     path = _check_size(source, file)
     opened = _open(path, "np")  # torch maps a file as memory of its own, which may be more than there is
-    shapes = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in list(opened.keys())}
-    for role, state in _by_role(est, path, shapes).items():
-        try:
-            est._components[role].check_state(state)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+    forms = {name: _form(path, name, opened.get_slice(name)) for name in list(opened.keys())}
+    for role, state in _by_role(est, path, forms).items():
+        with _named(path):
+            est._engine.parts[role].check_form(state)
+
+
+def _form(path: Folder, name: str, part: Any) -> Tensor:
+    """Shape and dtype of a tensor that is not read, on the meta device."""
+    dtype = DTYPES.get(part.get_dtype())
+    if dtype is None:
+        raise ValueError(f"{path}: {name} is of {part.get_dtype()}, which no state is; load another checkpoint")
+    return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
 
 def _read_extra(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tensor]]:
-    """State that is not rows, by role."""
+    """State that is not rows, by role; its values are checked as by ``load_state_dict``."""
     path = source.path / STATE
     with _HOST:
         opened = _open(path)
-        return _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
+        extra = _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
+    for role, state in extra.items():
+        with _named(path):
+            est._engine.parts[role].check_state(state)
+    return extra
+
+
+@contextmanager
+def _named(path: Folder) -> Iterator[None]:
+    """Values that are refused are those of a file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _by_role(est: Estimator, path: Folder, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._components}
+    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._engine.parts}
     for key, value in tensors.items():
         role, _, name = key.partition(".")
         if role not in found:

@@ -75,7 +75,7 @@ def save(
     checkpoint takes at most twice the room of its rows: beyond that some files are written again.
 
     *Remote stores.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes
-    ``pip install "compopt[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
+    ``pip install -e ".[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
     unchanged files are copied by the store. ``blocking=False`` is for one rank there.
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
@@ -134,26 +134,27 @@ def save(
         ...     path.name.startswith("checkpoint-")
         True
     """
-    _check_estimator(est)
+    engine = _checked(est)._engine
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
     with doing("compopt.save()", est.t):
-        root: Folder = est._ranks.agree(lambda: _begin(est, directory, blocking))
-        with est._state.copying():
+        root: Folder = engine.ranks.agree(lambda: _begin(est, directory, blocking))
+        with engine.lock.copying():
             return _save(est, root, keep, incremental, blocking)
 
 
-def _check_estimator(est: Any) -> None:
-    """Refuse what has no rows; a module around an estimator has it in ``.est``."""
+def _checked(est: Any) -> Estimator:
+    """The estimator; a module around one has it in ``.est``."""
     if isinstance(est, Estimator):
-        return
+        return est
     inside = isinstance(getattr(est, "est", None), Estimator)
     remedy = "pass its estimator, .est" if inside else "models go into torch.save(model.state_dict(), ...)"
     raise TypeError(f"est must be an estimator of compopt, got {type(est).__name__}; {remedy}")
 
 
 def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: bool) -> Folder | SaveHandle:
-    ranks, table = est._ranks, est._table
+    engine = est._engine
+    ranks, table = engine.ranks, engine.table
     content = ranks.agree(lambda: _describe(est))
     state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
     target = _fresh(est, root, content, blocking)
@@ -177,7 +178,7 @@ def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: 
 
 def _fresh(est: Estimator, root: Folder, content: dict[str, Any], blocking: bool) -> Checkpoint:
     """The directory of a new save, which rank 0 makes."""
-    ranks = est._ranks
+    ranks = est._engine.ranks
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
@@ -195,14 +196,15 @@ def _make(est: Estimator, root: Folder, config: dict[str, Any]) -> Checkpoint:
 
 def _start(est: Estimator, job: Job) -> SaveHandle:
     """Give a job to a thread."""
+    engine = est._engine
     try:
         abandon = None if job.rows is None else job.rows.snapshot.abandon
-        est._saving = SaveHandle(job.target.path, job.run, abandon)
+        engine.saving = SaveHandle(job.target.path, job.run, abandon)
     except BaseException as error:  # no more threads can be had
         job.release()
         job.parts.failed(error)
         raise
-    return est._saving
+    return engine.saving
 
 
 def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None = None) -> Folder:
@@ -227,7 +229,8 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         OSError: the store does not answer; the message names the URL.
         ImportError: fsspec or the driver for a URL is missing.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
-            and both values, and the estimator is as it was.
+            and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
+            <Estimator.load_state_dict>` refuses them.
         TypeError: ``est`` is no estimator, ``directory`` no path, ``t`` no integer.
         RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
             else.
@@ -242,12 +245,11 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         ...     compopt.load(again, folder) == path
         True
     """
+    engine = _checked(est)._engine
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
-    _check_estimator(est)
-    est.stand_alone()
-    est._await_save()
-    with doing("compopt.load()", est.t), est._state.writing():
+    engine.await_save()
+    with doing("compopt.load()", est.t), engine.lock.writing():
         path = _load(est, directory, t)
     est._run("load_state_dict_post")
     return path
@@ -255,9 +257,10 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
 
 def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None) -> Folder:
     source, contents = _fill(est, directory, t)
-    for role, part in est._components.items():
-        part.restore_state(contents.extra[role])
-    est.t = contents.t
+    engine = est._engine
+    for role, part in engine.parts.items():
+        part.take_state(contents.extra[role])
+    engine.t = contents.t
     est.discard()
     claims.loaded(est, source.path.resolve().parent)
     return source.path
@@ -267,17 +270,19 @@ def _fill(
     est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None, retries: int = RETRIES
 ) -> tuple[Checkpoint, Contents]:
     """Choose a checkpoint, verify it, and take over its groups and rows; another one, if it is removed meanwhile."""
-    ranks = est._ranks
+    engine = est._engine
+    ranks = engine.ranks
     chosen = ranks.agree(lambda: _choose(directory, t, ranks.rank))
     source: Checkpoint = ranks.gather_objects(chosen)[0]
     final = not retries or folder(directory).resolve() == source.path.resolve()
     try:
         contents: Contents = _while_there(ranks, source, final, lambda: Contents(est, source))
-        est._forget_prefetched()
+        engine.forget_prefetched()
         _while_there(ranks, source, final, lambda: _take_groups(est, source, contents.sample_groups))
-        if est._table is not None:
-            table = est._table
+        if engine.table is not None:
+            table = engine.table
             _while_there(ranks, source, final, lambda: contents.read_rows(table))
+            table.agree_partial()
     except _Removed:
         return _fill(est, directory, t, retries - 1)
     return source, contents
@@ -310,15 +315,15 @@ def _choose(directory: str | os.PathLike[str] | RemotePath, t: int | None, rank:
 
 
 def _begin(est: Estimator, directory: str | os.PathLike[str] | RemotePath, blocking: bool) -> Folder:
+    engine = est._engine
     root = folder(directory)
-    if isinstance(root, RemotePath) and not blocking and est._ranks.size > 1:
+    if isinstance(root, RemotePath) and not blocking and engine.ranks.size > 1:
         raise ValueError(
-            f"blocking=False with {est._ranks.size} ranks needs a directory on a file system, where the ranks see each "
-            f"other's signs of life; got {root}: leave blocking=False out, or save to a path and copy that"
+            f"blocking=False with {engine.ranks.size} ranks needs a directory on a file system, where the ranks see "
+            f"each other's signs of life; got {root}: leave blocking=False out, or save to a path and copy that"
         )
-    est.stand_alone()
-    est._await_save()
-    running, est._saving = est._saving, None
+    engine.await_save()
+    running, engine.saving = engine.saving, None
     if running is not None:
         running.raise_untold()
     est._begin_saving()
@@ -327,23 +332,25 @@ def _begin(est: Estimator, directory: str | os.PathLike[str] | RemotePath, block
 
 def _describe(est: Estimator) -> dict[str, Any]:
     """What the manifest says of the estimator; refused where it could not be loaded again."""
-    est._groups.check()
+    engine = est._engine
+    engine.groups.check()
     told = {} if est.data_fingerprint is None else {"data_fingerprint": est.data_fingerprint}
-    chunk_rows = 1 if est._table is None else est._table.store.changes.chunk_rows
-    return {"config": states.config(est), "sample_groups": est._groups.saved(), "chunk_rows": chunk_rows, **told}
+    chunk_rows = 1 if engine.table is None else engine.table.store.changes.chunk_rows
+    config, groups = states.config(engine), engine.groups.saved()
+    return {"config": config, "sample_groups": groups, "chunk_rows": chunk_rows, **told}
 
 
 def _state(est: Estimator) -> dict[str, Tensor]:
     """State that is not rows, by role and name."""
     return {
         f"{role}.{name}": value.detach().cpu()
-        for role, part in est._components.items()
+        for role, part in est._engine.parts.items()
         for name, value in part.saved_state().items()
     }
 
 
 def _take_groups(est: Estimator, source: Checkpoint, groups: list[dict[str, Any]]) -> None:
     try:
-        est._groups.replace(groups)
+        est._engine.groups.replace(groups)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{source.path / manifest.MANIFEST}: {error}") from None

@@ -48,6 +48,17 @@ def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} sam
     return value.to(torch.int64)
 
 
+def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
+    """A floating-point tensor with so many axes, detached, in the working dtype; ``shape``: how messages name it."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {getattr(value, 'dtype', type(value))}")
+    if value.dim() != axes:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values; pass real ones")
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
 def _remedy(name: str, value: Any) -> str:
     """What to do with numbers that are in no tensor."""
     return f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
@@ -134,6 +145,16 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
     if extra.device != like.device:
         raise ValueError(f"extra must be on the device of z1 and z2, got {extra.device} and {like.device}")
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
+
+
+def check_pool(candidates: Any, scores: Tensor) -> Tensor:
+    """Positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64 on its device; none twice."""
+    if scores.shape[1] == 0:
+        raise ValueError("scores have no columns; a pool needs at least one candidate")
+    names = check_vector("candidates", candidates, scores.shape[1], "scores of {} candidates")
+    if names.device.type == "cpu" and (int(names.min()) < 0 or distinct_values(names) != len(names)):
+        raise ValueError("candidates must be positions >= 0 that occur once each; merge or drop the others")
+    return names.to(scores.device)
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:

@@ -1,5 +1,6 @@
 """The contract of every estimator, and what its parts are made of: all that a new method imports."""
 
+from compopt.checks.values import Range
 from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
@@ -15,6 +16,7 @@ __all__ = [
     "GroupSpec",
     "Hyper",
     "Normalizer",
+    "Range",
     "Setting",
     "Temperature",
 ]

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from compopt.batch import COUNT, Batch
-from compopt.checks.context import in_backward, in_checkpoint
-from compopt.checks.inputs import check_index
+from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
+from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
+from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
-from compopt.distributed.handshake import Handshake
-from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
-from compopt.estimator.async_checks import AsyncChecks
-from compopt.estimator.commits import Commits
-from compopt.estimator.component import Component
-from compopt.estimator.exclusive import Exclusive
-from compopt.estimator.fixed import fixed
-from compopt.estimator.groups import Groups, SampleGroups
-from compopt.estimator.reader import ROW_KEYS, BatchReader
-from compopt.stores.layout import Column
+from compopt.estimator.engine import Engine
+from compopt.estimator.fixed import REMEDIES
+from compopt.estimator.groups import Groups
+from compopt.estimator.hooks import Hooks
+from compopt.estimator.reader import ROW_KEYS
 from compopt.stores.placement import Placement
-from compopt.stores.table import RowTable
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
+    from compopt.estimator.part import PartHooks
+
 T = TypeVar("T")
 
-DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 
-
-class Estimator(Commits):
+class Estimator(Hooks):
     r"""State per sample beside any torch optimizer, with the manners of ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
@@ -56,6 +53,7 @@ class Estimator(Commits):
         directions: how many have anchors: 1 makes the columns of bimodal mode as narrow as those of the others.
         placement: where rows live; ``None``: in this process's memory.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
+        options: plain values that decide the meaning of the state beside the parts, stored and compared.
 
     Attributes:
         data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
@@ -79,8 +77,9 @@ class Estimator(Commits):
         RuntimeError: with several ranks, another rank refused, does something else, or did not come.
 
     Warns:
-        UserWarning: once each: many calls have deposited and none was committed; a learned temperature had gradients
-            and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
+        UserWarning: once each: three updates of a model have passed, or many calls, and none was committed; a learned
+            temperature had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in
+            the batch.
 
     Example:
         >>> import torch, compopt
@@ -95,64 +94,86 @@ class Estimator(Commits):
     """
 
     data_fingerprint: str | None = None
-    mode: str = fixed()
-    dtype: torch.dtype = fixed()
 
     def __init__(
         self,
-        components: Mapping[str, Component],
+        components: Mapping[str, PartHooks],
         *,
         mode: str,
         dtype: torch.dtype,
         directions: int = 2,
         placement: Placement | None = None,
         sample_groups: Groups | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
-        self.mode, self.dtype = mode, dtype
-        self._width = min(directions, DIRECTIONS[mode])
-        self.training = True
-        self._components = dict(components)
-        self._groups = SampleGroups(self._components, mode, sample_groups)
-        placement = placement or Placement()
-        self._ranks = Ranks(placement.process_group)
-        self._table = self._make_table(placement)
-        self._connect()
+        self._core: Engine | None = Engine(
+            components,
+            mode=mode,
+            dtype=dtype,
+            directions=directions,
+            placement=placement,
+            sample_groups=sample_groups,
+            options=options,
+            row_keys=self._row_keys,
+        ).open()
+
+    @property
+    def _engine(self) -> Engine:
+        """What this estimator acts on: rows, groups, pending deposits. A part of another estimator refuses."""
+        return self._facts
+
+    @property
+    def _facts(self) -> Engine:
+        """The same for properties that only look; of a part its owner's."""
+        assert self._core is not None
+        return self._core
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            if name not in REMEDIES:
+                raise
+            remedy = REMEDIES[name].format(value=value)
+            raise AttributeError(f"{name} of {type(self).__name__} cannot be set: {remedy}") from error
+
+    @property
+    def mode(self) -> str:
+        """``"bimodal"``, ``"unimodal"`` or ``"single"``."""
+        return self._facts.mode
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows' floating-point columns."""
+        return self._facts.dtype
+
+    @property
+    def t(self) -> int:
+        """Commits so far."""
+        return self._facts.t
+
+    @property
+    def training(self) -> bool:
+        """Whether calls deposit, see :meth:`train`."""
+        return self._facts.training
 
     # -- groups ------------------------------------------------------------------------------------------------
 
     @property
     def sample_groups(self) -> Groups:
         """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
-        return self._groups.groups
-
-    @sample_groups.setter
-    def sample_groups(self, value: Any) -> NoReturn:
-        raise AttributeError(
-            "sample_groups is one list for as long as the estimator lives: change the values in it, "
-            "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
-        )
+        return self._facts.groups.groups
 
     @property
     def defaults(self) -> dict[str, Any]:
         """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
-        return self._groups.defaults
+        return self._facts.groups.defaults
 
     @property
     def n(self) -> int | None:
         """Samples in all groups; ``None`` for an estimator without rows."""
-        return self._groups.n
-
-    @n.setter
-    def n(self, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"n of {type(self).__name__} is fixed at {self.n}, got {value!r}: append the rows of another data set with "
-            f"est.add_sample_group, or build another estimator"
-        )
+        return self._facts.groups.n
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set; its samples take the indices after all existing ones.
@@ -168,17 +189,17 @@ class Estimator(Commits):
 
         Communicates: collective with several ranks.
         """
-        self.stand_alone()
-        self._await_save()
-        with doing("add_sample_group()", self.t), self._state.writing():
-            self._groups.add(group)
+        engine = self._engine
+        engine.await_save()
+        with doing("add_sample_group()", self.t), engine.lock.writing():
+            engine.groups.add(group)
             try:
-                if self._table is not None:
-                    self._forget_prefetched()
+                if engine.table is not None:
+                    engine.forget_prefetched()
                     with torch.inference_mode(False):  # rows made inside it could not be written outside
-                        self._table.grow(self.n or 0)
+                        engine.table.grow(self.n or 0)
             except BaseException:
-                self._groups.drop_last()
+                engine.groups.drop_last()
                 raise
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -188,39 +209,10 @@ class Estimator(Commits):
         """Which keys of a call name rows."""
         return ROW_KEYS
 
-    def _connect(self) -> None:
-        initial = {c.name: (role, c.initial) for role, own in self._columns().items() for c in own if c.initial}
-        self._handshake, self._async_checks = Handshake(self._ranks), AsyncChecks()
-        self._reader = BatchReader(
-            self._groups,
-            self._table,
-            self._handshake,
-            self._async_checks,
-            self.dtype,
-            self._identity,
-            initial,
-            self._row_keys,
-        )
-
-    def _options(self) -> dict[str, Any]:
-        """What decides the meaning of the state beside the parts and their hyper-parameters."""
-        return {}
-
     def _identity(self) -> object:
         """What must be alike on all ranks."""
-        return states.config(self), self._table is not None and self._table.sharded
-
-    def _make_table(self, placement: Placement) -> RowTable | None:
-        columns = [column for own in self._columns().values() for column in own]
-        if not columns:
-            return None
-        columns.append(Column(COUNT, self._width, torch.int32))
-        with torch.inference_mode(False):  # rows made inside it could not be written outside
-            return RowTable(columns, self.n or 0, placement, self._ranks)
-
-    def _columns(self) -> dict[str, list[Column]]:
-        """What each part keeps per sample, by role."""
-        return {role: part.columns(self._width, self.dtype) for role, part in self._components.items()}
+        table = self._engine.table
+        return states.config(self._engine), table is not None and table.sharded
 
     @property
     def _remembers_index(self) -> bool:
@@ -236,34 +228,43 @@ class Estimator(Commits):
         more: int = 0,
     ) -> Batch:
         """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
-        self.stand_alone()
+        engine = self._engine
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
         if depositing:
             self._drop_skipped()
-            with self._handshake.guard():  # a warning may be an error
-                self._forgotten.positions(keys["index"], self.n, self._remembers_index)
-                self._forgotten.learned(list(self.parameters()), self._attachments, self._async_checks)
-        progress = {"depositing": int(depositing), "t": self.t, "pending": self._pending, **(facts or {})}
-        batch = self._reader.read(keys, values, depositing, progress, least, more)
+            with engine.handshake.guard():  # a warning may be an error
+                engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
+        progress = {"depositing": int(depositing), "t": self.t, "pending": engine.pending, **(facts or {})}
+        batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
-            for part in self._components.values():
+            for part in engine.parts.values():
                 part.move(batch.rows.device)
         return batch
 
+    def _index(self, index: Tensor | None, count: int) -> Tensor:
+        """The index of a call; where there are no rows it may be left out, and every sample is its own."""
+        if index is not None:
+            return check_vector("index", index, count)
+        if self.n is not None:
+            raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
+        return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
+
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Committed rows without a call, in the dtype and on the device of ``like``; collective only on shards."""
-        return self._reader.look(index, like, values)
+        return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self) -> None:
         """Inside a checkpointed function: it runs again in backward, where a call would repeat what it did.
 
         Allowed where that is nothing: one rank, and a stateless estimator, ``eval()`` or ``torch.no_grad()``.
         """
+        engine = self._engine
         grad = torch.is_grad_enabled()
-        keeps = self._table is not None or any(part.has_state for part in self._components.values())
+        keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and self.training and grad
-        meets = self._ranks.size > 1 and (grad or in_backward())
+        meets = engine.ranks.size > 1 and (grad or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
         message = (
@@ -274,7 +275,7 @@ class Estimator(Commits):
         )
         if in_backward():  # the other ranks may not be
             raise RuntimeError(message)
-        with self._handshake.guard():
+        with engine.handshake.guard():
             raise RuntimeError(message)
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -293,15 +294,22 @@ class Estimator(Commits):
             TypeError, ValueError: the index is no 1-D tensor of integers.
             RuntimeError: nothing is kept per sample; or this is a part of another estimator, which has the rows.
         """
-        self.stand_alone()
-        if self._table is None:
-            raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        with doing("read()", self.t), self._state.copying():
-            rows = self._reader.agree(lambda: check_index("index", index)).cpu()
-            like = torch.zeros((), dtype=self.dtype, device=self._table.store.device)
-            columns = self._look(rows, like).columns
-        columns[COUNT] = columns[COUNT].amax(dim=1).to(torch.int64)
-        return {name: value.clone() for name, value in columns.items()}
+        return self._read_columns(index)
+
+    def _read_columns(self, index: Tensor, role: str | None = None) -> dict[str, Tensor]:
+        """See :meth:`read`; of one part, with its own number of visits."""
+        engine = self._engine
+        own = None if role is None else [column.name for column in engine.columns()[role]]
+        if engine.table is None or own == []:
+            who = self if role is None else engine.parts[role]
+            raise RuntimeError(f"{type(who).__name__} keeps nothing per sample; there are no rows to read")
+        with doing("read()", self.t), engine.lock.copying():
+            rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
+            like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
+            batch = self._look(rows, like)
+        columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
+        count = batch.count if own is None else torch.where(batch.unseen(own[0]), 0, batch.count)
+        return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
 
     @overload
     def prefetch(self, source: Tensor, index: Any = -1, index2: Any = None) -> None: ...
@@ -331,7 +339,6 @@ class Estimator(Commits):
         Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
         that all ranks must prefetch the same batches in the same order.
         """
-        self.stand_alone()
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
@@ -339,17 +346,118 @@ class Estimator(Commits):
             raise TypeError(
                 f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
             )
-        if self._table is None:  # nothing to read, so no index is asked for; the loader itself does
+        if self._engine.table is None:  # nothing to read, so no index is asked for; the loader itself does
             return cast(PrefetchLoader[Any], source)
-        return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
+        return PrefetchLoader(source, self._prefetch, self._engine.forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        self._reader.prefetch({name: check_index(name, value) for name, value in given.items()})
+        self._engine.reader.prefetch({name: check_index(name, value) for name, value in given.items()})
 
-    def _forget_prefetched(self) -> None:
-        if self._reader.prefetcher is not None:
-            self._reader.prefetcher.drop_all()
+    # -- deposit and commit ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Calls whose proposals wait for :meth:`step`."""
+        return self._facts.pending
+
+    def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
+        """Keep the proposals of one call, ``(B, D)`` each, until the commit."""
+        engine = self._engine
+        if engine.table is not None:
+            engine.table.deposit(batch, proposals, valid)
+        elif not any(part.has_pending_state for part in engine.parts.values()):
+            return  # a stateless estimator has nothing to commit
+        engine.pending += 1
+        engine.forgotten.pending(engine.pending, engine.attachments)
+
+    def _begin_saving(self) -> None:
+        """What precedes a copy of the state, whoever takes it."""
+        engine = self._engine
+        engine.forgotten.saving(self.t, engine.pending, engine.attachments)
+        self._run("state_dict_pre")
+
+    @outside_of_graphs
+    def step(self) -> None:
+        """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.
+
+        With :meth:`attach` it runs by itself. Step hooks run before and after it.
+
+        Raises:
+            RuntimeError: this is a part of another estimator, which commits.
+
+        Warns:
+            RuntimeWarning: a save beside training has failed (``compopt.save(..., blocking=False)``).
+
+        Communicates: nothing.
+        """
+        self._commit(None)
+
+    @outside_of_graphs
+    def _commit(self, found_inf: Tensor | None) -> None:
+        engine = self._engine
+        if engine.saving is not None:
+            engine.saving.warn()
+        self._drop_skipped()
+        engine.forgotten.updated(list(self.parameters()))
+        if not engine.pending:
+            return
+        if found_inf is not None:
+            found_inf = found_inf.reshape(())  # (1,) would give state that is a number an axis
+            if found_inf.device.type == "cpu" and found_inf.item() > 0:
+                self.discard()
+                return
+        self._run("step_pre", (), {})
+        with engine.lock.writing(), torch.no_grad():
+            if engine.table is not None:
+                engine.table.commit(found_inf)
+            for part in engine.parts.values():
+                part.commit_state(found_inf)
+            engine.forgotten.committed(engine.pending)
+            engine.pending = 0
+            engine.t += 1
+        engine.forgotten.scale(engine.attachments)
+        self._run("step_post", (), {})
+
+    @outside_of_graphs
+    def discard(self) -> None:
+        """Forget everything pending: call it when an update was skipped. Communicates nothing."""
+        self._engine.discard()
+
+    def _drop_skipped(self) -> None:
+        """What is pending belongs to an update that an attached engine has skipped since."""
+        if self._engine.attachments.skipped():
+            self.discard()
+
+    def attach(self, optimizer: Any) -> RemovableHandle:
+        """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
+
+        Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
+        ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
+        not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
+        because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
+        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. The step that
+        ``torch.distributed.checkpoint`` makes for the state of an optimizer without any is none. Attach anew to an
+        optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
+        alive.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
+
+        Returns:
+            A handle with ``remove()``.
+
+        Raises:
+            TypeError: no torch optimizer is inside.
+            RuntimeError: this is a part of another estimator; attach that.
+
+        Communicates: nothing, neither here nor when it commits.
+        """
+        return self._engine.attachments.add(optimizer, self._commit)
+
+    def between_commits(self) -> AbstractContextManager[None]:
+        """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""
+        return self._engine.lock.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
@@ -362,7 +470,7 @@ class Estimator(Commits):
         Returns:
             The estimator.
         """
-        self.training = bool(mode)
+        self._engine.training = bool(mode)
         return self
 
     def eval(self) -> Self:
@@ -381,37 +489,42 @@ class Estimator(Commits):
         Raises:
             ValueError: the meta device.
         """
+        engine = self._engine
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
-        with self._state.writing():
-            if self._table is not None:
-                self._table.store.to(device)
-            for part in self._components.values():
+        with engine.lock.writing():
+            if engine.table is not None:
+                engine.table.store.to(device)
+            engine.device = device
+            for part in engine.parts.values():
                 part.move(device)
         return self
 
     @property
     def device(self) -> torch.device:
         """Where the rows are, or, without rows, other state; the CPU without any."""
-        if self._table is not None:
-            return self._table.store.device
-        states = (value for part in self._components.values() for value in part.state.values())
-        return next((value.device for value in states), torch.device("cpu"))
-
-    @device.setter
-    def device(self, value: Any) -> NoReturn:
-        raise AttributeError(f"device is where the state is: move it with est.to({str(value)!r})")
+        engine = self._facts
+        if engine.table is not None:
+            return engine.table.store.device
+        states = (value for part in engine.parts.values() for value in part.state.values())
+        return next((value.device for value in states), engine.device)
 
     @property
     def split(self) -> bool:
         """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
-        parts = any(part.split_state for part in self._components.values())
-        return parts or (self._table is not None and self._table.split)
+        engine = self._facts
+        parts = any(part.split_state for part in engine.parts.values())
+        return parts or (engine.table is not None and engine.table.split)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """What the user's optimizer must learn (a learned temperature); usually empty."""
+        for part in self._facts.parts.values():
+            yield from part.learned()
 
     def learnables(self) -> dict[str, torch.nn.Module]:
         """By role, the modules whose parameters the user's optimizer learns."""
-        return {role: part.learnable for role, part in self._components.items() if part.learnable is not None}
+        return {role: part.learnable for role, part in self._facts.parts.items() if part.learnable is not None}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -438,44 +551,48 @@ class Estimator(Commits):
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
         every rank gets whole, and where ranks share a file. Otherwise nothing.
         """
-        self.stand_alone()
         self._begin_saving()
-        with doing("state_dict()", self.t), self._state.copying():
-            state = states.state_dict(self)
+        with doing("state_dict()", self.t), self._engine.lock.copying():
+            state = states.state_dict(self._engine)
         return self._run_replacing("state_dict_post", state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
 
-        dtype and device stay those of this estimator. Nothing is written unless everything fits. Not beside calls in
-        another thread. State-dict hooks run.
+        dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
+        fits. Not beside calls in another thread. State-dict hooks run.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another n, mode, method or dtype; the message names both values. Entries that are missing.
-            TypeError: ``state_dict`` is no mapping.
+            ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
+                names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
+                values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
+            TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
         Communicates: collective where ranks share a file; otherwise nothing.
         """
-        self.stand_alone()
+        engine = self._engine
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
-        self._await_save()
-        with doing("load_state_dict()", self.t), self._state.writing():
-            states.load_state_dict(self, state_dict)
+        engine.await_save()
+        with doing("load_state_dict()", self.t), engine.lock.writing():
+            states.load_state_dict(engine, state_dict)
         self._run("load_state_dict_post")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
-        hooks: dict[str, Any] = {family: OrderedDict() for family in self._hooks}
-        own = {"_reader": None, "_handshake": None, "_async_checks": None, "_saving": None}
-        return {**self.__dict__, "_hooks": hooks, **own}
+        return {**self.__dict__, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_state": Exclusive(), "_saving": None, **state})
-        self._connect()
+        self.__dict__.update(state)
+        for part in self._engine.parts.values():
+            part.belong(self)
+
+    def __copy__(self) -> Self:
+        """A copy is deep: two estimators never write the same rows."""
+        return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -487,4 +604,4 @@ class Estimator(Commits):
 
     def _described(self) -> dict[str, Any]:
         """What ``repr`` shows beside the sample groups, by name."""
-        return {key: value for part in self._components.values() for key, value in part.described().items()}
+        return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

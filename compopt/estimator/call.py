@@ -54,6 +54,10 @@ class Call:
         """Visits so far, int32, in the shape of the columns."""
         return self.batch.count
 
+    def unseen(self, column: str) -> Tensor:
+        """Where the part that keeps a column was never visited, in the shape of the columns."""
+        return self.batch.unseen(column)
+
     @property
     def training(self) -> bool:
         """What the call proposes may be committed."""

@@ -2,230 +2,244 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks
+from compopt.distributed.control import doing
+from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator import state_dict as states
+from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
-from compopt.functional import all_finite
-from compopt.stores.layout import Column
+from compopt.estimator.engine import Alone, Engine, check_dtype
+from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups
+from compopt.estimator.hooks import Hooks
+from compopt.estimator.part import PartHooks
+from compopt.stores.placement import Placement
 
-# What parts of the user's own may still define.
-RENAMED = {"propose_state": "deposit_state", "promote": "commit_state", "forget": "discard_state"}
 
+class Component(PartHooks, Estimator):
+    """One part of an estimator, or an estimator by itself: hyper-parameters, columns, and state that is not rows.
 
-class Component(ABC):
-    """One part of an estimator: hyper-parameters per sample group, columns, and state that is not rows.
+    *As part* of a :class:`~compopt.ContrastiveEstimator` its columns are in the one table of that owner.
+    :attr:`sample_groups`, :meth:`read`, :meth:`state_dict` and :meth:`load_state_dict` show what belongs to this part;
+    what acts on rows or commits (:meth:`step`, :meth:`attach`, :meth:`to`, ...) is refused and names the owner.
 
-    State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
-    copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
-
-    Its methods are called by the estimator, in the thread that calls that; users of an estimator need none of them.
-    They communicate nothing unless they or their class say so.
+    *Alone* it is an :class:`~compopt.Estimator` with one value per column and sample. Its rows are made when they are
+    first needed, or at construction if a placement is given.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
         defaults: hyper-parameters that groups may override.
+        process_group, offload, offload_dir, shard, dtype: of a part that is used alone, see
+            :class:`~compopt.ContrastiveEstimator`; as a part it has those of its owner. With a placement the rows are
+            made here, so that a subclass calls this last.
+
+    State: what :meth:`columns` and ``state`` say. Its engine, and so its rows, are its owner's as part. The owner is
+    held weakly: a part does not outlive it.
+
+    Communicates: as :class:`~compopt.Estimator`.
 
     Raises:
         TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
             that defines a method under a name of before.
         ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
-
-    Attributes:
-        state: tensors by name, committed, that are not rows.
-        learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
-            replace them there); their names are those of :meth:`saved_state`.
+        RuntimeError: as part, what the owner does is asked of it.
     """
 
-    learnable: torch.nn.Module | None = None
-    state_grows = False  # some of it is made later, so that its names are saved too
+    mode: str = "single"
+    dtype: torch.dtype = torch.float32
+    _core: Engine | None = None
+    _owner: ref[Estimator] | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods that are never called any more, since they have other names."""
-        super().__init_subclass__(**options)
-        for old, new in RENAMED.items():
-            if old in cls.__dict__:
-                raise TypeError(f"{cls.__name__}.{old} is called {new} now; rename it")
+    def __init__(
+        self,
+        n: GroupSpec | None,
+        defaults: Mapping[str, Any],
+        *,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._placement, self.dtype = Placement(process_group, offload, offload_dir, shard), check_dtype(dtype)
+        Hooks.__init__(self)
+        PartHooks.__init__(self, n, defaults)
+        if self._placement != Placement():
+            self._engine.open()
 
-    def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
-        self.own_defaults = dict(defaults)
-        plain(self.own_defaults)
-        self.state: dict[str, Tensor] = {}
-        self._pending_state: dict[str, Tensor] | None = None
-        self.owner: object | None = None
-        self.own_groups: Groups = [] if n is None else parse(n)
-        for number, group in enumerate(self.own_groups):
-            checks.known_keys(f"sample group {number}", group, {"n", *self.own_defaults})
-            for key, value in self.own_defaults.items():
-                group.setdefault(key, value)
-            plain(group)
-            self.check(group)
-        self.check(self.own_defaults)
+    # -- alone, or part of an owner ----------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> Estimator | None:
+        """The estimator of which this is a part; ``None``: it is used alone, or not yet.
+
+        Raises:
+            RuntimeError: that estimator is gone, and the rows with it.
+        """
+        if self._owner is None:
+            return None
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the estimator of which this {type(self).__name__} was a part is gone; build a new one")
+        return owner
+
+    @property
+    def _engine(self) -> Engine:
+        owner = self.owner
+        if owner is not None:
+            name = type(owner).__name__
+            raise RuntimeError(
+                f"this {type(self).__name__} is part of a ContrastiveEstimator ({name}), which reads, writes, saves "
+                f"and grows its rows; ask that"
+            )
+        return self._facts.open()
+
+    @property
+    def _facts(self) -> Engine:
+        owner = self.owner
+        if owner is not None:
+            return owner._facts
+        if self._core is None:
+            self._core = engine = Engine(
+                Alone(self),
+                mode="single",
+                dtype=self.dtype,
+                placement=self._placement,
+            )
+            self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
+        return self._core
 
     def check_free(self) -> None:
-        """Refuse to become a part twice: two estimators would write the same state.
+        """Refuse to become a part, before anything is changed.
 
         Raises:
-            ValueError: this part is already in an estimator.
+            ValueError: this is a part already (two estimators would write the same state), has a placement of its own,
+                or is attached to an optimizer.
         """
-        if self.owner is not None:
+        if self._owner is not None:
             raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
+        if self._placement != Placement():
+            raise ValueError(
+                "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
+                "ContrastiveEstimator, whose rows hold the columns of all its parts"
+            )
+        kind = None if self._core is None else self._core.attachments.listening()
+        if kind is not None:
+            raise ValueError(
+                f"this {type(self).__name__} is attached to an {kind}; call remove() of the handle, and attach the "
+                f"estimator instead"
+            )
+
+    def keep_edits(self) -> None:
+        """Take hyper-parameters that were changed, and groups that were added, while it was used alone, to an owner."""
+        for number, group in enumerate(() if self._core is None else self._core.groups.groups):
+            raw = {**self.own_defaults, **(self.own_groups[number] if number < len(self.own_groups) else {})}
+            filled = dict(raw)
+            self.fill(filled, "single")
+            edited = {key: value for key, value in group.items() if filled.get(key) != value}
+            if "n" not in group:
+                self.own_defaults.update(edited)
+            elif number < len(self.own_groups):
+                self.own_groups[number].update(edited)
+            else:
+                self.own_groups.append({**raw, **edited})
+
+    def belong(self, owner: object) -> None:
+        assert isinstance(owner, Estimator)
+        if self._core is not None and self._core.t:
+            warnings.warn(
+                f"this {type(self).__name__} was used alone before it became a part: its rows of {self._core.t} "
+                f"commits are dropped; build a second one to keep them",
+                stacklevel=4,
+            )
+        self._core, self._owner = None, ref(owner)
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """Become a part of ``setting.owner``; state whose shape depends on the setting is made here.
+        super().joined(groups, setting)
+        if setting.owner is not None:
+            self.belong(setting.owner)
 
-        Args:
-            groups: the estimator's, into which this part's are merged.
-            setting: what a part may know of the estimator.
-        """
-        self.owner = setting.owner
-        self.own_groups = groups.groups
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a part by itself has no owner; that of an owner takes its parts along."""
+        return {**super().__getstate__(), "_owner": None}
 
-    @abstractmethod
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
-        Args:
-            group: values by the part's own names; ``None`` means "filled by mode".
+    @property
+    def _in_owner(self) -> str:
+        """The role in which the owner has this part.
 
         Raises:
-            ValueError, TypeError: with the name, the value and the remedy.
+            RuntimeError: it belongs to another part.
         """
-
-    def fill(self, group: dict[str, Any], mode: str) -> None:
-        """Replace ``None`` by the default of the mode, in place.
-
-        Args:
-            group: values by the part's own names.
-            mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
-        """
-        del group, mode
-
-    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        """The columns this part keeps per sample; none by default.
-
-        Args:
-            directions: values per sample and column, ``D``.
-            dtype: of floating-point columns.
-        """
-        del directions, dtype
-        return []
-
-    def structure(self) -> dict[str, Any]:
-        """What decides the meaning of the state beside hyper-parameters and columns: plain values, by name.
-
-        A checkpoint is refused by an estimator where they differ.
-        """
-        return {}
-
-    def described(self) -> dict[str, Any]:
-        """What the estimator's ``repr`` shows of it beside hyper-parameters, by name."""
-        return self.structure()
-
-    def learned(self) -> Iterator[torch.nn.Parameter]:
-        """Parameters that the user's own optimizer learns."""
-        return iter(()) if self.learnable is None else self.learnable.parameters()
-
-    # -- state that is not rows --------------------------------------------------------------------------------
+        for role, part in self._facts.parts.items():
+            if part is self:
+                return role
+        raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
 
     @property
-    def has_state(self) -> bool:
-        """Whether anything is kept, committed, that is not rows."""
-        return bool(self.state)
+    def sample_groups(self) -> Groups:
+        """One mapping per data set: ``n`` and this part's hyper-parameters by their own names; edits count."""
+        if self._owner is None:
+            return super().sample_groups
+        return self._facts.groups.of_part(self._in_owner)
 
     @property
-    def split_state(self) -> bool:
-        """Ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
-        return False
+    def defaults(self) -> dict[str, Any]:
+        return self.own_defaults if self._owner is not None else super().defaults
 
-    @property
-    def has_pending_state(self) -> bool:
-        """A pending copy waits for :meth:`commit_state`."""
-        return self._pending_state is not None
+    def _described(self) -> dict[str, Any]:
+        return self.described()
 
-    def working_state(self, training: bool) -> dict[str, Tensor]:
-        """The pending copy if there is one (training), else the committed state."""
-        return self._pending_state if training and self._pending_state is not None else self.state
+    def read(self, index: Tensor) -> dict[str, Tensor]:
+        owner = self.owner
+        if owner is None:
+            return super().read(index)
+        return owner._read_columns(index, self._in_owner)
 
-    def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values; if any of them is not finite, all keep their previous values.
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Estimator.state_dict`; as part, of this part's columns, groups and state alone.
 
-        Args:
-            **tensors: entries of :attr:`state`, in their shapes and dtypes. The test runs on the device.
+        ``"count"`` among the rows of a part is 0 where this part was never visited.
         """
-        before = self.working_state(True)
-        new, old = list(tensors.values()), [before[name] for name in tensors]
-        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
-            stacked = torch.stack(new)
-            accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
-        else:
-            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
-            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
-        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
+        owner = self.owner
+        if owner is None:
+            return super().state_dict()
+        self._run("state_dict_pre")
+        with doing("state_dict()", owner.t), owner._engine.lock.copying():
+            state = states.part_state_dict(owner._engine, self._in_owner)
+        return self._run_replacing("state_dict_post", state)
 
-    def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :meth:`Estimator.load_state_dict`; as part, into this part's columns and state alone.
 
-        Args:
-            found_inf: 0-d or ``(1,)`` flag on the device; where it is positive the state stays. ``None``: no flag.
-        """
-        if self._pending_state is None:
-            return
-        for name, new in self._pending_state.items():
-            if found_inf is not None:
-                new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
-            self.state[name] = new
-        self._pending_state = None
-
-    def discard_state(self) -> None:
-        """Drop the pending copy."""
-        self._pending_state = None
-
-    def move(self, device: torch.device) -> None:
-        """Take committed state to the features' device; dtypes stay."""
-        self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
-
-    def saved_state(self) -> dict[str, Tensor]:
-        """Committed state that is not rows, copied, whole; collective where ranks split it."""
-        return {name: value.clone() for name, value in self.state.items()}
-
-    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes that saved state must have to be restored here."""
-        del state
-        return {name: tuple(value.shape) for name, value in self.saved_state().items()}
-
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse saved state that does not fit, before anything is written.
-
-        Args:
-            state: as :meth:`saved_state` returned it.
+        As part, ``state_dict`` is that of a part of the same kind, or of an estimator that has one: of another
+        composition, for example. Hyper-parameters and :attr:`t` of the owner stay, a sample's number of visits becomes
+        the larger one, what is pending is dropped, and other parts of a sample that only the loaded state has met take
+        their next visit as the first.
 
         Raises:
-            ValueError: other names or shapes, with both.
+            ValueError: also values that mean something else in this composition; nothing was written.
         """
-        expected = self.expected_shapes(state)
-        if set(state) != set(expected):
-            raise ValueError(
-                f"the state of {type(self).__name__} must have the entries {sorted(expected)}, the checkpoint has "
-                f"{sorted(state)}"
-            )
-        for name, shape in expected.items():
-            if tuple(state[name].shape) != shape:
-                raise ValueError(
-                    f"{name} of {type(self).__name__} differs: the checkpoint has shape {tuple(state[name].shape)}, "
-                    f"expected {shape}"
-                )
-
-    def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`saved_state` returned, ``state``; keeps dtype and device."""
-        for name, value in state.items():
-            self.state[name] = value.to(self.state[name])
+        owner = self.owner
+        if owner is None:
+            return super().load_state_dict(state_dict)
+        if isinstance(state_dict, Mapping):
+            state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
+        owner._engine.await_save()
+        with doing("load_state_dict()", owner.t), owner._engine.lock.writing():
+            states.load_part(owner._engine, self._in_owner, state_dict)
+        self._run("load_state_dict_post")
 
 
 class Normalizer(Component):
@@ -251,6 +265,8 @@ class Normalizer(Component):
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).item()
         0.0
     """
+
+    role = "normalizer"
 
     @property
     def averages_views(self) -> bool:
@@ -317,9 +333,9 @@ class Normalizer(Component):
 class Temperature(Component):
     """Decides ``tau_i``.
 
-    A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`value`; one that learns on the side also
-    :attr:`learns`, :meth:`update` and :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication
-    and errors: as of :class:`~compopt.estimator.Component`.
+    A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`temperatures`; one that learns on the side
+    also :attr:`learns`, :meth:`proposals` and :meth:`~compopt.estimator.Component.columns`. Arguments, state,
+    communication and errors: as of :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
@@ -328,7 +344,7 @@ class Temperature(Component):
         ...         super().__init__(None, {})
         ...     def check(self, group):
         ...         pass
-        ...     def value(self, rows, hyper, training):
+        ...     def temperatures(self, rows, hyper, training):
         ...         return 0.1
         >>> z1, z2 = torch.randn(2, 8, 4)
         >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Constant())
@@ -336,13 +352,24 @@ class Temperature(Component):
         True
     """
 
+    role = "temperature"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take hooks under their former names, ``value`` and ``update``, from classes of before."""
+        for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
+            hook = cls.__dict__.get(old)
+            if callable(hook) and new not in cls.__dict__ and _is_hook(hook, old, arguments):
+                setattr(cls, new, hook)
+                warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
+        super().__init_subclass__(**options)
+
     @property
     def learns(self) -> bool:
-        """Whether :meth:`update` wants the gradients ``G``."""
+        """Whether :meth:`proposals` wants the gradients ``G``."""
         return False
 
     @abstractmethod
-    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         """Temperatures of a batch.
 
         Args:
@@ -354,12 +381,35 @@ class Temperature(Component):
             A number > 0, or a tensor broadcastable to ``(B, 2)``; with a graph, it gets a gradient.
         """
 
+    def constants(self) -> list[float] | None:
+        """The committed temperature of each sample group; ``None`` where samples have temperatures of their own."""
+        return None
+
+    def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
+        """Refuse rows of another composition that were averaged at other temperatures than this part has now.
+
+        Args:
+            given: :meth:`constants` of that composition.
+            visits: of its rows, ``(n, D)``.
+
+        Raises:
+            ValueError: with both values and the remedy.
+        """
+        del visits
+        own = self.constants()
+        if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):
+            raise ValueError(
+                f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has "
+                f"tau={_tau_text(own)}, for which log u means something else; build it with that temperature, or load "
+                f"the state of the temperature first"
+            )
+
     def rho(self, hyper: Hyper) -> Any:
         """Radius of the KL constraint in nats, added to ``alpha`` in the objective: a number, or one per row."""
         del hyper
         return 0.0
 
-    def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
+    def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         """New values of this part's columns.
 
         Args:
@@ -372,3 +422,13 @@ class Temperature(Component):
         """
         del call, gradient
         return {}
+
+
+def _tau_text(constants: Sequence[float] | None) -> str:
+    return "one per sample" if constants is None else ", ".join(f"{tau:.6g}" for tau in constants)
+
+
+def _is_hook(function: Any, name: str, arguments: int) -> bool:
+    """Whether a method has the arguments of the hook that had this name, and not those of ``TemperatureDual``."""
+    parameters = list(inspect.signature(function).parameters)
+    return len(parameters) == arguments and parameters[-1] != "index"

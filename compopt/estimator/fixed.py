@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+# What to do instead of setting a property.
+REMEDIES = {
+    "mode": "its state depends on it; build another estimator with mode={value!r}",
+    "dtype": "its state depends on it; build another estimator with dtype={value!r}",
+    "n": "append the rows of another data set with est.add_sample_group, or build another estimator",
+    "sample_groups": "change the values in it, est.sample_groups[0][key] = value, or append a data set with "
+    "est.add_sample_group",
+    "device": "move the state with est.to({value!r})",
+    "training": "call est.train() or est.eval()",
+    "t": "it counts the commits; go back to an earlier one with load_state_dict or compopt.load",
+}
 
 
 def fixed() -> Any:
@@ -26,11 +36,10 @@ class _Fixed:
         if self._name in est.__dict__:
             raise AttributeError(
                 f"{self._name} of {type(est).__name__} is fixed at {_shown(est.__dict__[self._name])}, since its state "
-                f"depends on it: build another estimator with {self._name}={_shown(value)}"
+                f"depends on it; build another estimator with {self._name}={_shown(value)}"
             )
         est.__dict__[self._name] = value
 
 
 def _shown(value: Any) -> str:
-    plain = value is None or isinstance(value, str | bool | int | torch.dtype)
-    return repr(value) if plain else type(value).__name__
+    return repr(value) if value is None or isinstance(value, str | bool) else type(value).__name__

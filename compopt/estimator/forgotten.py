@@ -6,17 +6,24 @@ import gc
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from compopt.checks.context import outside_of_graphs
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
 
-# Calls without a commit, if that is also so many times the longest window so far (accumulation may be long)
+# Updates of the model without a commit, where no attached optimizer is left that could still commit
+UPDATES = 3
+# Calls without a commit, where no update is seen (an optimizer may run no hooks), if that is also so many times the
+# longest window so far (accumulation may be long)
 PATIENCE, WINDOWS = 256, 8
 # The same where no optimizer is left that could commit
 PATIENCE_GONE, WINDOWS_GONE = 16, 2
@@ -34,6 +41,7 @@ class Forgotten:
     """
 
     def __init__(self) -> None:
+        self._updates: Updates | None = None
         self._longest = 0  # calls of the longest window that was committed
         self._said_pending = False
         self._positions: int | None = 0  # calls with batch positions so far; None: the index is not one
@@ -45,6 +53,7 @@ class Forgotten:
     def committed(self, window: int) -> None:
         """Note that a window of this many calls was committed."""
         self._longest = max(self._longest, window)
+        self._updates = None
 
     # -- a scale that nothing uses -----------------------------------------------------------------------------
 
@@ -66,15 +75,25 @@ class Forgotten:
     # -- no commit ---------------------------------------------------------------------------------------------
 
     def pending(self, calls: int, attached: Attachments) -> None:
-        """Warn once when this many calls wait for a commit."""
-        if calls < PATIENCE_GONE or self._said_pending:
+        """Warn once when so many calls wait for a commit that somebody must have forgotten it."""
+        if self._said_pending:
+            return
+        if calls == 1:
+            self._updates = Updates() if attached.listening() is None and self._nobody_commits(attached) else None
+        passed = 0 if self._updates is None else self._updates.count()
+        if passed < UPDATES and calls < PATIENCE_GONE:
             return
         gone, silent = attached.gone(), attached.listening()
         least, windows = (PATIENCE, WINDOWS) if gone is None else (PATIENCE_GONE, WINDOWS_GONE)
-        if calls < max(least, windows * self._longest):
+        if (passed < UPDATES or silent is not None) and calls < max(least, windows * self._longest):
             return
         self._said_pending = True
-        warn(f"{calls} calls have deposited and none was committed: {_remedy(gone, silent)}")
+        meanwhile = f" in {passed} updates of the model" if passed else ""
+        warn(f"{calls} calls have deposited{meanwhile} and none was committed: {_remedy(gone, silent)}")
+
+    def _nobody_commits(self, attached: Attachments) -> bool:
+        """Nothing has committed yet, or what did is gone; elsewhere a loop commits by hand and knows when."""
+        return self._longest == 0 or attached.gone() is not None
 
     def saving(self, t: int, calls: int, attached: Attachments) -> None:
         """Warn once when a state is saved that knows nothing, although there were calls."""
@@ -140,6 +159,47 @@ class Forgotten:
         )
 
 
+class Updates:
+    """Count the updates of the model between calls, by the steps of the optimizers that the process has.
+
+    Which of them has the model's parameters is not known: several must all have stepped.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._stepped: dict[int, bool] = {}  # by the optimizer's id: since the last call
+        _watch(self)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        self._stepped[id(optimizer)] = True
+
+    def count(self) -> int:
+        """Return the updates so far; called once per call of the estimator."""
+        known = list(self._stepped)
+        if known and all(self._stepped[each] for each in known):
+            self._count += 1
+            self._stepped = dict.fromkeys(known, False)
+        return self._count
+
+
+_watching: WeakSet[Updates] = WeakSet()
+_hooks: list[Any] = []
+
+
+def _watch(updates: Updates) -> None:
+    """Torch has one hook for all optimizers; it stays, since it must not be removed while another thread runs it."""
+    _watching.add(updates)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_note))
+
+
+@outside_of_graphs
+def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for each in tuple(_watching):
+        each.note(optimizer)
+
+
 def warn(message: str) -> None:
     """A warning that shows the user's own line."""
     level, frame = 2, sys._getframe(1)
@@ -157,8 +217,8 @@ def _remedy(gone: str | None, silent: str | None) -> str:
             f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
         )
     return (
-        "call est.step() after optimizer.step(), or est.attach(optimizer); the Trainer of transformers and that of "
-        "Lightning need the EstimatorCallback in compopt.integrations"
+        "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+        "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -147,6 +147,39 @@ def membership(groups: Groups, rows: Tensor) -> Tensor | None:
         end += group["n"]
         number += rows >= end
     return number
+
+
+class PartGroup(MutableMapping[str, Any]):
+    """A view of one group: ``n`` and the hyper-parameters of one component, by that component's names.
+
+    Args:
+        group: with the hyper-parameters of all components.
+        names: the component's keys -> keys in the group.
+    """
+
+    def __init__(self, group: dict[str, Any], names: Mapping[str, str]) -> None:
+        self._group = group
+        self._names = {**({"n": "n"} if "n" in group else {}), **names}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._group[self._names[key]]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._names:
+            raise KeyError(f"{key!r} is no hyper-parameter of this part; it has {', '.join(self._names)}")
+        self._group[self._names[key]] = value
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError(f"a hyper-parameter cannot be removed from its group: {key!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class SampleGroups:
@@ -310,6 +343,10 @@ class SampleGroups:
         """Undo :meth:`add`."""
         del self.groups[-1]
         self._snapshot = self._snapshot[:-1]
+
+    def of_part(self, role: str) -> Groups:
+        """The groups as one component sees them: its own names, each edit written through."""
+        return cast(Groups, [PartGroup(group, self.names[role]) for group in self.groups])
 
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
         """Hyper-parameters of one component for these rows, ``(B, R)``."""

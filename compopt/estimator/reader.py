@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.batch import COUNT, Batch
+from compopt.batch import Batch
 from compopt.checks.inputs import INDEX_REMEDY, check_range, distinct_values
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import Ticket
-from compopt.stores.layout import moved
+from compopt.stores.layout import Column, moved
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
@@ -38,8 +38,7 @@ class BatchReader:
         handshake: with the other ranks.
         async_checks: what is learned on the device and refused later.
         dtype: of the rows.
-        identity: what must be alike on all ranks beside the sample groups.
-        initial: by column, the part and the hyper-parameter that a row shows before its first visit.
+        columns: what each part keeps per sample, by role.
         row_keys: which keys of a call name rows.
     """
 
@@ -50,8 +49,7 @@ class BatchReader:
         handshake: Handshake,
         async_checks: AsyncChecks,
         dtype: torch.dtype,
-        identity: Callable[[], object],
-        initial: Mapping[str, tuple[str, str]],
+        columns: Mapping[str, Sequence[Column]],
         row_keys: Sequence[str] = ROW_KEYS,
     ) -> None:
         self.row_keys = row_keys
@@ -59,7 +57,7 @@ class BatchReader:
         self.async_checks, self.ranks = async_checks, handshake.ranks
         self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
         self._device = torch.device("cpu")
-        self._identity, self._initial = identity, initial
+        self._columns = columns
         self._described: object = None
         self._crc = 0
 
@@ -69,6 +67,7 @@ class BatchReader:
         values: Mapping[str, Tensor],
         depositing: bool,
         facts: Mapping[str, int],
+        identity: Callable[[], object],
         least: int = 1,
         more: int = 0,
     ) -> Batch:
@@ -79,6 +78,7 @@ class BatchReader:
             values: what the call brings beside, ``(b, ...)`` each; device and dtype of the first are those of the call.
             depositing: the call may move rows to the features' device.
             facts: what must be equal on all ranks.
+            identity: gives what must be alike on all ranks beside the sample groups.
             least: 2 refuses a global batch without two distinct samples.
             more: how many further candidates this rank brings.
         """
@@ -96,7 +96,7 @@ class BatchReader:
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
-        facts["configuration"] = self._fingerprint() if self.ranks.size > 1 else 0
+        facts["configuration"] = self._fingerprint(identity) if self.ranks.size > 1 else 0
         written = 0 if self.table is None else self.table.rows.written
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
         if self.ranks.size > 1:
@@ -136,11 +136,11 @@ class BatchReader:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _fingerprint(self) -> int:
+    def _fingerprint(self, identity: Callable[[], object]) -> int:
         """Fingerprint of what all ranks must have alike; computed anew when a sample group was changed."""
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
-            self._crc = zlib.crc32(repr((self._identity(), values)).encode())
+            self._crc = zlib.crc32(repr((identity(), values)).encode())
             self._described = self.groups.checked
         return self._crc
 
@@ -248,14 +248,7 @@ class BatchReader:
         if self.table is not None and block is not None:
             block = block.view(-1, self.table.layout.width(block))
             columns = self.table.unpack(rows, block, dtype)
-            for name, (role, key) in self._initial.items():
-                value = self.groups.hyper(role, rows, dtype)(key)
-                unseen = columns[COUNT] == 0
-                if isinstance(value, Tensor):
-                    columns[name] = torch.where(unseen, value, columns[name])
-                else:
-                    columns[name] = columns[name].masked_fill(unseen, value)
-        return Batch(
+        batch = Batch(
             keys=keys,
             values=values,
             sizes=agreed.sizes,
@@ -270,6 +263,28 @@ class BatchReader:
             dtype=dtype,
             depositing=depositing,
         )
+        if columns:
+            self._show_unseen(batch)
+        return batch
+
+    def _show_unseen(self, batch: Batch) -> None:
+        """Fill in what the columns of parts that were never visited show: zero, or a hyper-parameter."""
+        assert self.table is not None
+        columns = batch.columns
+        for role, own in self._columns.items():
+            if own and own[0].name in self.table.partial:
+                blank = columns[own[0].name] == own[0].blank
+                columns[own[0].name] = columns[own[0].name].masked_fill(blank, 0)
+                batch.blank |= dict.fromkeys((column.name for column in own), blank)
+            for column in own:
+                if column.initial is None:
+                    continue
+                value = self.groups.hyper(role, batch.rows, batch.dtype)(column.initial)
+                unseen = batch.unseen(column.name)
+                if isinstance(value, Tensor):
+                    columns[column.name] = torch.where(unseen, value, columns[column.name])
+                else:
+                    columns[column.name] = columns[column.name].masked_fill(unseen, value)
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -2,109 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from compopt.estimator.component import Component
-from compopt.estimator.groups import SampleGroups
+from compopt.batch import COUNT
+from compopt.checks import values
+from compopt.estimator.engine import Engine
 from compopt.stores.table import RowTable
 
 FORMAT_VERSION = 1
 KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
-class Saved(Protocol):
-    """What is saved of an estimator."""
-
-    mode: str
-    dtype: torch.dtype
-    t: int
-    _components: dict[str, Component]
-    _groups: SampleGroups
-    _table: RowTable | None
-
-    def _options(self) -> dict[str, Any]:
-        """What decides the meaning of the state beside the parts and their hyper-parameters."""
-
-    def _forget_prefetched(self) -> None:
-        """Drop rows that were read ahead."""
-
-    def discard(self) -> None:
-        """Forget everything pending."""
-
-
-def config(estimator: Saved) -> dict[str, Any]:
-    """What must agree between the writer and the reader of a checkpoint."""
-    table = estimator._table
-    columns = () if table is None else table.layout.columns
+def config(engine: Engine, roles: Sequence[str] | None = None) -> dict[str, Any]:
+    """Facts that must agree between the writer and the reader of a checkpoint; of all parts, or of some roles."""
+    parts = {role: part for role, part in engine.parts.items() if roles is None or role in roles}
+    own = [column for role, columns in engine.columns().items() if role in parts for column in columns]
+    columns = {c.name: [c.width, str(c.dtype)] for c in own}
+    structures = {role: part.structure() for role, part in parts.items()}
     return {
-        "mode": estimator.mode,
-        "method": {role: type(part).__name__ for role, part in estimator._components.items()},
-        "dtype": str(estimator.dtype),
-        "n": [group.get("n") for group in estimator._groups.saved()],
-        "columns": {c.name: [c.width, str(c.dtype)] for c in columns},
-        "options": estimator._options(),
+        "mode": engine.mode,
+        "method": {role: type(part).__name__ for role, part in parts.items()},
+        "dtype": str(engine.dtype),
+        "n": [group.get("n") for group in engine.groups.saved()],
+        "columns": {**columns, **({COUNT: [engine.width, "torch.int32"]} if columns else {})},
+        "options": {**engine.options, **{role: structure for role, structure in structures.items() if structure}},
     }
 
 
-def compare(estimator: Saved, given: Mapping[str, Any]) -> None:
+def compare(engine: Engine, given: Mapping[str, Any]) -> None:
     """Refuse the configuration of another estimator, with both values."""
-    expected = config(estimator)
+    values.mapping("config", given)
+    expected = config(engine)
     _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
 
 
-def state_dict(estimator: Saved) -> dict[str, Any]:
+def state_dict(engine: Engine) -> dict[str, Any]:
     """See :meth:`Estimator.state_dict`."""
-    rows = {} if estimator._table is None else estimator._table.state_dict()
-    return {**rest(estimator), "rows": rows}
+    rows = {} if engine.table is None else engine.table.state_dict()
+    return {**rest(engine), "rows": rows}
 
 
-def rest(estimator: Saved) -> dict[str, Any]:
+def rest(engine: Engine) -> dict[str, Any]:
     """All of it but the rows."""
-    extra = {role: part.saved_state() for role, part in estimator._components.items()}
-    entries = {role: sorted(extra[role]) for role, part in estimator._components.items() if part.state_grows}
+    extra = {role: part.saved_state() for role, part in engine.parts.items()}
+    entries = {role: sorted(extra[role]) for role, part in engine.parts.items() if part.state_grows}
     return {
         "version": FORMAT_VERSION,
-        "config": config(estimator),
-        "sample_groups": estimator._groups.saved(),
+        "config": config(engine),
+        "sample_groups": engine.groups.saved(),
         "extra": extra,
         **({"entries": entries} if entries else {}),
-        "t": estimator.t,
+        "t": engine.t,
     }
 
 
 def load_state_dict(
-    estimator: Saved, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
+    engine: Engine, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
 ) -> None:
     """See :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
+    _check_keys(state)
+    compare(engine, state["config"])
+    t = commits(state["t"])
+    _check_extra(engine, state)
+    if load_rows is None:
+        _check_rows(engine, state["rows"])
+    engine.groups.replace(state["sample_groups"])
+    engine.forget_prefetched()
+    if engine.table is not None:
+        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(engine.table)
+    for role, part in engine.parts.items():
+        part.take_state(state["extra"][role])
+    engine.t = t
+    engine.discard()
+
+
+def _check_keys(state: Mapping[str, Any]) -> None:
+    """Refuse what no ``state_dict()`` returned, or a newer one."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
-    if state["version"] > FORMAT_VERSION:
+    if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
         )
-    compare(estimator, state["config"])
-    t = int(state["t"])
-    for role, part in estimator._components.items():
-        if role not in state["extra"]:
-            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(state['extra'])}")
+
+
+def commits(t: Any) -> int:
+    """Return the number of commits that a checkpoint has; refuse what is none."""
+    return values.integer("t", t, 0, values.MOST)
+
+
+def _check_extra(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Refuse state that is not rows, by its roles and by what each part says."""
+    extra, roles = state["extra"], list(engine.parts)
+    values.mapping("extra", extra)
+    values.mapping("entries", state.get("entries", {}))
+    for role in extra:
+        if role not in roles:
+            raise ValueError(f"the checkpoint has state of a {role!r}, which this estimator has not; it has {roles}")
+    for role, part in engine.parts.items():
+        if role not in extra:
+            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
+        values.mapping(f"extra of the {role}", extra[role])
         _check_entries(role, state)
-        part.check_state(state["extra"][role])
-    if estimator._table is not None and load_rows is None:
-        estimator._table.check_state(state["rows"])
-    estimator._groups.replace(state["sample_groups"])
-    estimator._forget_prefetched()
-    if estimator._table is not None:
-        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(estimator._table)
-    for role, part in estimator._components.items():
-        part.restore_state(state["extra"][role])
-    estimator.t = t
-    estimator.discard()
+        part.check_state(extra[role])
+
+
+def _check_rows(engine: Engine, rows: Any) -> None:
+    """Refuse rows that cannot be loaded as they are."""
+    values.mapping("rows", rows)
+    if engine.table is not None:
+        engine.table.check_state(rows)
+    elif rows:
+        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
+
+
+def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
+    """State of one part, see :meth:`Component.state_dict`."""
+    part = engine.parts[role]
+    columns = engine.columns()[role]
+    rows = {}
+    if columns and engine.table is not None:
+        rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
+        blank = rows[columns[0].name] == columns[0].blank
+        rows[COUNT].masked_fill_(blank, 0)
+        rows[columns[0].name].masked_fill_(blank, 0)
+    return {
+        "version": FORMAT_VERSION,
+        "config": config(engine, [role]),
+        "sample_groups": [dict(group) for group in engine.groups.of_part(role)],
+        "rows": rows,
+        "extra": {role: part.saved_state()},
+        "meaning": part.meaning(),
+        "t": engine.t,
+    }
+
+
+def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Restore one part, see :meth:`Component.load_state_dict`."""
+    _check_keys(state)
+    part, columns, table = engine.parts[role], engine.columns(), engine.table
+    _compare_part(engine, role, state)
+    part.check_meaning(state)
+    if table is not None and columns[role]:
+        rows = state["rows"]
+        table.check_state(rows, [*(column.name for column in columns[role]), COUNT])
+        others = [own[0].name for other, own in columns.items() if own and other != role]
+        engine.forget_prefetched()
+
+        def adapt(at: Tensor, block: Mapping[str, Tensor]) -> None:
+            part.adapt_rows(block, engine.groups.hyper(role, at[:, None], engine.dtype))
+
+        table.load_part(rows, columns[role][0].name, others, adapt)
+    part.take_state(state["extra"][role])
+    engine.discard()
+
+
+def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of part, or of a whole estimator."""
+    values.mapping("config", state["config"])
+    needed, given, part = config(engine, [role]), state["config"], engine.parts[role]
+    if list(given.get("method", ())) != [role]:
+        raise ValueError(
+            f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
+        )
+    for key in ("method", "n", "dtype", "columns"):
+        _compare(key, needed[key], given.get(key))
+    _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
+    values.mapping("extra", state["extra"])
+    values.mapping(f"extra of the {role}", state["extra"].get(role))
+    _check_entries(role, state)
+    part.check_state(state["extra"][role])
 
 
 def _check_entries(role: str, state: Mapping[str, Any]) -> None:

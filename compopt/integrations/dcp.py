@@ -73,11 +73,11 @@ class Stateful:
             bytes.
         """
         est = self.est
-        est.stand_alone()
+        engine = est._engine
         est._begin_saving()
-        with doing("state_dict()", est.t), est._state.copying():
-            about = states.rest(est)
-            parts = {} if est._table is None else contiguous.columns(est._table)
+        with doing("state_dict()", est.t), engine.lock.copying():
+            about = states.rest(est._engine)
+            parts = {} if engine.table is None else contiguous.columns(engine.table)
         extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
         with doing("state_dict()", est.t):
             about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, parts)}
@@ -94,13 +94,13 @@ class Stateful:
                 those that were saved, with their column.
         """
         est = self.est
-        est.stand_alone()
+        engine = est._engine
         parts = {name: _local(value) for name, value in state_dict["rows"].items()}
-        with doing("load_state_dict()", est.t), est._state.writing():
-            state = est._ranks.agree(lambda: _checked(est, state_dict["rest"]))
+        with doing("load_state_dict()", est.t), engine.lock.writing():
+            state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
-            est._ranks.agree(lambda: _compare(state["checksums"], found))
-            states.load_state_dict(est, state, load_rows=lambda table: contiguous.load(table, parts))
+            engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
+            states.load_state_dict(est._engine, state, load_rows=lambda table: contiguous.load(table, parts))
         est._run("load_state_dict_post")
 
 
@@ -109,7 +109,7 @@ class Stateful:
 
 def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parts of all ranks as one tensor per column."""
-    ranks = est._ranks
+    ranks = est._engine.ranks
     if ranks.size == 1:
         return dict(parts)
     assert ranks.group is not None
@@ -128,11 +128,12 @@ def _local(value: Any) -> Tensor:
 
 def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
     """By column, a number that says which values are in which rows, however they are divided. Collective."""
+    engine = est._engine
     if not parts:
         return {}
-    start = contiguous.share(est.n or 0, est._ranks.rank, est._ranks.size).start
+    start = contiguous.share(est.n or 0, engine.ranks.rank, engine.ranks.size).start
     sums = torch.stack([_checksum(part, start) for part in parts.values()])
-    return dict(zip(parts, _added(est._ranks, sums).tolist(), strict=True))
+    return dict(zip(parts, _added(engine.ranks, sums).tolist(), strict=True))
 
 
 def _added(ranks: Ranks, sums: Tensor) -> Tensor:
@@ -178,23 +179,27 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     state = json.loads(header["__metadata__"]["about"])
-    states.compare(est, state["config"])
+    states.compare(est._engine, state["config"])
     reading.check_data(est, "the checkpoint", state["data_fingerprint"])
     extra: dict[str, dict[str, Tensor]] = {role: {} for role in state["config"]["method"]}
     with torch.device("cpu"):
         for key, value in from_bytes(content).items():
             role, name = key.split(".", 1)
             extra[role][name] = value
-    for role, part in est._components.items():
+    for role, part in est._engine.parts.items():
         part.check_state(extra[role])
     return {**state, "rows": {}, "extra": extra}
 
 
-def _compare(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Refuse rows that are not those that were saved."""
+def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
+    """Refuse rows that are not those that were saved, or that no run writes."""
     for name in found:
         if saved.get(name) != found[name]:
             raise ValueError(
                 f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
                 f"load another checkpoint"
             )
+    table, ranks = est._engine.table, est._engine.ranks
+    if table is not None:
+        own = contiguous.share(table.n, ranks.rank, ranks.size)
+        table.check_values(parts, own.size, own.start)

@@ -27,6 +27,9 @@ def save_checkpoint(
     DeepSpeed keeps one rank's ``client_state``, under ZeRO 3 every rank's; it gets only the name of the rows'
     checkpoint. The rows are written first: a run killed in between resumes from the previous tag.
 
+    ``ds_to_universal`` does not copy the rows: :func:`load_checkpoint` finds them where ``<tag>`` lies beside the
+    universal checkpoint; otherwise copy ``<tag>/compopt`` into that.
+
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: the estimator.
@@ -46,7 +49,7 @@ def save_checkpoint(
     if KEY in client_state:
         raise ValueError(f"client_state must leave the key {KEY!r} to compopt")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    client_state[KEY] = {"checkpoint": saving.save(est, Path(save_dir) / tag / KEY).name}
+    client_state[KEY] = {"checkpoint": saving.save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
     return engine.save_checkpoint(
         os.fspath(save_dir),
         tag=tag,
@@ -67,6 +70,8 @@ def load_checkpoint(
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """``engine.load_checkpoint(...)``, then the rows that were saved with it, on any number of ranks.
+
+    The rows of a universal checkpoint are those of the tag that it was made from, see :func:`save_checkpoint`.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
@@ -100,5 +105,21 @@ def load_checkpoint(
         raise ValueError(f"{path} was saved without rows: save with compopt.integrations.deepspeed.save_checkpoint")
     # what the engine returns is a file in some versions, the tag's directory in others
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    saving.load(est, folder / KEY / client_state.pop(KEY)["checkpoint"])
+    _load_rows(est, folder, client_state.pop(KEY))
     return path, client_state
+
+
+def _load_rows(est: Estimator, folder: Path, saved: Mapping[str, str]) -> None:
+    """From a tag's directory or, for a universal checkpoint, from that of another tag beside it."""
+    rows = folder / KEY / saved["checkpoint"]
+    if not rows.exists():
+        rows = next(iter(folder.parent.glob(f"*/{KEY}/{saved['checkpoint']}")), rows)  # no two have one name
+    try:
+        saving.load(est, rows)
+    except FileNotFoundError as error:
+        tag = saved.get("tag", "<tag>")
+        raise FileNotFoundError(
+            f"{rows} is not there or not complete ({error}). Rows are in the directory of the tag they were saved "
+            f"under, {tag}/{KEY}; ds_to_universal does not copy them: copy that folder to {folder / KEY}, and load "
+            f"again (the engine has been loaded already)"
+        ) from error

@@ -11,7 +11,7 @@ try:
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities import CombinedLoader
 except ImportError as error:
-    raise ImportError("this needs Lightning: pip install 'compopt[lightning]'") from error
+    raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
 from compopt.checkpoint import saving
 from compopt.estimator.base import Estimator
@@ -25,6 +25,8 @@ class EstimatorCallback(Callback):
     """Commit after each real update of a Lightning ``Trainer``, and keep the rows of all ranks in its checkpoints.
 
     Accumulated batches join one commit; a step that is skipped for overflow (``16-mixed``, DeepSpeed) commits nothing.
+    Whenever Lightning logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`;
+    of an attribute other than ``est`` as ``<attribute>/info_nce``.
 
     *Rows inside the checkpoint*, the default: whatever Lightning does with a checkpoint (``save_top_k``, remote paths,
     directories of FSDP and DeepSpeed, ``ckpt_path``) it does with the rows. Every rank has a copy of the whole table in
@@ -110,6 +112,13 @@ class EstimatorCallback(Callback):
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
             refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the cross-entropy of the batch, where Lightning is about to log."""
+        if trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask
+            value = self._estimator(pl_module).metrics.get("info_nce")
+            if value is not None:
+                pl_module.log("info_nce" if self.est == "est" else f"{self.est}/info_nce", value)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Put the rows, or the name of their checkpoint, into Lightning's; on every rank, before it writes."""

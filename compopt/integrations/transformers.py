@@ -11,13 +11,16 @@ from typing import Any
 try:
     from transformers import TrainerCallback, TrainerState
 except ImportError as error:
-    raise ImportError("this needs the Trainer of transformers: pip install 'compopt[transformers]'") from error
+    raise ImportError(
+        "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
+    ) from error
 
 from compopt.checkpoint import saving
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
 from compopt.integrations.refusals import refuse_last_batch, refuse_ranks
 
+NAME = "compopt"
 STATE = "trainer_state.json"
 # What of a checkpoint's state tells one run from another, and is as it was when training begins
 _TELLING = ("global_step", "epoch", "total_flos", "log_history")
@@ -27,6 +30,14 @@ class EstimatorCallback(TrainerCallback):
     """Commit after each real update of a ``Trainer``, and keep the rows of all ranks in its checkpoints.
 
     Accumulated micro-batches join one commit; a step that is skipped for overflow (fp16, DeepSpeed) commits nothing.
+    When the Trainer logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`.
+
+    The loss of an estimator is a mean over one batch, which the Trainer has to divide by
+    ``gradient_accumulation_steps``. It does not where the batch has a key ``labels`` and the model's ``forward`` takes
+    ``**kwargs`` (``CLIPModel``), nor with ``compute_loss_func``: it then expects a loss that is divided by the number
+    of labels in the whole window. When training begins, the callback therefore sets ``loss_is_scaled_for_ga`` and
+    ``model_accepts_loss_kwargs`` of the Trainer to ``False``, unless ``loss_is_scaled_for_ga`` is ``True``.
+
     Rows are in ``checkpoint-N/<name>``, so that ``save_total_limit`` removes both. The Trainer calls ``on_save`` when
     its own files are there and older checkpoints are gone: a run killed in between leaves a checkpoint without rows,
     which is refused. Keep ``save_total_limit`` at 2 or more, and an earlier one is there to resume from. What
@@ -37,15 +48,20 @@ class EstimatorCallback(TrainerCallback):
     state that the Trainer has loaded. After ``load_best_model_at_end`` the rows are those of the best model too.
 
     Args:
-        est: the estimator; built after ``TrainingArguments``, which make the process group.
-        trainer: the ``Trainer``, whose ``compute_loss`` calls the estimator.
-        name: folder inside the checkpoint; another one for every estimator.
+        est: the estimator; built after ``TrainingArguments``, which make the process group. A mapping of several, such
+            as the one that :class:`~compopt.integrations.sentence_transformers.EstimatorLoss` takes: the rows of each
+            are in ``checkpoint-N/<name>/<key>``, and what is logged is ``<key>/info_nce``.
+        trainer: the ``Trainer``, whose ``compute_loss`` calls the estimators.
+        name: folder inside the checkpoint; another one for every callback.
         resume_from: what ``train(resume_from_checkpoint=...)`` gets, where it is in another ``output_dir``.
 
     Raises:
         ValueError: when training begins: ``dataloader_drop_last=False`` on several ranks, an estimator that was built
             too early, a hyper-parameter search (its trials would share one estimator), two estimators under one
-            ``name``, a last batch of a single sample.
+            ``name``, a last batch of a single sample; ``compute_loss_func`` on several ranks with
+            ``average_tokens_across_devices``, which multiplies the loss by the number of ranks. At once: an empty
+            mapping, keys that are no names of folders.
+        TypeError: ``est`` is neither an estimator nor a mapping of them.
         FileNotFoundError: the checkpoint to resume from has no rows, or it was not found.
         ValueError, OSError, RuntimeError: when rows are saved or loaded, see :func:`compopt.save` and
             :func:`compopt.load`.
@@ -74,12 +90,13 @@ class EstimatorCallback(TrainerCallback):
 
     def __init__(
         self,
-        est: Estimator,
+        est: Estimator | Mapping[Any, Estimator],
         trainer: Any,
-        name: str = "compopt",
+        name: str = NAME,
         resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
         self.est, self.trainer, self.name = est, trainer, name
+        self._estimators = _by_folder(est, name)
         self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -92,18 +109,31 @@ class EstimatorCallback(TrainerCallback):
         """
         if state.is_hyper_param_search:
             raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
-        refuse_ranks(self.est, args.world_size, "after TrainingArguments(...)")
+        for est in self._estimators.values():
+            refuse_ranks(est, args.world_size, "after TrainingArguments(...)")
         refuse_last_batch(args.world_size, args.dataloader_drop_last, "TrainingArguments(dataloader_drop_last=True)")
         self._refuse_twins()
         self._refuse_lonely_sample(args)
-        self.est.discard()  # of an attempt that ran out of memory
-        accelerate.attach(self.est, self.trainer.optimizer, self.trainer.accelerator)
+        self._have_batches_averaged(args)
+        for est in self._estimators.values():
+            est.discard()  # of an attempt that ran out of memory
+            accelerate.attach(est, self.trainer.optimizer, self.trainer.accelerator)
         if state.global_step:
             self._load(self._resumed(args, state))
 
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Log the cross-entropy of the last batch, where the Trainer is about to log."""
+        if control.should_log:
+            found = {folder: est.metrics.get("info_nce") for folder, est in self._estimators.items()}
+            values = {_shown(folder): value.item() for folder, value in found.items() if value is not None}
+            if values:
+                self.trainer.log(values)
+                control.should_log = True  # log() takes the request for its own
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the rows, on every rank, once the Trainer has written its files. Collective."""
-        saving.save(self.est, _checkpoint(args, state) / self.name, keep=1)
+        for folder, est in self._estimators.items():
+            saving.save(est, _checkpoint(args, state) / folder, keep=1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Load the rows of the best model, where the Trainer has loaded that. Collective."""
@@ -112,12 +142,26 @@ class EstimatorCallback(TrainerCallback):
 
     def _refuse_twins(self) -> None:
         """Another estimator's callback with the same folder: the later would overwrite the earlier."""
-        others = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EstimatorCallback)]
-        if any(each.name == self.name and each.est is not self.est for each in others):
+        callbacks = self.trainer.callback_handler.callbacks
+        others = [each._estimators for each in callbacks if isinstance(each, EstimatorCallback)]
+        if any(other.get(folder, est) is not est for other in others for folder, est in self._estimators.items()):
             raise ValueError(
-                f"two estimators would keep their rows in one folder; give each callback another, "
-                f"EstimatorCallback(est, trainer, name={self.name + '-2'!r})"
+                f"two estimators would keep their rows in one folder; give one callback both, EstimatorCallback("
+                f"{{'first': est, 'second': est2}}, trainer), or one of them name={self.name + '-2'!r}"
             )
+
+    def _have_batches_averaged(self, args: Any) -> None:
+        """Let the Trainer divide the loss by the batches of a window, whatever the batch and the model are like."""
+        trainer = self.trainer
+        if getattr(trainer, "loss_is_scaled_for_ga", None):
+            return
+        averages = getattr(args, "average_tokens_across_devices", False)
+        if getattr(trainer, "compute_loss_func", None) is not None and averages and args.world_size > 1:
+            raise ValueError(
+                f"with compute_loss_func the Trainer multiplies the loss by the {args.world_size} processes; override "
+                f"compute_loss of a subclass instead, or set TrainingArguments(average_tokens_across_devices=False)"
+            )
+        trainer.loss_is_scaled_for_ga = trainer.model_accepts_loss_kwargs = False
 
     def _refuse_lonely_sample(self, args: Any) -> None:
         """A last batch of one sample has no negatives, and would end the run where it comes."""
@@ -144,14 +188,39 @@ class EstimatorCallback(TrainerCallback):
         return found
 
     def _load(self, checkpoint: Path) -> None:
+        for folder, est in self._estimators.items():
+            self._load_one(est, checkpoint, folder)
+
+    def _load_one(self, est: Estimator, checkpoint: Path, folder: str) -> None:
         try:
-            saving.load(self.est, checkpoint / self.name)
+            saving.load(est, checkpoint / folder)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{checkpoint} has no rows in {self.name}/: it was saved without EstimatorCallback, or the run was "
+                f"{checkpoint} has no rows in {folder}/: it was saved without EstimatorCallback, or the run was "
                 f"killed before they were written ({error}). Resume from an earlier checkpoint; or, to begin with new "
                 f"rows, load its weights into the model and train without resume_from_checkpoint"
             ) from error
+
+
+def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str, Estimator]:
+    """Estimators by the folder that each has inside a checkpoint."""
+    found: dict[str, Estimator] = {}
+    if isinstance(est, Mapping):
+        keys = [str(key) for key in est]
+        if not keys or len(set(keys)) < len(keys) or any(Path(key).name != key or key in ("", "..") for key in keys):
+            raise ValueError(f"each key of est names a folder inside the checkpoint, got {list(est)}")
+        found = {f"{name}/{key}": each for key, each in zip(keys, est.values(), strict=True)}
+    else:
+        found = {name: est}
+    for folder, each in found.items():
+        if not isinstance(each, Estimator):
+            raise TypeError(f"{folder}: est must be an estimator or a mapping of them, got {type(each).__name__}")
+    return found
+
+
+def _shown(folder: str) -> str:
+    """Name under which the metric of an estimator is logged."""
+    return "info_nce" if folder == NAME else f"{folder.removeprefix(NAME + '/')}/info_nce"
 
 
 def _checkpoint(args: Any, state: TrainerState) -> Path:

@@ -81,6 +81,25 @@ class Candidates:
         return ~self._same.gather(1, column[:, None])[:, 0]
 
 
+class Pool:
+    """Candidates that are the same for all anchors; in the place of :class:`Candidates`, whose attributes it has.
+
+    Args:
+        size: how many, ``M``.
+        like: on the device of the batch.
+    """
+
+    alike = True
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.width = self.most = size
+        self.count = torch.full((1,), size, dtype=torch.int64, device=like.device)
+
+    def column(self, number: Tensor) -> Tensor:
+        """Column of each candidate by its number, ``(R, b)``."""
+        return number.clamp(max=self.width)
+
+
 def _below(a: Tensor, b: Tensor) -> Tensor:
     """-1 where ``a < b``, else 0; a comparison and its conversion to int64 take three times as long."""
     return torch.sub(a, b).bitwise_right_shift_(63)

@@ -99,7 +99,7 @@ class Chains(SampledPairs):
         # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2
         together = [slice(0, self._directions)] if self._views == 1 else [slice(0, 1), slice(1, 2)]
         self._together = together
-        self._seen = (call.count[own] > 0).expand(-1, self._directions)
+        self._seen = call.batch.seen("chain")[own].expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self.totals = Totals(self._scale)
         self._run()
@@ -151,7 +151,7 @@ class Chains(SampledPairs):
             streams = rng.streams(rules.counters, positions, range(directions.start, directions.stop))
             scores = similarity * _flat(self._scale[at])
             given = _flat(rules.burn_in[at]) if isinstance(rules.burn_in, Tensor) else rules.burn_in
-            burn_in = _burn_in(given, candidates.most if candidates.alike else candidates.count)
+            burn_in = burn_in_count(given, candidates.most if candidates.alike else candidates.count)
             if slot is None:
                 slot = self._start(at, candidates, scores, streams)
                 # the pool is that of the whole call: a chain that view 1 took into the batch may return in view 2
@@ -267,7 +267,7 @@ def _by_direction(flat: Tensor, directions: int) -> Tensor:
     return flat.unflatten(-1, (directions, -1)).mT
 
 
-def _burn_in(value: Scalar, count: int | Tensor) -> int | Tensor:
+def burn_in_count(value: Scalar, count: int | Tensor) -> int | Tensor:
     """A count or a fraction of the proposals -> a count that leaves at least one; on the host if that knows both."""
     # fractions of several groups come in float32: 0.9 of 10 is 9 there too
     if isinstance(value, Tensor):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compopt import checks
+from compopt import checks, rng
+from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.inputs import check_pool, check_values
+from compopt.checks.values import Range
+from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
-from compopt.estimator.groups import GroupSpec, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.functional import Scalar
 from compopt.kernel.features import nothing
-from compopt.negatives.chains import Chains, Rules
+from compopt.negatives.candidates import Pool, Samples
+from compopt.negatives.chains import Chains, Rules, burn_in_count
+from compopt.negatives.walk import walk
 from compopt.stores.layout import Column
 
 PROPOSALS = ("pool", "sweep")
@@ -59,6 +67,7 @@ class MCMCNegativeSampler(Normalizer):
         rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
             similarity is stale. Otherwise only those that have visits, afterwards.
         seed: of the draws.
+        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters: ``burn_in``, which may differ between sample groups.
 
@@ -110,13 +119,27 @@ class MCMCNegativeSampler(Normalizer):
         proposals: str = "pool",
         rescore: bool = False,
         seed: int = 0,
+        *,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         checks.one_of("proposals", proposals, PROPOSALS)
         checks.flag("rescore", rescore)
         self.proposals, self.rescore = proposals, rescore
-        super().__init__(n, {"burn_in": burn_in})
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
+        super().__init__(
+            n,
+            {"burn_in": burn_in},
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
+        )
         self.state = {"seed": torch.tensor(seed, device="cpu")}
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -145,9 +168,12 @@ class MCMCNegativeSampler(Normalizer):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
-            Column("chain", directions, torch.int64, reduce="one"),
+            Column("chain", directions, torch.int64, reduce="one", values=Range(samples=True)),
             Column("score", directions, dtype, reduce="one"),
         ]
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
         """The seed stays on the host, which reads it in every call."""
@@ -198,6 +224,78 @@ class MCMCNegativeSampler(Normalizer):
         """A number, or ``(b, A)``."""
         value = call.hyper("burn_in")
         return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
+
+
+    # -- alone ---------------------------------------------------------------------------------------------------
+
+    @outside_of_graphs
+    def sample(self, scores: Tensor, index: Tensor, candidates: Tensor) -> Tensor:
+        r"""Advance the chains of the samples in ``index`` over a pool of candidates, and return the pool's weights.
+
+        .. math::
+            w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{\text{its visits to the pool}}, \qquad
+            \Pr[\text{accept } j] = \min(1, e^{s_{ij} - s_{i,\text{current}}})
+
+        Each chain gets ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
+        candidate once (``"sweep"``). For pools drawn uniformly from all candidates the positions of the chains follow
+        the softmax over all of them; the weights, averaged over pools, follow it only roughly, since visits outside the
+        pool are dropped. In training mode with gradients enabled the chains are deposited and wait for :meth:`step`.
+
+        Args:
+            scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain whose
+                scores are NaN or ``+inf`` stays where it is, and its weights are NaN.
+            index: which chains, ``(B,)`` integers in ``0 .. n - 1``.
+            candidates: positions of the pool in the set that the chains run over, ``(M,)`` integers >= 0, the same pool
+                or another one in each call and on each rank. A position occurs once.
+
+        Returns:
+            ``(B, M)``, without a graph; each row sums to 1, or is 0 where a chain has no usable visit.
+
+        Raises:
+            RuntimeError: this is a part of an estimator, which moves the chains.
+            TypeError, ValueError, IndexError: bad dtypes, shapes or positions.
+
+        Communicates, with several ranks: a message of integers, and all-gathers of 2 numbers per sample and its row.
+        ``M`` may differ between ranks.
+        """
+        refuse_transforms()
+        engine = self._engine
+        with engine.handshake.guard():
+            scores = check_values("scores", scores, "(B, M)", 2)
+            keys = {"index": self._index(index, len(scores))}
+            names = check_pool(candidates, scores)
+        batch = self._read(keys, {"scores": scores[:, :1]})
+        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        with torch.no_grad():
+            weights, sample, score = self._walk(scores.to(batch.dtype), names, batch, hyper)
+            sample, score = engine.ranks.gather([sample, score], batch.sizes)
+        if batch.depositing:
+            self._deposit(batch, {"chain": sample, "score": score})
+        return batch.nan_if_bad(weights)
+
+    def _walk(self, scores: Tensor, names: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights ``(b, M)``, and where this rank's chains are now with their scores, ``(b, 1)`` each."""
+        own, engine = batch.own, self._engine
+        pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
+        seen = batch.seen("chain")[own][:, 0]
+        column, found = Samples(names).find(stored)
+        slot = torch.where(seen, torch.where(found, column, pool.width), pool.width + 1)
+        outside = batch.columns["score"][own].to(scores.dtype).T
+        by_slot = torch.cat([scores.T, outside, torch.full_like(outside, -torch.inf)])
+        counters = (int(self.state["seed"]), engine.t, engine.pending)
+        positions = torch.arange(own.start, own.stop, device=scores.device)
+        streams = rng.streams(counters, positions, range(1))
+        given = hyper("burn_in")
+        given = given[own][:, 0] if isinstance(given, Tensor) else given
+        spare = None if self.proposals == "sweep" else (slot == pool.width).to(torch.int64)
+        done = walk(pool, by_slot, slot, burn_in_count(given, pool.most), streams, spare)
+        visits = done.visits[:-1].T
+        bad = torch.where(scores.isnan() | (scores == torch.inf), torch.nan, 0).sum(1, keepdim=True)
+        weights = visits / visits.sum(1, keepdim=True).clamp(min=1) + bad
+        last = done.last[:, None]
+        sample = torch.where(last < pool.width, names[last.clamp(max=len(names) - 1)], stored[:, None])
+        score = by_slot.gather(0, last.T).T + bad  # of a chain that is nowhere -inf, which is not committed
+        return weights, sample, score
 
 
 # -- metrics, for when somebody asks ---------------------------------------------------------------------------

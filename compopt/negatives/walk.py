@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt import rng
-from compopt.negatives.candidates import Candidates
+from compopt.negatives.candidates import Candidates, Pool
 
 
 @dataclass
@@ -79,7 +79,7 @@ def places(accepted: Tensor, slots: Tensor, start: Tensor) -> Tensor:
 
 
 def walk(
-    candidates: Candidates,
+    candidates: Candidates | Pool,
     scores: Tensor,
     start: Tensor,
     burn_in: int | Tensor,

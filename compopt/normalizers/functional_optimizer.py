@@ -32,7 +32,7 @@ class FunctionalOptimizer:
         self._optimizer: torch.optim.Optimizer | None = None
         self._device = ""
         self._initial: dict[str, Tensor] = {}
-        self.keys: dict[str, bool] = {}
+        self._kept: dict[str, Tensor] = {}
         self._absent: list[str] = []
         try:
             with _HOST:
@@ -62,20 +62,32 @@ class FunctionalOptimizer:
                 continue
             if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
                 raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
-            self.keys[key] = value.dim() > 0
+            self._kept[key] = value
 
     @staticmethod
     def owns(name: str) -> bool:
         """Whether an entry of the owner's state is the optimizer's."""
         return name.startswith(PREFIX)
 
-    def shapes(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the state tensors after a step, by name."""
-        return {
-            f"{PREFIX}{parameter}.{key}": shape if full else ()
-            for parameter, shape in parameters.items()
-            for key, full in self.keys.items()
-        }
+    def expected(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """State tensors after a step, by name, on the meta device.
+
+        Args:
+            parameters: for shapes and dtype.
+            state: what was saved. A counter may be of float32 or float64: it has the default dtype of the run.
+        """
+        found = {}
+        for name, parameter in parameters.items():
+            for key, value in self._kept.items():
+                full = f"{PREFIX}{name}.{key}"
+                if value.dim():
+                    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+                    found[full] = parameter.new_empty(parameter.shape, dtype=dtype, device="meta")
+                    continue
+                saved = state[full].dtype if full in state else value.dtype
+                both = {saved, value.dtype} <= {torch.float32, torch.float64}
+                found[full] = value.new_empty((), dtype=saved if both else value.dtype, device="meta")
+        return found
 
     def initial(self, name: str, like: Tensor) -> Tensor:
         """A state tensor before the first step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compopt import accelerator, checks
 from compopt.batch import FIRST_NAME
+from compopt.checks.values import FINITE, Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
@@ -112,6 +113,9 @@ class MemoryNormalizer(Normalizer):
             "keys": torch.full((len(KEYS), self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return {"queue": FINITE}
 
     # -- the call ----------------------------------------------------------------------------------------------
 

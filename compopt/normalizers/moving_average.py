@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +11,21 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.batch import Batch
+from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
-from compopt.checks.inputs import check_vector
+from compopt.checks.inputs import check_values, check_vector
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.base import Estimator
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, parse
+from compopt.estimator.call import Call, Estimate
+from compopt.estimator.component import Normalizer, Temperature
+from compopt.estimator.groups import GroupSpec, Hyper, parse
 from compopt.functional import Scalar
-from compopt.kernel.features import working_dtype
 from compopt.stores.layout import Column
-from compopt.stores.placement import Placement
-from compopt.stores.table import RowTable
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
 
 
-class MovingAverageEstimator(Normalizer, Estimator):
+class MovingAverageEstimator(Normalizer):
     r"""A moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
 
     .. math::
@@ -50,17 +45,14 @@ class MovingAverageEstimator(Normalizer, Estimator):
     ===========================================  ==============  =========================================
 
     As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
-    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`. Which of
-    the two it is, its first use decides: rows of its own are made then (at construction, if a placement is given). They
-    are dropped, with a warning, if it becomes a part after all.
+    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`.
 
     Args:
         n: number of samples, or a list of sample groups.
         gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, the first included.
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.ContrastiveEstimator`,
-            which otherwise brings its own.
+        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
@@ -113,65 +105,36 @@ class MovingAverageEstimator(Normalizer, Estimator):
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        placement = Placement(process_group, offload, offload_dir, shard)
-        Normalizer.__init__(self, parse(n), {"gamma": gamma, "reference": reference, "eps": eps})
-        self._placed = placement != Placement()
-        self._device = torch.device("cpu")
-        Estimator.__init__(self, {"normalizer": self}, mode="single", dtype=dtype, placement=placement)
-
-    # -- part of an estimator, or one of its own ---------------------------------------------------------------
-
-    def _make_table(self, placement: Placement) -> RowTable | None:
-        """Rows of its own, at once, if it was told where to keep them: a part is not. Else see stand_alone."""
-        return super()._make_table(placement) if self._placed else None
-
-    def stand_alone(self) -> None:
-        """Refuse what its owner does; without an owner, it is none from here on and has rows of its own.
-
-        Raises:
-            RuntimeError: this object is part of a ``ContrastiveEstimator``.
-        """
-        if self.owner is not None:
-            raise RuntimeError(
-                "this object is part of a ContrastiveEstimator, which reads, writes, saves and grows its rows; ask that"
-            )
-        if self._table is None:
-            table = super()._make_table(Placement())
-            assert table is not None
-            table.store.to(self._device)
-            self._table = table
-            self._connect()
-
-    def check_free(self) -> None:
-        super().check_free()
-        if self._placed:
-            raise ValueError(
-                "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
-                "ContrastiveEstimator, whose rows hold the columns of all its parts"
-            )
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self._groups = groups  # shown here, too
-        if self._table is None:
-            return
-        if self.t:
-            warnings.warn(
-                f"this MovingAverageEstimator was used alone before it became a part: its rows of {self.t} commits are "
-                f"dropped; build a second one to keep them",
-                stacklevel=4,
-            )
-        self._table = None
-        self._connect()
-
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        self._device = device  # also of rows that are made later
+        super().__init__(
+            parse(n),
+            {"gamma": gamma, "reference": reference, "eps": eps},
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
+        )
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
         checks.non_negative("eps", group["eps"])
         checks.one_of("reference", group["reference"], REFERENCES)
+
+    def meaning(self) -> dict[str, Any]:
+        temperature = getattr(self.owner, "temperature", None)
+        return {"tau": temperature.constants()} if isinstance(temperature, Temperature) else {}
+
+    def check_meaning(self, state: Mapping[str, Any]) -> None:
+        own = [group["reference"] for group in self.sample_groups]
+        given = [group["reference"] for group in state["sample_groups"]]
+        if own != given:
+            raise ValueError(
+                f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
+                f"quantity; build it with reference={given[0]!r}"
+            )
+        temperature = getattr(self.owner, "temperature", None)
+        if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
+            temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [Column("log_u", directions, dtype, reduce="log_mean_exp")]
@@ -184,7 +147,7 @@ class MovingAverageEstimator(Normalizer, Estimator):
         if call.unimodal:
             log_g = F.mean_of_views(pairs.of_other_view(log_g))
         log_g = F.add_eps(log_g, hyper("eps"))
-        log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.count == 0)
+        log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen("log_u"))
         alpha = log_u if shift is None else log_u - shift
         return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
 
@@ -232,20 +195,13 @@ class MovingAverageEstimator(Normalizer, Estimator):
     def _average(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
         """Updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
         refuse_transforms()
-        self.stand_alone()
-        with self._handshake.guard():
-            if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
-                got = getattr(log_g, "dtype", type(log_g))
-                raise TypeError(f"log_g must be a floating-point tensor (B,), got {got}")
-            if log_g.dim() != 1:
-                raise ValueError(f"log_g must have shape (B,), got {tuple(log_g.shape)}")
-            if log_g.is_meta:
-                raise ValueError("log_g is on the meta device and holds no values; pass real ones")
+        with self._engine.handshake.guard():
+            log_g = check_values("log_g", log_g, "(B,)", 1)
             keys = {"index": check_vector("index", index, len(log_g))}
-        batch = self._read(keys, {"log_g": log_g.detach().to(working_dtype(log_g.dtype))})
-        hyper = self._groups.hyper("normalizer", batch.rows, batch.dtype)
+        batch = self._read(keys, {"log_g": log_g})
+        hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
         new = F.add_eps(batch.values["log_g"].to(batch.dtype)[:, None], hyper("eps"))
-        return F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.count == 0), batch
+        return F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.unseen("log_u")), batch
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
         """Where the call deposits at all."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from compopt.distributed.ranks import Part, Ranks
 from compopt.functional import Scalar
@@ -195,6 +196,10 @@ class Network(ABC):
     def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
         """Parameters before the first batch (this rank's part of them)."""
 
+    def seeded(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        """Parameters of a network that is used before any features are known."""
+        return self.initial(dtype, seed)
+
     @abstractmethod
     def sweep(self, features: Tensor, scale: Scalar, active: Tensor, bounded: bool) -> Sweep:
         """Meet a batch; ``active``: the prototypes that are in use, ``(m,)``."""
@@ -213,6 +218,13 @@ class Prototypes(Network):
 
     def initial(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
         return [torch.zeros(self.networks, self.part.size, self.dim, dtype=dtype, device="cpu")]
+
+    def seeded(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        """Uniform on the sphere, the same for any number of ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.networks, self.width, self.dim)
+        drawn = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+        return [self.part.of(normalize(drawn, dim=2), dim=1).to(dtype)]
 
     def sweep(self, features: Tensor, scale: Scalar, active: Tensor, bounded: bool) -> Sweep:
         log_count = active.sum(dtype=features.dtype).log_()

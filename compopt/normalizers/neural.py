@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as torch_functional
@@ -12,11 +14,16 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
-from compopt.distributed.ranks import Part, Ranks
+from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.inputs import check_tau, check_values, tau_facts
+from compopt.checks.values import FINITE, MOST, Range
+from compopt.distributed.ranks import Part, ProcessGroup, Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.functional import Scalar
+from compopt.kernel.statistics import PairStatistics
 from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
@@ -60,6 +67,7 @@ class NeuralNormalizer(Normalizer):
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
         seed: of the perceptron's first weights.
         n: number of samples or sample groups; not needed for anything of its own.
+        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
@@ -111,6 +119,12 @@ class NeuralNormalizer(Normalizer):
         through_alpha: bool = False,
         seed: int = 0,
         n: GroupSpec | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
         checks.one_of("objective", objective, OBJECTIVES)
@@ -121,7 +135,15 @@ class NeuralNormalizer(Normalizer):
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
-        super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps})
+        super().__init__(
+            n,
+            {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps},
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
+        )
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.non_negative("lr", group["lr"])
@@ -153,9 +175,12 @@ class NeuralNormalizer(Normalizer):
                 f"prototypes={self.prototypes} cannot be split over {self._ranks.size} ranks; give at least one to each"
             )
         self.network = ARCHITECTURES[self.architecture](networks, self.dim, self.prototypes, self._ranks)
-        self.state = dict(zip(self.network.names, self.network.initial(setting.dtype, self.seed), strict=True))
+        alone = setting.owner is None
+        parameters = (self.network.seeded if alone else self.network.initial)(setting.dtype, self.seed)
+        self.state = dict(zip(self.network.names, parameters, strict=True))
         if self.network.restarts:
-            queue = Queue.empty(networks, self.prototypes, self.dim, self.part, setting.dtype)
+            empty = partial(Queue.empty, networks, self.prototypes, self.dim, self.part, setting.dtype)
+            queue = Queue.of(parameters[0], self.prototypes) if alone else empty()
             self.state |= zip(QUEUE, (queue.features, queue.active, queue.place), strict=True)
 
     @property
@@ -195,6 +220,9 @@ class NeuralNormalizer(Normalizer):
         Raises:
             ValueError: ``d`` is not ``dim``.
         """
+        if len(features[0]) != len(features[1]):  # used alone, with any number of candidates
+            own, others = (self.anchors((z, z))[0] for z in features)
+            return own, others
         both = torch.stack(features).to(self._dtype)
         if both.shape[2] != self.dim:
             raise ValueError(f"dim is {self.dim}, the features have {both.shape[2]} dimensions; build it with theirs")
@@ -294,12 +322,19 @@ class NeuralNormalizer(Normalizer):
             for name, value in self.state.items()
         }
 
-    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        shapes = {name: self._whole_shape(v) for name, v in self.state.items() if not FunctionalOptimizer.owns(name)}
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: value for name, value in self.state.items() if not FunctionalOptimizer.owns(name)}
+        needed = {name: value.new_empty(self._whole_shape(value), device="meta") for name, value in own.items()}
         # the optimizer's tensors exist from the first batch on
         if any(FunctionalOptimizer.owns(name) for name in state):
-            shapes |= self.optimizer.shapes({name: shapes[name] for name in self.network.names})
-        return shapes
+            needed |= self.optimizer.expected({name: needed[name] for name in self.network.names}, state)
+        return needed
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        found = {name: FINITE for name in names if name != "queue_active"}
+        if self.network.restarts:  # next slot, slots filled, commits at the last restart
+            found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
+        return found
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         first = self.state[self.network.names[0]]
@@ -319,6 +354,124 @@ class NeuralNormalizer(Normalizer):
     def _whole_shape(self, value: Tensor) -> tuple[int, ...]:
         shape = tuple(value.shape)
         return (shape[0], self.prototypes, shape[2]) if self._is_split(value) else shape
+
+    # -- alone ---------------------------------------------------------------------------------------------------
+
+    @outside_of_graphs
+    def update(
+        self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None
+    ) -> Tensor:
+        r"""Train the network on observed log-normalizers, and return its prediction.
+
+        .. math::
+            \log g_i \approx \log \tfrac{1}{N} \sum_j e^{s_{ij} / \tau_i}, \qquad
+            \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{\cos(e_i, W_j) / \tau_i}\Bigr)
+
+        The steps are those of the class, with ``s_ii = 0``. The network starts from prototypes that are drawn uniformly
+        from the sphere (``seed``). Inputs are L2-normalised. In training mode with gradients enabled the new network is
+        deposited and waits for :meth:`step`; later updates before it go on from there.
+
+        Args:
+            anchors: features, ``(B, dim)``, floating point, of this rank's samples.
+            log_g: observed log-normalizers in nats, ``(B,)``, for example ``logsumexp(scores) - log(N)``.
+            tau: temperature, a number or ``(B,)``.
+            candidates: features of what the sum runs over, ``(M, dim)``; another ``M`` on each rank. They fill the
+                queue from which prototypes restart; without any, prototypes never restart.
+
+        Returns:
+            ``alpha_i`` after the updates, ``(B,)``, without a graph.
+
+        Raises:
+            RuntimeError: this is a part of an estimator, which trains it.
+            TypeError, ValueError: bad dtypes, shapes or temperatures.
+
+        Communicates, with several ranks: one all-gather of the arguments, and what the class says.
+        """
+        batch, tau = self._meet(anchors, tau, log_g, candidates)
+        with torch.no_grad():
+            prediction = self.learn_from(self._observed(batch, tau)).after()
+        if batch.depositing:
+            self._deposit(batch, {})
+        return prediction.alpha[:, 0][batch.own]
+
+    @outside_of_graphs
+    def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:
+        """Return the committed network's log-normalizers; before any update those of the seeded prototypes.
+
+        Args:
+            anchors: features, ``(B, dim)``, floating point.
+            tau: temperature, a number or ``(B,)``.
+
+        Returns:
+            ``alpha_i``, ``(B,)``, without a graph.
+
+        Communicates, with several ranks: collective, as :meth:`update`.
+        """
+        with torch.no_grad():
+            batch, tau = self._meet(anchors, tau)
+            unit, _ = self.anchors((batch.values["z1"], batch.values["z1"]))
+            hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
+            scale = 1 / (tau[:, 0][None].to(self._dtype) if isinstance(tau, Tensor) else tau)
+            sweep = self.sweep(self.state, unit, scale, is_bounded(tau))
+            parameters = [self.state[name].to(unit.device) for name in self.network.names]
+            alpha = F.add_eps(sweep.predict(parameters) - sweep.log_count, hyper("eps"))
+            return alpha[0][batch.own].to(batch.dtype)
+
+    def _meet(
+        self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
+    ) -> tuple[Batch, float | Tensor]:
+        """Check the arguments and gather those of all ranks; temperatures of the batch, a number or ``(B, 1)``."""
+        refuse_transforms()
+        engine = self._engine
+        with engine.handshake.guard():
+            anchors = self._features("anchors", anchors, "(B, dim)")
+            values = {"z1": anchors}
+            if log_g is not None:
+                values["log_g"] = check_values("log_g", log_g, f"({len(anchors)},)", 1)
+                if len(log_g) != len(anchors):
+                    raise ValueError(f"log_g has {len(log_g)} entries for {len(anchors)} anchors; pass one for each")
+            tau = check_tau(tau, len(anchors), 1)
+            if isinstance(tau, Tensor):
+                values["tau"] = tau.detach().to(anchors).expand(len(anchors), 1)
+            others = anchors[:0] if candidates is None else self._features("candidates", candidates, "(M, dim)")
+            if others.dtype != anchors.dtype or others.device != anchors.device:
+                raise ValueError("candidates must have the dtype and the device of the anchors")
+            keys = {"index": self._index(None, len(anchors))}
+        facts = {"extra": int(candidates is not None), **tau_facts(tau)}
+        batch = self._read(keys, values, facts, more=len(others))
+        (batch.values["z2"],) = engine.ranks.gather([others], batch.more) if max(batch.more) else (others,)
+        return batch, batch.values.get("tau", tau)
+
+    def _observed(self, batch: Batch, tau: float | Tensor) -> Call:
+        """A call whose pairs are what the caller observed of them."""
+        log_g = batch.values["log_g"][:, None]
+        pairs = cast(PairStatistics, Observed(torch.zeros_like(log_g), log_g))
+        engine = self._engine
+        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        return Call(batch, pairs, tau, hyper, None, None, engine.t, engine.pending, unimodal=False)
+
+    def _features(self, name: str, value: Any, shape: str) -> Tensor:
+        checked = check_values(name, value, shape, 2)
+        if checked.shape[1] != self.dim:
+            raise ValueError(f"{name} must have {self.dim} columns, the network's dim, got {tuple(checked.shape)}")
+        return checked
+
+
+@dataclass
+class Observed:
+    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` counts as 0.
+
+    Attributes:
+        positive: zeros, ``(B, 1)``.
+        log_ghat: ``(B, 1)``.
+    """
+
+    positive: Tensor
+    log_ghat: Tensor
+
+    def factor(self, coefficient: Scalar) -> Scalar:
+        """Every anchor counts."""
+        return coefficient
 
 
 def mean_gap(target: Tensor, alpha: Tensor) -> Tensor:

@@ -37,6 +37,12 @@ class Queue:
             torch.tensor([0, 0, -1], device="cpu"),
         )
 
+    @classmethod
+    def of(cls, prototypes: Tensor, width: int) -> Queue:
+        """Slots in use that hold no features yet, but prototypes."""
+        active = torch.ones(width, dtype=torch.bool, device="cpu")
+        return cls(prototypes.clone(), active, torch.tensor([0, 0, -1], device="cpu"))
+
     @property
     def full(self) -> bool:
         """Every slot has been filled (the host's count)."""

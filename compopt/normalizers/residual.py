@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt import functional as F
+from compopt.checks.values import Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -122,7 +123,7 @@ class ResidualNormalizer(Normalizer):
 
     def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
         old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
-        first = call.count == 0 if self.first == "ratio" and self.remembers else None
+        first = call.unseen("log_ratio") if self.first == "ratio" and self.remembers else None
         return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(
@@ -139,6 +140,10 @@ class ResidualNormalizer(Normalizer):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self.neural.joined(groups, setting)
+
+    def belong(self, owner: object) -> None:
+        super().belong(owner)
+        self.neural.belong(owner)
 
     @property
     def has_state(self) -> bool:
@@ -164,8 +169,11 @@ class ResidualNormalizer(Normalizer):
     def saved_state(self) -> dict[str, Tensor]:
         return self.neural.saved_state()
 
-    def expected_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        return self.neural.expected_shapes(state)
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.neural.expected_state(state)
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return self.neural.state_values(names)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         self.neural.restore_state(state)

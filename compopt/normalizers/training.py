@@ -241,7 +241,7 @@ class Training:
         self.before = self._predict() if look_first and normalizer.knows_something(self.state) else None
         self._met = None
         old = self.state
-        if normalizer.network.restarts and not skip:
+        if normalizer.network.restarts and not skip and others.shape[1]:
             self._enqueue(others, hyper("restart_every"))
         if look_first and self.before is None:
             self.before = self._predict()

@@ -33,7 +33,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
     ========  ==============================================  ======================
 
     All versions use ``compopt.schedules.CosineGamma(est, decay_steps)``, stepped once per update; the preset
-    cannot know the length of the run.
+    cannot know the length of the run. The authors' code sets gamma once per epoch.
 
     Args:
         n: number of samples, or a list of sample groups.

@@ -23,6 +23,9 @@ class ISogCLREstimator(ContrastiveEstimator):
         G(\tau_i) &= \log u_i + \rho - \sum_j w_{ij} h_{ij}/\tau_i, \qquad
         \tau_i \leftarrow \Pi\,(\tau_i - \text{lr}\; m_i)
 
+    Eq. 13 and 14 of the paper print the previous average (``s_i^t``) where this class uses the updated one, as its
+    authors' code does.
+
     Args:
         n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
         rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer, beta: see :class:`~compopt.TemperatureDual`;

@@ -20,7 +20,7 @@ def require() -> None:
     missing = [name for name, module in (("scipy", "scipy"), ("scikit-learn", "sklearn")) if find_spec(module) is None]
     if missing:
         raise ImportError(
-            f"spectral batches need {' and '.join(missing)}; install them with pip install 'compopt[samplers]'"
+            f"spectral batches need {' and '.join(missing)}; pip install -e '.[samplers]' in the checkout of compopt"
         )
 
 

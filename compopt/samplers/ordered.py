@@ -35,6 +35,9 @@ class OrderedBatchSampler(BankSampler):
     batches go through the data, those not observed first. A batch is judged without samples that have no finite
     features.
 
+    The paper averages the gradients of the ``keep`` batches into one step. A loop over this sampler takes a step per
+    batch. For the paper's step, accumulate the gradients of one epoch and divide each loss by ``keep``.
+
     Cost: ``2 candidates B^2 d`` operations, linear in ``candidates``, and a permutation of n; 0.1 s for 1,500 batches
     of 32 on one core. Memory: the bank, ``4 n d`` bytes in half precision.
 

@@ -69,4 +69,6 @@ def load(table: RowTable, parts: Mapping[str, Tensor]) -> None:
                 first = part.start + piece.start
                 mine = block[(table.first - first) % table.stride :: table.stride]
                 if len(mine):
+                    table.find_partial(layout.unpack(mine.contiguous()))
                     store.write_block(_before(first, table.first, table.stride), mine.contiguous())
+    table.agree_partial()

@@ -56,13 +56,13 @@ class Deposit:
         return cls(batch.rows.flatten(), batch.block, values, valid, batch.distinct, host_rows)
 
 
-def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:
+def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """All deposits of a window -> ``(rows, old, new)``, ready to scatter.
 
     A row with several proposals gets their mean (``log_mean_exp`` for logarithms), its count grows by one, and
     it keeps its old value if any of its proposals is not finite. The reduction is a sort and a segmented sum:
     no atomics, no host synchronisation, the same bits every time. A row that occurs several times is returned
-    several times with the same values.
+    several times with the same values. ``partial``: some rows have marks of parts that were never visited.
     """
     rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
     proposals = {name: _cat([d.proposals[name] for d in deposits]) for name in deposits[0].proposals}
@@ -79,8 +79,9 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tenso
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = layout.pack(proposals, base=old)
     layout.unpack(new)[COUNT].add_(1 if valid is None else valid)
-    for values in layout.floats(new):  # what was read is finite: a value that is not was proposed
-        finite = all_finite(values, dim=1)
+    for values, read in zip(layout.floats(new), layout.floats(old), strict=True):
+        # what was read is finite, or a mark: a value that is not was proposed
+        finite = (values.isfinite() | (values == read)).all(dim=1) if partial else all_finite(values, dim=1)
         kept = finite if kept is None else kept & finite
     return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
 

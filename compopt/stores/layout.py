@@ -7,6 +7,7 @@ NaN, -0.0 and denormals survive. On a device without complex128 a row is twice a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
+from compopt.batch import COUNT
+from compopt.checks.values import FINITE, Range
 
 ROW_ALIGNMENT = 16
 WORD = torch.complex128
@@ -43,6 +46,8 @@ class Column:
         reduce: how several proposals for one row become one value: ``"mean"``, ``"log_mean_exp"``, or
             ``"one"`` of them, the same for all such columns.
         initial: hyper-parameter whose value a row shows before its first visit; ``None``: zero.
+        values: what a checkpoint may hold here; floating-point columns without it hold finite values. In rows that
+            were never visited a zero is always accepted.
     """
 
     name: str
@@ -50,6 +55,17 @@ class Column:
     dtype: torch.dtype = torch.float32
     reduce: str = "mean"
     initial: str | None = None
+    values: Range | None = None
+
+    @property
+    def blank(self) -> float | int:
+        """Marks, in a part's first column, that the part was never visited although the sample was; never committed."""
+        return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
+
+
+def _like(flags: Tensor, value: Tensor) -> Tensor:
+    """Flags by direction for columns of another width."""
+    return flags if flags.shape == value.shape else flags.any(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class RowLayout:
     """Where each column sits inside a row; wider types first, so that every column is aligned."""
 
     columns: tuple[Column, ...]
+    firsts: frozenset[str] = frozenset()  # of each part the column that may have a mark, see Column.blank
     offsets: dict[str, int] = field(init=False)
     row_bytes: int = field(init=False)
     spans: list[tuple[torch.dtype, int, int]] = field(init=False)  # of floating-point columns that are neighbours
@@ -106,6 +123,39 @@ class RowLayout:
     def floats(self, block: Tensor) -> list[Tensor]:
         """Views of all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
         return [block.view(dtype)[:, start:stop] for dtype, start, stop in self.spans]
+
+    def check_values(self, columns: Mapping[str, Tensor], n: int, first: int = 0) -> None:
+        """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
+
+        Args:
+            columns: every column of successive rows, ``(R, width)``.
+            n: number of samples.
+            first: number of the first row, for the message.
+
+        Raises:
+            ValueError: with column, row and value.
+        """
+        never = columns[COUNT] == 0 if COUNT in columns else None
+        for column in self.columns:
+            allowed = column.values or (FINITE if column.dtype.is_floating_point else None)
+            if allowed is None:
+                continue
+            value = columns[column.name]
+
+            def accepted(value: Tensor = value, column: Column = column) -> Tensor:
+                """Zeros of rows that were never visited, and marks."""
+                zero = torch.zeros_like(value, dtype=torch.bool)
+                if never is not None:
+                    zero = (value == 0) & _like(never, value)
+                return zero | (value == column.blank) if column.name in self.firsts else zero
+
+            place = allowed.first_outside(value, n, accepted)
+            if place is not None:
+                row = place // column.width
+                raise ValueError(
+                    f"column {column.name!r} of the checkpoint must be {allowed.describe(column.dtype, n)}, row "
+                    f"{first + row} has {value[row].tolist()}"
+                )
 
     def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
         """A copy of the block ``base`` with some columns replaced."""

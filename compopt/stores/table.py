@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import COUNT, Batch
+from compopt.checks import values
 from compopt.distributed.ranks import Ranks
 from compopt.remote import Folder
 from compopt.stores import RowAccess, RowStore
@@ -21,6 +22,7 @@ from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
+Adapt = Callable[[Tensor, Mapping[str, Tensor]], None]
 REMEMBERED = 4  # directories whose latest checkpoint a table knows
 
 
@@ -45,11 +47,13 @@ class RowTable:
         n: rows on all ranks together; :meth:`grow` appends some.
         placement: where the rows live.
         ranks: who shares them.
+        firsts: the first column of each part, which alone may have :attr:`Column.blank`.
 
     Attributes:
         n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
         saved: the latest checkpoint of these rows in each directory, oldest first.
+        partial: first columns of parts that some visited samples have not visited, marked by :attr:`Column.blank`.
     """
 
     def __init__(
@@ -58,14 +62,16 @@ class RowTable:
         n: int,
         placement: Placement,
         ranks: Ranks,
+        firsts: Collection[str] = (),
     ) -> None:
-        self.layout, self.n, self._ranks = RowLayout(tuple(columns)), n, ranks
+        self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
         self.rows: RowAccess = placement.open(self._local_count(self.n), self.layout, ranks)
         # A file of which another rank may be the writer; on shards every rank has its own.
         self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
         self._deposits: list[Deposit] = []
         self.saved: list[Saved] = []
+        self.partial: set[str] = set()
 
     @property
     def sharded(self) -> bool:
@@ -122,6 +128,7 @@ class RowTable:
         """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
         with self.at_rest() as store:
             self.saved.clear()
+            self.partial.clear()
             with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
                 yield store
 
@@ -191,7 +198,7 @@ class RowTable:
         """Write what was deposited, unless ``found_inf`` (on the device) is positive."""
         if not self._deposits:
             return
-        rows, old, new = merge(self._deposits, self.layout)
+        rows, old, new = merge(self._deposits, self.layout, bool(self.partial))
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
         if self.sharded:
@@ -217,16 +224,19 @@ class RowTable:
         others = [saved for saved in self.saved if saved.path.parent != checkpoint.path.parent]
         self.saved = [*others, checkpoint][-REMEMBERED:]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of every column of every row, ``(n, D)``; collective on shards and on a shared file."""
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """A copy of every column (or of those in ``names``) of every row, ``(n, D)``.
+
+        Collective on shards and on a shared file.
+        """
         if self.sharded:
             self._ranks.barrier()
         with self.at_rest():
-            return self._columns()
+            return self._columns([c for c in self.layout.columns if names is None or c.name in names])
 
-    def _columns(self) -> dict[str, Tensor]:
+    def _columns(self, columns: Sequence[Column]) -> dict[str, Tensor]:
         device = torch.device("cpu") if self.sharded else self.store.device
-        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in self.layout.columns}
+        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in columns}
         counts = [len(range(rank, self.n, self.stride)) for rank in range(self.stride)]
         for start in range(0, counts[0], BLOCK_ROWS):
             sizes = [max(0, min(start + BLOCK_ROWS, count) - start) for count in counts]
@@ -234,27 +244,105 @@ class RowTable:
             block = own if not self.sharded else self._ranks.gather([own], sizes)[0]
             for rank, part in enumerate(block.split(sizes)):
                 at = slice(start * self.stride + rank, (start + sizes[rank]) * self.stride, self.stride)
-                for name, view in self.layout.unpack(part).items():
-                    full[name][at].copy_(view)
+                views = self.layout.unpack(part)
+                for name, column in full.items():
+                    column[at].copy_(views[name])
         return full
 
-    def check_state(self, columns: Mapping[str, Tensor]) -> None:
-        """Refuse columns of another shape or dtype, with both values."""
-        for c in self.layout.columns:
+    def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
+        """Refuse columns that cannot be loaded as they are; nothing is written.
+
+        Args:
+            columns: all rows of every column, ``(n, width)``.
+            names: the columns that there must be; ``None``: all.
+
+        Raises:
+            TypeError: a column that is no tensor.
+            ValueError: other columns, another shape or dtype, with both; a tensor that has no values; values that no
+                run writes, see :meth:`RowLayout.check_values`.
+        """
+        own = [c.name for c in self.layout.columns if names is None or c.name in names]
+        for name in columns:
+            if name not in own:
+                raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {own}")
+        for c in map(self.layout.__getitem__, own):
             if c.name not in columns:
                 raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
+            values.dense(f"column {c.name!r} of the checkpoint", columns[c.name])
             given, needed = columns[c.name], (self.n, c.width)
             if tuple(given.shape) != needed or given.dtype != c.dtype:
                 raise ValueError(
                     f"column {c.name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
                     f"estimator {needed} of {c.dtype}"
                 )
+        self.check_values(columns, self.n)
+
+    def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
+        """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
+
+        Args:
+            columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
+            count: how many rows these are.
+            first: number of the first, for the message.
+        """
+        for start in range(0, count, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, count)
+            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns}
+            self.layout.check_values(block, self.n, first + start)
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds; collective on a shared file."""
         with self.overwriting() as store:
-            for start in range(0, store.n, BLOCK_ROWS):
-                stop = min(start + BLOCK_ROWS, store.n)
-                at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-                values = {c.name: columns[c.name][at].to(store.device) for c in self.layout.columns}
-                store.write_block(start, self.layout.pack(values, self.layout.zeros(stop - start, store.device)))
+            for start, values in self._blocks(columns, store):
+                count = len(values[COUNT])
+                store.write_block(start, self.layout.pack(values, self.layout.zeros(count, store.device)))
+        self.find_partial(columns)
+
+    def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Values of the rows that this process holds, block by block, with the block's first row."""
+        for start in range(0, store.n, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, store.n)
+            at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
+            own = [c.name for c in self.layout.columns if c.name in columns]
+            yield start, {name: columns[name].detach()[at].to(store.device) for name in own}
+
+    def find_partial(self, columns: Mapping[str, Tensor]) -> None:
+        """Note which of these columns have marks of a part that was never visited."""
+        for name in self.layout.firsts & set(columns):
+            if bool((columns[name] == self.layout[name].blank).any()):
+                self.partial.add(name)
+
+    def load_part(
+        self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt
+    ) -> None:
+        """Overwrite the columns of one part in all rows that this process holds; collective on a shared file.
+
+        Args:
+            columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
+            first: the part's first column.
+            others: first columns of the other parts.
+            adapt: changes loaded values in place where the row has more visits than were loaded with them; gets row
+                numbers, ``(R,)``, and the columns with their ``"count"`` and the row's ``"visits"`` from here on.
+        """
+        with self.at_rest() as store, torch.inference_mode(False):
+            for start, values in self._blocks(columns, store):
+                visits = values.pop(COUNT)
+                block = store.block(start, start + len(visits))
+                views = self.layout.unpack(block)
+                before = views[COUNT].clone()
+                views[COUNT].copy_(torch.maximum(before, visits))
+                rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
+                adapt(rows, {**values, COUNT: visits, "visits": views[COUNT]})
+                for name, value in values.items():
+                    views[name].copy_(torch.where(visits > 0, value, 0))
+                views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
+                for name in others:
+                    views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
+                self.find_partial(views)
+                store.write_block(start, block)
+        self.agree_partial()
+
+    def agree_partial(self) -> None:
+        """Ranks read each other's shards, so that all know of the marks in any; collective on shards."""
+        if self.sharded:
+            self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,18 +11,27 @@ from torch import Tensor
 
 from compopt import accelerator, checks
 from compopt import functional as F
+from compopt.batch import COUNT, Batch
+from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.inputs import check_values
+from compopt.checks.values import FINITE, Range
+from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.stores.layout import Column
 
-# iSogCLR, appendix C, and its authors' code (max_grad)
+# tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
+# authors' code. The bimodal tau_max is ours: theirs is 0.05 or 1, by version. The paper bounds tau from above in its
+# analysis only (Lemma 1) and prints no value.
 DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
     "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
 }
 MODES = ("individual", "global")
 OPTIMIZERS = ("momentum", "adam")
+# tau_min and tau_max may have been others when a tau was written
+VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
 
 
 class TemperatureDual(Temperature):
@@ -37,7 +47,11 @@ class TemperatureDual(Temperature):
     ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP). With ``multiply_tau=False`` it is
     ``-sum_j w_ij h_ij / tau_i^2``.
 
-    A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller.
+    As part of a :class:`~compopt.ContrastiveEstimator` it gives the temperatures. Alone it serves any objective with a
+    temperature, or another positive dual variable, per sample: see :meth:`update` and :meth:`value`.
+
+    A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller. Eq. 13 of
+    iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one.
 
     Args:
         n: number of samples, or a list of sample groups; ``None`` is enough for ``mode="global"``.
@@ -53,6 +67,7 @@ class TemperatureDual(Temperature):
             corrected by the row's own number of visits.
         beta: weight of the newest gradient in ``m``, in (0, 1].
         betas: of Adam, each in [0, 1).
+        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters: ``rho``, ``lr``, ``tau_init``, ``tau_min``, ``tau_max``, ``max_grad``, ``beta``, ``betas``; they
     may differ between sample groups.
@@ -100,6 +115,12 @@ class TemperatureDual(Temperature):
         optimizer: str = "momentum",
         beta: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
+        *,
+        process_group: ProcessGroup | None = None,
+        offload: str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.one_of("optimizer", optimizer, OPTIMIZERS)
@@ -118,11 +139,17 @@ class TemperatureDual(Temperature):
                 "beta": beta,
                 "betas": betas,
             },
+            process_group=process_group,
+            offload=offload,
+            offload_dir=offload_dir,
+            shard=shard,
+            dtype=dtype,
         )
 
     def described(self) -> dict[str, Any]:
-        tau = self.state.get("tau")
-        return {"tau": f"{'one per sample' if tau is None else format(tau.item(), '.6g')} (learned)"}
+        if "tau" not in self.state:
+            return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all"}
+        return {"tau": f"{self.state['tau'].item():.6g} (learned)"}
 
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}
@@ -166,16 +193,28 @@ class TemperatureDual(Temperature):
 
     @property
     def tau(self) -> Tensor:
-        """The committed global temperature, 0-d float64, once this is a part of an estimator.
+        """The committed global temperature, 0-d float64.
 
         Raises:
-            AttributeError: temperatures are individual, which are rows; this is no part of an estimator yet.
+            AttributeError: temperatures are individual, which are rows.
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        if "tau" not in self.state:
-            raise AttributeError("there is no temperature yet: make this a part of an estimator first")
+        if not self.state:
+            assert self._facts  # used alone, it makes its state now
         return self.state["tau"]
+
+    def constants(self) -> list[float] | None:
+        return [float(self.tau)] * len(self.sample_groups) if self.mode == "global" else None
+
+    def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
+        if self.mode == "global":
+            return super().check_same(given, visits)
+        if given is not None and [group["tau_init"] for group in self.sample_groups] == given:
+            return  # every sample starts where the rows were averaged
+        met = self.state_dict()["rows"][COUNT].to(visits.device) > 0
+        if given is not None or bool(((visits > 0) & ~met).any()):
+            super().check_same(given, visits)
 
     @property
     def learns(self) -> bool:
@@ -186,38 +225,132 @@ class TemperatureDual(Temperature):
             return []
         names = ("tau_exp_avg", "tau_exp_avg_sq") if self.optimizer == "adam" else ("tau_exp_avg",)
         return [
-            Column("tau", directions, dtype, initial="tau_init"),
-            *(Column(name, directions, dtype) for name in names),
+            Column("tau", directions, dtype, initial="tau_init", values=VALUES["tau"]),
+            *(Column(name, directions, dtype, values=VALUES[name.removeprefix("tau_")]) for name in names),
         ]
 
-    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return {name: VALUES[name] for name in names if name in VALUES}
+
+    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         return self.working_state(training)["tau"] if self.mode == "global" else rows["tau"]
 
     def rho(self, hyper: Hyper) -> Any:
         return hyper("rho")
 
-    def update(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
+    def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         if self.mode == "global":
-            self._update_global(call.hyper, gradient.mean(dtype=accelerator.widest(gradient.device)))
+            self.deposit_state(**self._moved_state(call.hyper, gradient))
             return {}
         if call.unimodal:
             gradient = gradient.mean(dim=1, keepdim=True)
-        rows = call.rows
-        second = rows.get("tau_exp_avg_sq")
-        tau, m, v = self._move(
-            call.hyper, rows["tau"], gradient, rows["tau_exp_avg"], second, lambda: call.count.to(gradient.dtype) + 1
-        )
-        proposals = {"tau": tau, "tau_exp_avg": m}
-        return proposals if v is None else {**proposals, "tau_exp_avg_sq": v}
+        return self._moved_rows(call.batch, call.hyper, gradient)
 
-    def _update_global(self, hyper: Hyper, gradient: Tensor) -> None:
-        state = self.working_state(True)
+    def _moved_rows(self, batch: Batch, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
+        """One step of every sample's temperature: new columns."""
+        rows, new = batch.columns, batch.blank.get("tau")
+        second = rows.get("tau_exp_avg_sq")
+
+        def steps() -> Tensor:
+            visits = batch.count.to(gradient.dtype) + 1
+            return visits if new is None else visits.masked_fill(new, 1)
+
+        tau, m, v = self._move(hyper, rows["tau"], gradient, rows["tau_exp_avg"], second, steps)
+        if v is None:
+            return {"tau": tau, "tau_exp_avg": m}
+        moved = {"tau": tau, "tau_exp_avg": m, "tau_exp_avg_sq": v}
+        if new is not None:  # stored as if all visits of the sample had been steps
+            self._rescale(moved, hyper, steps(), batch.count + 1)
+        return moved
+
+    def _rescale(self, rows: Mapping[str, Tensor], hyper: Hyper, steps: Tensor, visits: Tensor) -> None:
+        """Change moments of Adam, in place, so that corrected for ``visits`` they are what they were for ``steps``."""
+        for name, item in (("tau_exp_avg", 0), ("tau_exp_avg_sq", 1)):
+            beta, dtype = hyper("betas", item), rows[name].dtype
+            rows[name].mul_((1 - beta ** visits.to(dtype)) / (1 - beta ** steps.to(dtype)))
+
+    def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
+        if self.optimizer == "adam":
+            steps = rows[COUNT].clamp(min=1)
+            self._rescale(rows, hyper, steps, torch.where(rows[COUNT] > 0, rows["visits"], steps))
+
+    def _moved_state(self, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
+        """One step of the global temperature on the mean of ``gradient``: new state."""
+        state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
         updates = state["updates"] + 1
         tau, m, v = self._move(
-            hyper.of_first_group(), state["tau"], gradient, state["exp_avg"], state.get("exp_avg_sq"), lambda: updates
+            hyper.of_first_group(), state["tau"], mean, state["exp_avg"], state.get("exp_avg_sq"), lambda: updates
         )
-        second = {} if v is None else {"exp_avg_sq": v}
-        self.deposit_state(tau=tau, exp_avg=m, updates=updates, **second)
+        return {"tau": tau, "exp_avg": m, "updates": updates, **({} if v is None else {"exp_avg_sq": v})}
+
+    # -- alone ---------------------------------------------------------------------------------------------------
+
+    @outside_of_graphs
+    def update(self, gradient: Tensor, index: Tensor | None = None) -> Tensor:
+        r"""Take one step of projected momentum or Adam on a gradient of the caller's, and return the new temperatures.
+
+        .. math::
+            m_i \leftarrow (1 - \beta)\, m_i + \beta\, \text{clip}(g_i), \qquad
+            \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
+
+        In training mode with gradients enabled the result is deposited and waits for :meth:`step`. A sample whose
+        gradient is not finite keeps its temperature. Used alone, bounds that were not given are those of bimodal mode.
+
+        Args:
+            gradient: the complete derivative of the objective with respect to each ``tau_i`` (rho is not added;
+                ``max_grad`` clips it), ``(B,)`` or ``(B, 1)``, floating point. With several ranks, of this rank's
+                samples. A global dual takes the mean over all ranks.
+            index: data-set positions, ``(B,)`` integers; not needed by a global dual.
+
+        Returns:
+            The proposed ``tau``, in the shape of ``gradient``, without a graph; 0-d of a global dual.
+
+        Raises:
+            RuntimeError: this is a part of an estimator, which updates it.
+            TypeError, ValueError, IndexError: as of :meth:`MovingAverageEstimator.update`.
+
+        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
+        """
+        refuse_transforms()
+        engine = self._engine
+        with engine.handshake.guard():
+            flat = gradient
+            if isinstance(gradient, Tensor) and gradient.dim() == 2 and gradient.shape[1] == 1:
+                flat = gradient[:, 0]
+            flat = check_values("gradient", flat, "(B,) or (B, 1)", 1)
+            keys = {"index": self._index(index, len(flat))}
+        batch = self._read(keys, {"gradient": flat})
+        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        wanted = batch.values["gradient"].to(batch.dtype)[:, None]
+        wanted = torch.where(wanted.isfinite(), wanted, torch.nan)
+        if self.mode == "global":
+            moved = self._moved_state(hyper, wanted)
+            if batch.depositing:
+                self.deposit_state(**moved)
+                self._deposit(batch, {})
+            return moved["tau"].clone()
+        moved = self._moved_rows(batch, hyper, wanted)
+        if batch.depositing:
+            self._deposit(batch, moved)
+        return batch.nan_if_bad(moved["tau"])[batch.own].view(gradient.shape)
+
+    def value(self, index: Tensor | None = None) -> Tensor:
+        """Return committed temperatures; ``tau_init`` where a sample was never visited.
+
+        Args:
+            index: data-set positions, ``(B,)`` integers; not needed by a global dual.
+
+        Returns:
+            ``(B,)``; as part of an estimator ``(B, D)``; 0-d of a global dual.
+
+        Communicates: nothing; on shards as :meth:`read`.
+        """
+        if self.mode == "global":
+            return self.tau.clone()
+        if index is None:
+            raise TypeError("index is None; individual temperatures need data-set positions")
+        tau = self.read(index)["tau"]
+        return tau[:, 0] if self._owner is None else tau
 
     def _move(
         self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Callable[[], Tensor]

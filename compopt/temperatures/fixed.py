@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks.inputs import check_tau
+from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
 from compopt.kernel.autograd import lower_bound
@@ -88,7 +89,7 @@ class FixedTemperature(Temperature):
         if "tau" in self.own_defaults:
             checks.positive("tau", group["tau"])
 
-    def value(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         if self.tensor is not None:
             return self.tensor
         if self.log_inverse is not None:
@@ -96,12 +97,20 @@ class FixedTemperature(Temperature):
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
 
+    def constants(self) -> list[float] | None:
+        tau = self.tensor if self.log_inverse is None else lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
+        groups = self.sample_groups
+        return [float(tau) if tau is not None else float(group["tau"]) for group in groups]
+
     def move(self, device: torch.device) -> None:
         if self.learnable is not None and self.learnable.log_inverse.device != device:
             self.learnable.to(device)  # the parameter stays the same object, as the user's optimizer has it
 
     def saved_state(self) -> dict[str, Tensor]:
         return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, FINITE)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         if self.log_inverse is not None:

@@ -32,16 +32,17 @@ def recall(model, held_out):
 
 
 def save(folder, epoch, est, parts):
-    """The estimator's rows in a directory of their own, everything else in one file that names it."""
-    rows = compopt.save(est, folder / "rows").name
+    """Save the estimator in a directory of its own, and everything else in one file that names it."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({"epoch": epoch, "rows": rows, **states}, folder / "last.pt")
+    torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
 
 
 def load(folder, est, parts):
     """Continue after the epoch that was saved last."""
+    if not (folder / "last.pt").exists():
+        raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
     saved = torch.load(folder / "last.pt")
-    compopt.load(est, folder / "rows" / saved["rows"])
+    compopt.load(est, folder / "state" / saved["state"])
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["epoch"]

@@ -40,7 +40,7 @@ def collate(items):
 
 
 class DualEncoderTrainer(Trainer):
-    est = None
+    loss_is_scaled_for_ga = False  # the loss is the mean of one batch
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return self.est(*model(inputs["images"], inputs["tokens"]), inputs["index"])

@@ -123,6 +123,7 @@ def test_evaluation_and_logs_go_on(tmp_path, data, caplog, monkeypatch):
     caplog.set_level("INFO")
     run("--estimator sogclr", tmp_path, data, epochs=2, val_data=data, report_to="tensorboard")
     assert [step for step, _ in written["train/effective_negatives"]] == [0, 1, 2, 3]
+    assert [step for step, value in written["train/info_nce"] if value > 0] == [0, 1, 2, 3]
     assert [step for step, _ in written["train/loss"]] == [0, 1, 2, 3]
     assert written["train/new_rows"][0][1] == 8 and written["train/new_rows"][-1][1] == 0
     assert len((tmp_path / "logs" / "run" / "checkpoints" / "results.jsonl").read_text().splitlines()) == 2

@@ -4,7 +4,8 @@ try:
     import sentence_transformers.base.losses.gradcache  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "this needs sentence-transformers 6.2 or newer: pip install 'compopt[sentence-transformers]'"
+        "this needs sentence-transformers 6.2 or newer: "
+        "pip install -e '.[sentence-transformers]' in the checkout of compopt"
     ) from error
 
 from compopt.integrations.sentence_transformers.cached import CachedEstimatorLoss

@@ -21,7 +21,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale: as there; so are state, communication and warnings.
+        model, est, eval_scale, index_labels: as there; so are state, communication and warnings.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
         show_progress_bar: of the mini-batches.
@@ -50,8 +50,9 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         mini_batch_num_tokens: int | None = None,
         eval_scale: float = 20.0,
         show_progress_bar: bool = False,
+        index_labels: bool = False,
     ) -> None:
-        super().__init__(model, est, eval_scale)
+        super().__init__(model, est, eval_scale, index_labels)
         if has_static_embedding_input(model):
             raise ValueError("inputs of a StaticEmbedding cannot be cut into mini-batches; use EstimatorLoss")
         self.mini_batch_size = checks.count("mini_batch_size", mini_batch_size)
@@ -77,7 +78,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
             labels: as of :meth:`forward`.
             with_backward: leave gradients in ``reps``, and return the loss without its graph.
         """
-        loss = self._loss([torch.cat(column) for column in reps], labels)
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
         weight = _weight(vars(self).get("calculate_loss"), reps[0][0].shape[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.integrations.sentence_transformers.rows import LabelReader
 from compopt.module import as_module
 
-UNCOMMITTED = 3  # updates without a commit, until a warning
 _BOTH: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -29,8 +27,10 @@ class EstimatorLoss(nn.Module):
 
     The label column has the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of the
     positive, by which equal positives are never each other's negatives; or ``[i, j, k, ...]`` with those of the
-    negatives too. An estimator that keeps nothing per sample needs no label column. Where no gradient is wanted
-    (evaluation), indices of another data set mean nothing: the value is that of ``MultipleNegativesRankingLoss``.
+    negatives too. An estimator without rows needs no label column and ignores one, which may hold classes or scores;
+    with ``index_labels=True`` it reads the rows as well, so that equal ones are never each other's negatives. Where no
+    gradient is wanted (evaluation), indices of another data set mean nothing: the value is that of
+    ``MultipleNegativesRankingLoss``.
 
     Every step needs a commit, and checkpoints need the rows: add :class:`EstimatorCallback` to the trainer.
 
@@ -39,15 +39,17 @@ class EstimatorLoss(nn.Module):
         est: the estimator, built after the training arguments, which make the process group. Under ``MatryoshkaLoss``
             one for each dimension, ``{256: est, 64: est2}``: their normalizers differ. One without rows may serve all.
         eval_scale: ``scale`` of the loss in evaluation.
+        index_labels: read the rows in the label column for an estimator without rows too.
 
     Raises:
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
-        ValueError: no second column; no label column where there are rows; as many labels per sample as fit neither
-            pairs nor columns; a dimension without an estimator; a loss around this one that calls it several times
-            with one batch (``AdaptiveLayerLoss``), where there are rows.
+        IndexError: the label column has rows beyond those of the estimator.
+        ValueError: no second column; no label column where there are rows; one label for a whole batch; as many labels
+            per sample as fit neither pairs nor columns; a dimension without an estimator; a loss around this one that
+            calls it several times with one batch (``AdaptiveLayerLoss``), where there are rows.
 
     Warns:
-        UserWarning: three updates without a commit; labels that look like classes.
+        UserWarning: labels that look like classes; what the estimator warns of.
 
     State and communication: as of the estimator.
 
@@ -77,11 +79,13 @@ class EstimatorLoss(nn.Module):
         model: nn.Module,
         est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
         eval_scale: float = 20.0,
+        index_labels: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         checks.positive("eval_scale", eval_scale)
-        self.eval_scale = eval_scale
+        checks.flag("index_labels", index_labels)
+        self.eval_scale, self.index_labels = eval_scale, index_labels
         self._dimensions = list(est) if isinstance(est, Mapping) else None
         estimators = list(est.values()) if isinstance(est, Mapping) else [est]
         if not estimators:
@@ -92,7 +96,6 @@ class EstimatorLoss(nn.Module):
         self.estimators = nn.ModuleList(as_module(each, state=False) for each in estimators)  # devices, parameters
         self._read_labels = LabelReader()
         self._batches: dict[int, Tensor | None] = {}  # labels that came last, by dimension
-        self._uncommitted = 0
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch of tokenised columns, 0-d.
@@ -101,9 +104,15 @@ class EstimatorLoss(nn.Module):
             sentence_features: tokens of each column, ``B`` texts.
             labels: the label column, ``(B,)`` or ``(B, k)`` integers; see the class.
         """
-        return self._loss(embed_columns(self.model, sentence_features), labels)
+        return self.compute_loss_from_embeddings(embed_columns(self.model, sentence_features), labels)
 
-    def _loss(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The loss of embeddings that a loss around this one has computed (``SpladeLoss``), 0-d.
+
+        Args:
+            embeddings: of each column, ``(B, d)``.
+            labels: as of :meth:`forward`.
+        """
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         z1, z2, *negatives = embeddings
@@ -112,34 +121,39 @@ class EstimatorLoss(nn.Module):
             theirs: Any = MultipleNegativesRankingLoss(cast(Any, self.model), scale=self.eval_scale, **both)
             return theirs.compute_loss_from_embeddings(embeddings, labels)
         est = self._estimator(z1.shape[1])
-        self._look_around(est, z1.shape[1], labels)
-        needed = None if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
-        rows = self._read_labels(labels, len(z1), len(embeddings), needed)
+        self._refuse_second_call(est, z1.shape[1], labels)
+        rows = self._rows(est, labels, embeddings)
         given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
         if negatives:
             given["extra"] = torch.cat(negatives)
             if len(rows) > 2:
                 given["extra_index"] = torch.cat(rows[2:])
-        return est(z1, z2, **given)
+        try:
+            return est(z1, z2, **given)
+        except (IndexError, ValueError) as error:
+            if rows and str(error).startswith(("index", "extra_index")):
+                raise type(error)(f"the label column must hold the rows of the samples (add_index): {error}") from error
+            raise
 
-    def _look_around(self, est: ContrastiveEstimator, dimension: int, labels: Tensor | None) -> None:
-        """Refuse a second call with one batch; warn where updates pass and nobody commits."""
+    def _rows(self, est: ContrastiveEstimator, labels: Tensor | None, embeddings: list[Tensor]) -> list[Tensor]:
+        """Rows in the label column by column of text, as many as there are; none where it means something else."""
+        if est.n is not None:
+            needed = f"{type(est).__name__} has rows for n={est.n} samples"
+        elif self.index_labels:
+            needed = "index_labels is True"
+        else:
+            return []
+        return self._read_labels(labels, len(embeddings[0]), len(embeddings), needed)
+
+    def _refuse_second_call(self, est: ContrastiveEstimator, dimension: int, labels: Tensor | None) -> None:
+        """Layers that one batch goes through would share rows."""
         seen, self._batches[dimension] = self._batches.get(dimension), labels
-        if not est.pending or any(p.grad is not None for p in self.model.parameters()):
+        if est.n is None or not est.pending or labels is None or labels is not seen:
             return
-        if labels is not None and labels is seen and est.n is not None:
+        if all(p.grad is None for p in self.model.parameters()):
             raise ValueError(
                 "this loss is called twice with one batch, by AdaptiveLayerLoss or the like: layers would share rows; "
                 "take an estimator without rows"
-            )
-        if est._attachments.listening() is not None:
-            return
-        self._uncommitted += 1  # gradients went, deposits did not
-        if self._uncommitted == UNCOMMITTED:
-            warnings.warn(
-                f"{self._uncommitted} updates have passed, and nobody commits what {type(est).__name__} proposes: its "
-                f"rows stay as they were; trainer.add_callback(EstimatorCallback(est, trainer)) before train()",
-                stacklevel=5,
             )
 
     @property

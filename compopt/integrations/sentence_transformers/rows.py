@@ -101,7 +101,7 @@ class LabelReader:
     def __init__(self) -> None:
         self._looks = 0
 
-    def __call__(self, labels: Tensor | None, batch: int, columns: int, needed: str | None) -> list[Tensor]:
+    def __call__(self, labels: Tensor | None, batch: int, columns: int, needed: str) -> list[Tensor]:
         """Rows of the anchors, the positives, the negatives; as many as there are.
 
         Args:
@@ -111,14 +111,15 @@ class LabelReader:
             needed: who cannot do without, for the message.
         """
         if labels is None:
-            if needed is not None:
-                raise ValueError(
-                    f"{needed}, and the data set has no label column that says whose; see "
-                    f"compopt.integrations.sentence_transformers.add_index"
-                )
-            return []
+            raise ValueError(
+                f"{needed}, and the data set has no label column that says whose; see "
+                f"compopt.integrations.sentence_transformers.add_index"
+            )
         if labels.is_floating_point() or labels.dtype == torch.bool:
-            raise TypeError(f"the label column must hold the rows of the samples, integers, got {labels.dtype}")
+            raise TypeError(
+                f"{needed}: the label column must hold the rows of the samples, integers, got {labels.dtype}; give the "
+                f"scores or classes another name, and see compopt.integrations.sentence_transformers.add_index"
+            )
         rows = list(labels.reshape(batch, -1).unbind(1))
         if len(rows) not in (1, 2, columns):
             raise ValueError(

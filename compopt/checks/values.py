@@ -1,0 +1,125 @@
+"""Tensors and numbers of a checkpoint: refused, with the entry and the value, where no run can have written them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bound = float | Sequence[float]
+MOST = (1 << 63) - 1  # of an integer of 64 bits
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a column, or an entry of state that is not rows, may hold. Floating-point ones are finite.
+
+    Attributes:
+        above: every value is greater than this number.
+        least, most: bounds that a value may equal; a number, or one for each element of a vector.
+        samples: values are positions of samples, ``0 .. n - 1``.
+    """
+
+    above: float | None = None
+    least: Bound | None = None
+    most: Bound | None = None
+    samples: bool = False
+
+    def first_outside(
+        self, value: Tensor, n: int | None = None, accepted: Callable[[], Tensor] | None = None
+    ) -> int | None:
+        """Return the place of the first value outside, in the flattened tensor; ``None`` if there is none.
+
+        Args:
+            value: any shape.
+            n: number of samples.
+            accepted: returns where a value outside is accepted too, in the shape of ``value``.
+        """
+        if not value.numel():
+            return None
+        if not value.is_complex() and all(bool(self._inside(end, n).all()) for end in torch.aminmax(value)):
+            return None  # one pass over large tables
+        outside = ~self._inside(value, n)
+        if accepted is not None:
+            outside &= ~accepted()
+        places = outside.flatten().nonzero()
+        return int(places[0]) if len(places) else None
+
+    def _inside(self, value: Tensor, n: int | None) -> Tensor:
+        inside = value.isfinite()
+        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
+        if self.above is not None:
+            inside = inside & (value > self.above)
+        if least is not None:
+            inside = inside & (value >= _bound(least, value))
+        if most is not None:
+            inside = inside & (value <= _bound(most, value))
+        return inside
+
+    def describe(self, dtype: torch.dtype, n: int | None = None) -> str:
+        """Say what values of ``dtype`` must be, such as ``finite and > 0``."""
+        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
+        parts = [] if not (dtype.is_floating_point or dtype.is_complex) else ["finite"]
+        bounds = ((">", self.above), (">=", least), ("<=", most))
+        parts += [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+        return " and ".join(parts)
+
+
+def _bound(bound: Bound, value: Tensor) -> Any:
+    return torch.tensor(bound, dtype=value.dtype, device=value.device) if isinstance(bound, Sequence) else bound
+
+
+FINITE = Range()
+
+
+def dense(what: str, value: Any, like: Tensor | None = None) -> None:
+    """Refuse what is no tensor, or has no values that can be copied.
+
+    Args:
+        what: names it in the message.
+        value: what was given.
+        like: a tensor whose own kind of wrapper is accepted (DTensor).
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: a sparse, nested or quantized tensor, one on the meta device, one of a subclass that wraps others.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {str(value)[:80]!r} of type {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "a nested one" if value.is_nested else f"{value.dtype} of layout {value.layout}"
+        raise ValueError(f"{what} must be a dense tensor, got {kind}; make it dense before loading")
+    if value.is_meta:
+        raise ValueError(f"{what} is on the meta device and holds no values; pass map_location='cpu' to torch.load")
+    wraps = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wraps and type(value) is not type(like):
+        raise ValueError(f"{what} must be a plain tensor, got {type(value).__name__}; give what it holds")
+
+
+def mapping(what: str, value: Any) -> None:
+    """Refuse what is no mapping, with a ``TypeError``."""
+    if not isinstance(value, Mapping):
+        found = f"{str(value)[:80]!r} of type {type(value).__name__}"
+        raise TypeError(f"{what} of the checkpoint must be a dict, got {found}")
+
+
+def integer(what: str, value: Any, least: int, most: int) -> int:
+    """Return an integer in ``least .. most``.
+
+    Raises:
+        TypeError: it is no integer; a float is none, whatever its value.
+        ValueError: it is outside.
+    """
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{what} of the checkpoint must be an integer, got {value!r} of type {type(value).__name__}")
+    if not least <= found <= most:
+        raise ValueError(f"{what} of the checkpoint must be from {least} to {most}, got {found}")
+    return found
