@@ -151,10 +151,10 @@ class PartHooks(ABC):
         del state
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Change loaded columns, in place, where the owner's rows have more visits than were loaded with them.
+        """Change columns, in place, where a load of a part has changed the number of visits of the owner's rows.
 
         Args:
-            rows: a block of this part's columns, with their own ``"count"``, and the owner's ``"visits"``.
+            rows: a block of all columns, with this part's own visits as ``"count"``, and the owner's as ``"visits"``.
             hyper: this part's hyper-parameters for these rows.
         """
         del rows, hyper
