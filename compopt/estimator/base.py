@@ -549,8 +549,8 @@ class Estimator(Hooks):
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
             ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
-            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator its
-            own, with ``"meaning"``, what else its values depend on.
+            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator
+            its own, with ``"meaning"``, what else its values depend on.
 
         Raises:
             RuntimeError: with several ranks, another one failed or does something else.
