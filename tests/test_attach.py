@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import compopt
@@ -543,6 +544,22 @@ def test_each_estimator_of_an_optimizer_has_its_key():
     assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt.1", "compopt"]
 
 
+class Proxy(Wrapper):
+    """What Lightning does: the attributes of the optimizer are its own too."""
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+def test_a_proxy_is_the_optimizer():
+    for first in (0, 1):
+        _, optimizer, est = setting()
+        both = [optimizer, Proxy(optimizer)]
+        assert est.attach(both[first], checkpoint=True) is est.attach(both[1 - first], checkpoint=True)
+        assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
 def test_the_second_estimator_gets_its_own_state():
     parameter, optimizer, first = setting()
     second = compopt.SogCLREstimator(2 * N)
@@ -684,6 +701,19 @@ def test_torch_distributed_would_drop_the_entry():
         get_optimizer_state_dict(model, optimizer)
     handle.remove()
     get_optimizer_state_dict(model, optimizer)
+
+
+def test_the_state_travels_through_dcp(tmp_path):
+    """Where it gets the optimizer itself."""
+    runs = [Run(TRAVELLERS["sogclr"], seed) for seed in (0, 1)]
+    for each in runs:
+        each.est.attach(each.optimizer, checkpoint=True)
+        each.train(batches(N, 2, seed=8, dtype=torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"optimizer": runs[0].optimizer}, checkpoint_id=tmp_path)
+        dcp.load({"optimizer": runs[1].optimizer}, checkpoint_id=tmp_path)
+    assert not differing(runs[1].optimizer.state_dict(), runs[0].optimizer.state_dict())
 
 
 def test_the_state_travels_through_accelerate(accelerator, tmp_path):

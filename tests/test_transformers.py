@@ -233,9 +233,11 @@ def test_rows_that_travel_are_missed_where_the_optimizer_was_loaded_before(tmp_p
     with trainer(tmp_path, callback=False) as made:
         travelling(made)
         made.train()
-    with trainer(tmp_path, callback=False, callbacks=[Late()]) as made:
-        with pytest.warns(UserWarning, match="loaded before attach"):
-            made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    with (
+        trainer(tmp_path, callback=False, callbacks=[Late()]) as made,
+        pytest.warns(UserWarning, match="loaded before attach"),
+    ):
+        made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
 
 
 # accumulation -------------------------------------------------------------------------------------
@@ -402,6 +404,25 @@ def test_two_ranks(tmp_path, shard):
         two_ranks, 2, str(tmp_path), shard
     ):
         assert commits == commits_again == UPDATES and loaded == 2
+        assert same(found, plain) and same(again, found)
+
+
+def travelling_on_two_ranks(group, folder):
+    """Rank 0 writes the optimizer; the rows of all ranks are in it. What is split is refused."""
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        with trainer(folder, callback=False) as made:
+            travelling(made)
+            made.train(resume_from_checkpoint=checkpoint)
+            found.append(result(made))
+    with pytest.raises(ValueError, match="ranks hold different parts of it"):
+        estimator(shard=True).attach(made.optimizer, checkpoint=True)
+    return (*found, plain_loop())
+
+
+@pytest.mark.distributed
+def test_rows_travel_with_the_optimizer_on_two_ranks(tmp_path):
+    for found, again, plain in the_pool(2, 120).run(travelling_on_two_ranks, 2, str(tmp_path)):
         assert same(found, plain) and same(again, found)
 
 

@@ -26,9 +26,10 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     Covers ``AcceleratedOptimizer``, DeepSpeed's engine and its ZeRO and FP16 optimizers, and anything else
     built the same way.
     """
-    for inner in _chain(optimizer):
-        if isinstance(getattr(inner, "_optimizer_step_post_hooks", None), dict):
-            return inner
+    hooked = [each for each in _chain(optimizer) if isinstance(getattr(each, "_optimizer_step_post_hooks", None), dict)]
+    if hooked:  # a proxy, such as Lightning's, shows the hooks of what it wraps
+        hooks = hooked[0]._optimizer_step_post_hooks
+        return [each for each in hooked if each._optimizer_step_post_hooks is hooks][-1]
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
         f"{type(optimizer).__name__}. Call est.step() yourself after each real update instead"
