@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_index, check_vector
@@ -432,7 +433,7 @@ class Estimator(Hooks):
         if self._engine.attachments.skipped():
             self.discard()
 
-    def attach(self, optimizer: Any) -> RemovableHandle:
+    def attach(self, optimizer: Any, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
@@ -444,19 +445,33 @@ class Estimator(Hooks):
         optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
         alive.
 
+        With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
+        :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
+        order of attaching), and ``optimizer.load_state_dict()`` loads it once the optimizer has loaded its own. Attach
+        before you load. The entry is for states that one file may hold, up to 1 GiB.
+
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
+            checkpoint: whether the state travels with the optimizer's. Once it does, until ``remove()``.
 
         Returns:
             A handle with ``remove()``.
 
         Raises:
             TypeError: no torch optimizer is inside.
+            ValueError: ``checkpoint=True``, and the state is :attr:`split`, on the disk or larger than 1 GiB, or the
+                optimizer is DeepSpeed's or has a ``state_dict`` of its own. At ``optimizer.state_dict()``:
+                ``torch.distributed.checkpoint.state_dict`` or FSDP asks for it, and would drop the entry.
             RuntimeError: this is a part of another estimator; attach that.
+
+        Warns:
+            UserWarning: ``checkpoint=True``, and the optimizer was loaded before, so that an entry was dropped; or it
+                loads a state without the entry.
 
         Communicates: nothing, neither here nor when it commits.
         """
-        return self._engine.attachments.add(optimizer, self._commit)
+        checks.flag("checkpoint", checkpoint)
+        return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
         """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""
