@@ -37,7 +37,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """The object, what it wraps, what that wraps, ..., each once."""
+    """Yield the object, the object that it wraps, and so on, each once."""
     seen: list[Any] = []
     while optimizer is not None and not any(optimizer is other for other in seen):
         seen.append(optimizer)
@@ -160,7 +160,7 @@ def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
 
 class SkipCounter:
-    """Notices afterwards that an engine skipped an update: DeepSpeed counts them, and runs no hook."""
+    """Counter of the updates that an engine skipped: DeepSpeed counts them, and runs no hook."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._seen = ref(engine), int(engine.skipped_steps)
@@ -173,14 +173,14 @@ class SkipCounter:
         return None if engine is None else SkipCounter(engine)
 
     def rose(self) -> bool:
-        """An update was skipped since the last time that this was asked."""
+        """Return whether an update was skipped since the last call of this method."""
         engine = self._engine()
         before, self._seen = self._seen, self._seen if engine is None else int(engine.skipped_steps)
         return self._seen > before
 
 
 class Attachments:
-    """The optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
+    """Optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
 
     def __init__(self) -> None:
         self._handles: dict[int, RemovableHandle] = {}
@@ -204,28 +204,28 @@ class Attachments:
         return handle
 
     def skipped(self) -> bool:
-        """Whether an engine has skipped an update since this was last asked."""
+        """Return whether an engine has skipped an update since the last call of this method."""
         rose = [counter.rose() for counter in self._skips.values()]  # every one must look
         return any(rose)
 
     def listening(self) -> str | None:
-        """Kind of an optimizer that lives and has the hook; ``None``: there is none."""
+        """Return the kind of a living optimizer that has the hook, or ``None``."""
         return next((type(optimizer).__name__ for optimizer in self._listening()), None)
 
     def gone(self) -> str | None:
-        """Kind of the last optimizer that was attached, if nothing is left of any that could run the hook."""
+        """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
         if any(alive() is not None for _, alive in self._optimizers.values()):
             return None
         return next((name for name, _ in reversed(self._optimizers.values())), None)
 
     def have(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether attached optimizers have all of these in their groups."""
+        """Return whether attached optimizers have all of these in their groups."""
         groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
         held = {id(parameter) for group in groups for parameter in group["params"]}
         return all(id(parameter) in held for parameter in parameters)
 
     def scalars_without_gradient(self) -> list[Tensor]:
-        """Parameters of one number that require a gradient and have none, beside others that have one."""
+        """Return parameters of one number that require a gradient and have none, beside others that have one."""
         groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         if all(parameter.grad is None for parameter in parameters):  # taken away already

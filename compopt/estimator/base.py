@@ -1,4 +1,4 @@
-"""The contract of every estimator: groups, rows, read / deposit / commit, hooks, checkpoints."""
+"""Contract of every estimator: groups, rows, read / deposit / commit, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ class Estimator(Hooks):
 
     @property
     def _engine(self) -> Engine:
-        """What this estimator acts on: rows, groups, pending deposits. A part of another estimator refuses."""
+        """Engine that methods act on; a part of another estimator refuses, and names its owner."""
         return self._facts
 
     @property
     def _facts(self) -> Engine:
-        """The same for properties that only look; of a part its owner's."""
+        """Engine that properties read; of a part its owner's."""
         assert self._core is not None
         return self._core
 
@@ -145,7 +145,7 @@ class Estimator(Hooks):
 
     @property
     def training(self) -> bool:
-        """Whether calls deposit, see :meth:`train`."""
+        """True if calls deposit, see :meth:`train`."""
         return self._facts.training
 
     # -- groups ------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Estimator(Hooks):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
+        """Values of the hyper-parameters that a group leaves out (``None``: by mode)."""
         groups, role = self._facts.groups, self._role
         return groups.defaults if role is None else groups.defaults_of(role)
 
@@ -215,17 +215,17 @@ class Estimator(Hooks):
 
     @property
     def _row_keys(self) -> Sequence[str]:
-        """Which keys of a call name rows."""
+        """Names of the keys of a call that name rows."""
         return ROW_KEYS
 
     def _identity(self) -> object:
-        """What must be alike on all ranks."""
+        """Return the configuration that must be equal on all ranks."""
         table = self._engine.table
         return states.config(self._engine), table is not None and table.sharded
 
     @property
     def _remembers_index(self) -> bool:
-        """Whether samples of earlier batches are known by their index."""
+        """True if samples of earlier batches are known by their index."""
         return self.n is not None
 
     def _read(
@@ -236,7 +236,7 @@ class Estimator(Hooks):
         least: int = 1,
         more: int = 0,
     ) -> Batch:
-        """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
+        """Return the global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         engine = self._engine
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
@@ -253,7 +253,7 @@ class Estimator(Hooks):
         return batch
 
     def _index(self, index: Tensor | None, count: int) -> Tensor:
-        """The index of a call; where there are no rows it may be left out, and every sample is its own."""
+        """Check the index of a call; without rows it may be left out, and every sample has a name of its own."""
         if index is not None:
             return check_vector("index", index, count)
         if self.n is not None:
@@ -261,13 +261,13 @@ class Estimator(Hooks):
         return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Committed rows without a call, in the dtype and on the device of ``like``; collective only on shards."""
+        """Read committed rows without a call, in dtype and on the device of ``like``; collective only on shards."""
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self) -> None:
-        """Inside a checkpointed function: it runs again in backward, where a call would repeat what it did.
+        """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
 
-        Allowed where that is nothing: one rank, and a stateless estimator, ``eval()`` or ``torch.no_grad()``.
+        One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
         """
         engine = self._engine
         grad = torch.is_grad_enabled()
@@ -288,7 +288,7 @@ class Estimator(Hooks):
             raise RuntimeError(message)
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
-        """Committed values by column.
+        """Return committed values by column.
 
         Args:
             index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
@@ -376,7 +376,7 @@ class Estimator(Hooks):
         engine.forgotten.pending(engine.pending, engine.attachments)
 
     def _begin_saving(self) -> None:
-        """What precedes a copy of the state, whoever takes it."""
+        """Run the checks and hooks that precede every copy of the state."""
         engine = self._facts
         engine.forgotten.saving(self.t, engine.pending, engine.attachments)
         self._run("state_dict_pre")
@@ -425,11 +425,11 @@ class Estimator(Hooks):
 
     @outside_of_graphs
     def discard(self) -> None:
-        """Forget everything pending: call it when an update was skipped. Communicates nothing."""
+        """Drop everything pending, after an update that was skipped. Communicates nothing."""
         self._engine.discard()
 
     def _drop_skipped(self) -> None:
-        """What is pending belongs to an update that an attached engine has skipped since."""
+        """Discard what is pending if an attached engine has skipped the update."""
         if self._engine.attachments.skipped():
             self.discard()
 
@@ -474,7 +474,7 @@ class Estimator(Hooks):
         return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
-        """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""
+        """Context in which no other thread copies the state and no commit runs, to change several values at once."""
         return self._engine.lock.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class Estimator(Hooks):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are, or, without rows, other state; the CPU without any."""
+        """Device of the rows or, without rows, of other state; the CPU without any."""
         engine = self._facts
         if engine.table is not None:
             return engine.table.store.device
@@ -540,12 +540,12 @@ class Estimator(Hooks):
         return parts or (engine.table is not None and engine.table.split)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What the user's optimizer must learn (a learned temperature); usually empty."""
+        """Yield the parameters that the user's optimizer must learn (a learned temperature); usually none."""
         for part in self._facts.parts.values():
             yield from part.learned()
 
     def learnables(self) -> dict[str, torch.nn.Module]:
-        """By role, the modules whose parameters the user's optimizer learns."""
+        """Return, by role, the modules whose parameters the user's optimizer learns."""
         return {role: part.learnable for role, part in self._facts.parts.items() if part.learnable is not None}
 
     @property
@@ -556,7 +556,7 @@ class Estimator(Hooks):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
+        """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
         In a thread beside training it is the state between two commits; but a temperature in the hands of the user's
         optimizer is taken as it is. State-dict hooks run.
@@ -622,7 +622,7 @@ class Estimator(Hooks):
             part.belong(self)
 
     def __copy__(self) -> Self:
-        """A copy is deep: two estimators never write the same rows."""
+        """Return a deep copy: two estimators never write the same rows."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
@@ -634,5 +634,5 @@ class Estimator(Hooks):
         return "\n".join([*lines, ")"])
 
     def _described(self) -> dict[str, Any]:
-        """What ``repr`` shows beside the sample groups, by name."""
+        """Return facts that ``repr`` shows beside the sample groups, by name."""
         return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

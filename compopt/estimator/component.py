@@ -1,4 +1,4 @@
-"""The parts an estimator is composed of: normalizers and temperatures."""
+"""Parts of which an estimator is composed: normalizers and temperatures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Component(PartHooks, Estimator):
         TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
             that defines a method under a name of before.
         ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
-        RuntimeError: as part, what the owner does is asked of it.
+        RuntimeError: as part, a method is called that only the owner has.
     """
 
     mode: str = "single"
@@ -77,7 +77,7 @@ class Component(PartHooks, Estimator):
 
     @property
     def owner(self) -> Estimator | None:
-        """The estimator of which this is a part; ``None``: it is used alone, or not yet.
+        """Estimator of which this is a part; ``None``: it is used alone, or not yet.
 
         Raises:
             RuntimeError: that estimator is gone, and the rows with it.
@@ -166,7 +166,7 @@ class Component(PartHooks, Estimator):
             self.belong(setting.owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a part by itself has no owner; that of an owner takes its parts along."""
+        """Return the state without the owner: only a copy of the owner takes its parts along."""
         return {**super().__getstate__(), "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class Component(PartHooks, Estimator):
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+    """Base of what decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
     sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication and errors: as of
@@ -219,15 +219,15 @@ class Normalizer(Component):
 
     @property
     def averages_views(self) -> bool:
-        """In unimodal mode one ``alpha_i`` serves both views (SogCLR's objective V2, else V1): that of a ``log_u``.
+        """True if, in unimodal mode, one ``alpha_i`` serves both views (SogCLR's objective V2, else V1).
 
-        Diagnostics ask this. A normalizer that averages views and keeps something else says so.
+        Diagnostics ask this. A normalizer that averages views and has no column ``log_u`` overrides it.
         """
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
     @property
     def outside(self) -> int:
-        """Negatives of an anchor that come from outside the batch, at most."""
+        """Largest number of negatives that an anchor has from outside the batch."""
         return 0
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
@@ -252,10 +252,10 @@ class Normalizer(Component):
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:
-        """Log-normalizers of this batch and the rows they propose.
+        """Return log-normalizers of this batch and the rows that they propose.
 
-        It runs without a graph and writes no committed state; ``call.training`` says whether proposals may be
-        committed. With several ranks every rank gets the global batch and must answer the same.
+        It runs without a graph and writes no committed state; ``call.training`` is true if proposals may be committed.
+        With several ranks every rank gets the global batch and must return the same.
 
         Args:
             call: the batch, its pairs, temperatures and hyper-parameters.
@@ -264,7 +264,7 @@ class Normalizer(Component):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor | None:
-        """Log-normalizers as the committed state has them, for the features of now: what diagnostics judge.
+        """Return the log-normalizers of the committed state for given features, for diagnostics.
 
         Args:
             rows: committed columns of all samples, ``(n, D)`` each.
@@ -280,7 +280,7 @@ class Normalizer(Component):
 
 
 class Temperature(Component):
-    """Decides ``tau_i``.
+    """Base of what decides the temperatures ``tau_i``.
 
     A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`temperatures`; one that learns on the side
     also :attr:`learns`, :meth:`proposals` and :meth:`~compopt.estimator.Component.columns`. Arguments, state,
@@ -314,12 +314,12 @@ class Temperature(Component):
 
     @property
     def learns(self) -> bool:
-        """Whether :meth:`proposals` wants the gradients ``G``."""
+        """True if :meth:`proposals` wants the gradients ``G``."""
         return False
 
     @abstractmethod
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
-        """Temperatures of a batch.
+        """Return the temperatures of a batch.
 
         Args:
             rows: committed columns of the batch, ``(B, D)`` each.
@@ -331,7 +331,7 @@ class Temperature(Component):
         """
 
     def constants(self) -> list[float] | None:
-        """The committed temperature of each sample group; ``None`` where samples have temperatures of their own."""
+        """Return the committed temperature of each sample group; ``None`` if each sample has its own."""
         return None
 
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
@@ -354,12 +354,12 @@ class Temperature(Component):
             )
 
     def rho(self, hyper: Hyper) -> Any:
-        """Radius of the KL constraint in nats, added to ``alpha`` in the objective: a number, or one per row."""
+        """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
         del hyper
         return 0.0
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
-        """New values of this part's columns.
+        """Return new values of this part's columns.
 
         Args:
             call: the batch, with the temperature's hyper-parameters.
@@ -378,6 +378,6 @@ def _tau_text(constants: Sequence[float] | None) -> str:
 
 
 def _is_hook(function: Any, name: str, arguments: int) -> bool:
-    """Whether a method has the arguments of the hook that had this name, and not those of ``TemperatureDual``."""
+    """Return whether a method has the arguments of the hook of this name, and not those of ``TemperatureDual``."""
     parameters = list(inspect.signature(function).parameters)
     return len(parameters) == arguments and parameters[-1] != "index"

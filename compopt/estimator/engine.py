@@ -1,4 +1,4 @@
-"""What exists once per table of rows: groups, ranks, the table, its reader, and what waits for the next commit."""
+"""Engine of one table of rows: groups, ranks, the table, its reader, and deposits that wait for the commit."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class Engine:
 
     @property
     def reader(self) -> BatchReader:
-        """From the keys of a call to its rows."""
+        """Reader of the rows of a call, which is made here if need be."""
         reader = self.open()._reader
         assert reader is not None
         return reader
 
     def columns(self) -> dict[str, list[Column]]:
-        """Columns that each part keeps per sample, by role."""
+        """Return the columns that each part keeps per sample, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def _make_table(self) -> RowTable | None:
@@ -139,7 +139,7 @@ class Engine:
             self.saving.settle()
 
     def discard(self) -> None:
-        """Forget everything pending."""
+        """Drop everything pending."""
         with self.lock.writing():
             self.pending = 0
             if self.table is not None:
@@ -156,7 +156,7 @@ class Engine:
 
 
 class Alone(Mapping[str, PartHooks]):
-    """A part used alone, by its role; held weakly, since the part holds the engine that this belongs to."""
+    """Weak mapping of a part to itself, by its role; the part holds the engine that has this mapping."""
 
     def __init__(self, part: PartHooks) -> None:
         self._part = ref(part)

@@ -1,4 +1,4 @@
-"""Per-sample moving averages of the normalizer: SogCLR, iSogCLR, FastCLIP."""
+"""Moving averages of each sample's normalizer: SogCLR, iSogCLR, FastCLIP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCES = {"none": 1.0, "positive": 0.0}
 
 
 class MovingAverageEstimator(Normalizer):
-    r"""A moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
+    r"""Moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
 
     .. math::
         u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, (\epsilon + g_i), \qquad
@@ -72,10 +72,10 @@ class MovingAverageEstimator(Normalizer):
         ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
         TypeError: a hyper-parameter that is no number.
         MemoryError: at the first use alone, where the rows do not fit; name a placement.
-        RuntimeError: it is a part, and what only its owner does is asked of it: rows, commits, checkpoints.
+        RuntimeError: as a part, a method is called that only the owner has, such as ``update`` or ``step``.
 
     Warns:
-        UserWarning: it had commits of its own, and becomes a part: its rows are dropped.
+        UserWarning: it becomes a part, and drops the rows of commits of its own.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
@@ -152,7 +152,7 @@ class MovingAverageEstimator(Normalizer):
         return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
 
     def _positive_weight(self, call: Call, alpha: Tensor) -> Scalar | None:
-        """1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
+        """Return 1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
         outside = call.hyper.choose("reference", REFERENCES)
         if isinstance(outside, float):
             return 1.0 if outside else None
@@ -193,7 +193,7 @@ class MovingAverageEstimator(Normalizer):
         return batch.nan_if_bad(log_u[:, 0])[batch.own]
 
     def _average(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
-        """Updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
+        """Return updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
         refuse_transforms()
         with self._engine.handshake.guard():
             log_g = check_values("log_g", log_g, "(B,)", 1)
@@ -204,6 +204,6 @@ class MovingAverageEstimator(Normalizer):
         return F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.unseen("log_u")), batch
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
-        """Where the call deposits at all."""
+        """Deposit new averages, if the call deposits."""
         if batch.depositing:
             self._deposit(batch, {"log_u": log_u})
