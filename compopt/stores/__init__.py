@@ -11,7 +11,7 @@ from compopt.stores.disk import DiskStore
 from compopt.stores.host import HostStore
 from compopt.stores.memory import DirectRows, MemoryStore
 from compopt.stores.offloaded import OffloadedRows
-from compopt.stores.tablefile import describe, read_table
+from compopt.stores.tablefile import describe
 
 __all__ = [
     "DirectRows",
@@ -25,7 +25,6 @@ __all__ = [
     "check_offload",
     "describe",
     "open_rows",
-    "read_table",
 ]
 
 

@@ -39,9 +39,8 @@ class DiskStore(TensorStore):
     """The placement ``offload="disk"``: a sparse file, mapped, shared by the ranks of one node.
 
     The file is scratch space of one run, not a checkpoint. A table that an earlier run left is refused at its first
-    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row;
-    :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the process is killed, and
-    the format, is said in :mod:`compopt.stores.tablefile`.
+    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row. The format is
+    that of :mod:`compopt.stores.tablefile`.
 
     A commit sets room on the disk aside before it touches a row, and on a file system in memory a read does too, see
     :class:`compopt.stores.space.Space`. Before each use the file's length is compared: to touch a mapped page that is
@@ -81,7 +80,7 @@ class DiskStore(TensorStore):
         self.n, self.words, self.writer, self.stale = n, words, writer, False
         self._description = json.loads(json.dumps(description))
         self._directory, self._name = Path(directory), name
-        self._number, self._overwriting, self._pid = 0, False, os.getpid()
+        self._overwriting, self._pid = False, os.getpid()
         self._removed = False
         if writer:
             self._open_writer()
@@ -111,11 +110,9 @@ class DiskStore(TensorStore):
                 self._check_existing()
             else:
                 self._create()
-            fd = os.open(self.path("redo"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except BaseException:
             self._release()
             raise
-        self._redo, self._close_redo = fd, weakref.finalize(self, os.close, fd)
 
     def _make_directory(self) -> None:
         try:
@@ -146,7 +143,6 @@ class DiskStore(TensorStore):
 
     def _create(self) -> None:
         """Description first, rows last and by renaming: a rows file is never without its description."""
-        self.path("redo").unlink(missing_ok=True)
         fresh = self.path("rows.new")
         try:
             with open(fresh, "wb") as file:
@@ -268,17 +264,13 @@ class DiskStore(TensorStore):
             raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows, atomically against a kill of the process."""
+        """Write a block to rows; on a full disk to none of them."""
         self.ready()
         if not self.writer or not len(rows):
             return
         self.check_process()
         self._check_file()
-        rows, block = rows.contiguous(), block.contiguous()
         self._space.for_rows(rows.numpy(), 16 * self.words)
-        self._number += 1
-        with failures.named(self.path("redo"), "the rows are those before this commit"):
-            tablefile.write_redo(self._redo, self._id, self._number, rows, block)
         super().scatter(rows, block)
 
     # -- whole tables ------------------------------------------------------------------------------------------
@@ -313,7 +305,7 @@ class DiskStore(TensorStore):
     def overwriting(self) -> Iterator[None]:
         """Make an empty file of it, then this run's table.
 
-        What ends in between, by a kill or an error, leaves it stale, and :func:`read_table` refuses it.
+        A kill or an error in between leaves it stale.
         """
         if not self.writer:
             self.changes = Changes(self.n)
@@ -324,7 +316,7 @@ class DiskStore(TensorStore):
             return
         former, self._id = self._id, secrets.token_hex(16)
         try:
-            self._describe(LOADING)  # with a new id: the old redo record is no longer this table's
+            self._describe(LOADING)
         except BaseException:
             self._id = former
             raise
@@ -371,7 +363,6 @@ class DiskStore(TensorStore):
         self._close_fd()
         self._fd = -1
         if self.writer:
-            self._close_redo()
             self._release()
 
     def __getstate__(self) -> NoReturn:
