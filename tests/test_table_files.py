@@ -99,8 +99,6 @@ def test_bad_places_and_sizes(tmp_path):
         with pytest.raises(ValueError, match=f"n={n}.*cannot be kept"):
             DiskStore(tmp_path / "new", "rows", n, 1, {})
     assert not list((tmp_path / "new").iterdir())
-    with pytest.raises(ValueError, match="does not exist; a process with writer=True"):
-        DiskStore(tmp_path / "new", "rows", 5, 1, {}, writer=False)
     store = DiskStore(tmp_path / "new", "rows", 5, 1, {})
     (tmp_path / "new" / "rows.json").write_text("{")
     with pytest.raises(ValueError, match=r"rows\.json does not describe"):

@@ -500,10 +500,10 @@ class Estimator(Hooks):
 
     @property
     def split(self) -> bool:
-        """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
+        """Ranks hold different parts of the state: :meth:`state_dict` is collective."""
         engine = self._facts
         parts = any(part.split_state for part in engine.parts.values())
-        return parts or (engine.table is not None and engine.table.split)
+        return parts or (engine.table is not None and engine.table.sharded)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """What the user's optimizer must learn (a learned temperature); usually empty."""
@@ -537,7 +537,7 @@ class Estimator(Hooks):
                 else.
 
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
-        every rank gets whole, and where ranks share a file. Otherwise nothing.
+        every rank gets whole. Otherwise nothing.
         """
         self._begin_saving()
         with doing("state_dict()", self.t), self._engine.lock.copying():
@@ -559,7 +559,7 @@ class Estimator(Hooks):
                 values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
             TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
-        Communicates: collective where ranks share a file; otherwise nothing.
+        Communicates: nothing.
         """
         engine = self._engine
         if isinstance(state_dict, Mapping):

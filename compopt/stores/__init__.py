@@ -48,7 +48,6 @@ def open_rows(
     offload_dir: str | os.PathLike[str] | None = None,
     name: str = "rows",
     description: Mapping[str, Any] | None = None,
-    writer: bool = True,
 ) -> RowAccess:
     """The rows of one process, placed where ``offload`` says.
 
@@ -59,7 +58,6 @@ def open_rows(
         offload_dir: of the table file.
         name: of the table file.
         description: what a row holds, for the table file; see :func:`describe`.
-        writer: of the table file: ``False`` for the ranks of a node that leave writing to another one.
 
     Raises:
         ValueError: an unknown placement, a directory missing or to no use, a table file that does not fit.
@@ -70,4 +68,4 @@ def open_rows(
     if offload == "cpu":
         return OffloadedRows(HostStore(n, words))
     assert offload_dir is not None
-    return OffloadedRows(DiskStore(offload_dir, name, n, words, description or {}, writer), writer)
+    return OffloadedRows(DiskStore(offload_dir, name, n, words, description or {}))
