@@ -6,20 +6,22 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
-from compopt.estimator.engine import Engine
+from compopt.estimator.engine import Engine, check_dtype
+from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Groups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.reader import ROW_KEYS
@@ -93,6 +95,8 @@ class Estimator(Hooks):
     """
 
     data_fingerprint: str | None = None
+    mode: str = fixed()
+    dtype: torch.dtype = fixed()
 
     def __init__(
         self,
@@ -106,6 +110,7 @@ class Estimator(Hooks):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.mode, self.dtype = mode, check_dtype(dtype)
         self._core: Engine | None = Engine(
             components,
             mode=mode,
@@ -129,14 +134,9 @@ class Estimator(Hooks):
         return self._core
 
     @property
-    def mode(self) -> str:
-        """``"bimodal"``, ``"unimodal"`` or ``"single"``."""
-        return self._facts.mode
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows' floating-point columns."""
-        return self._facts.dtype
+    def _role(self) -> str | None:
+        """The part of an owner whose groups, rows and state this object shows; ``None``: it shows all."""
+        return None
 
     @property
     def t(self) -> int:
@@ -152,18 +152,37 @@ class Estimator(Hooks):
 
     @property
     def sample_groups(self) -> Groups:
-        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
-        return self._facts.groups.groups
+        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter.
+
+        Of a part of an estimator: its own hyper-parameters by their own names; edits count.
+        """
+        groups, role = self._facts.groups, self._role
+        return groups.groups if role is None else groups.of_part(role)
+
+    @sample_groups.setter
+    def sample_groups(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            "sample_groups is one list for as long as the estimator lives: change the values in it, "
+            "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
+        )
 
     @property
     def defaults(self) -> dict[str, Any]:
         """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
-        return self._facts.groups.defaults
+        groups, role = self._facts.groups, self._role
+        return groups.defaults if role is None else groups.defaults_of(role)
 
     @property
     def n(self) -> int | None:
         """Samples in all groups; ``None`` for an estimator without rows."""
         return self._facts.groups.n
+
+    @n.setter
+    def n(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"n of {type(self).__name__} is fixed at {self.n}, got {value!r}: append the rows of another data set with "
+            f"est.add_sample_group, or build another estimator"
+        )
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set; its samples take the indices after all existing ones.
@@ -277,26 +296,21 @@ class Estimator(Hooks):
         Returns:
             A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, on the rows'
             device, floats in the rows' dtype and integers as stored; ``count`` is ``(B,)`` int64, the visits of the
-            sample (0: never seen, its logarithms read 0).
+            sample (0: never seen, its logarithms read 0). Of a part of an estimator its own columns and visits.
 
         Raises:
             IndexError: outside the data set.
             TypeError, ValueError: the index is no 1-D tensor of integers.
-            RuntimeError: nothing is kept per sample; or this is a part of another estimator, which has the rows.
+            RuntimeError: nothing is kept per sample.
         """
-        return self._read_columns(index)
-
-    def _read_columns(self, index: Tensor, role: str | None = None) -> dict[str, Tensor]:
-        """See :meth:`read`; of one part, with its own number of visits."""
-        engine = self._engine
+        engine, role = self._facts.open(), self._role
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
-            who = self if role is None else engine.parts[role]
-            raise RuntimeError(f"{type(who).__name__} keeps nothing per sample; there are no rows to read")
+            raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), engine.lock.copying():
             rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
-            batch = self._look(rows, like)
+            batch = engine.reader.look(rows, like)
         columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
         count = batch.count if own is None else torch.where(batch.unseen(own[0]), 0, batch.count)
         return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
@@ -333,7 +347,9 @@ class Estimator(Hooks):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
-            raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
+            raise TypeError(
+                f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
+            )
         if self._engine.table is None:  # nothing to read, so no index is asked for; the loader itself does
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._engine.forget_prefetched, index, index2)
@@ -361,7 +377,7 @@ class Estimator(Hooks):
 
     def _begin_saving(self) -> None:
         """What precedes a copy of the state, whoever takes it."""
-        engine = self._engine
+        engine = self._facts
         engine.forgotten.saving(self.t, engine.pending, engine.attachments)
         self._run("state_dict_pre")
 
@@ -417,7 +433,7 @@ class Estimator(Hooks):
         if self._engine.attachments.skipped():
             self.discard()
 
-    def attach(self, optimizer: Any) -> RemovableHandle:
+    def attach(self, optimizer: Any, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
@@ -429,19 +445,33 @@ class Estimator(Hooks):
         optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
         alive.
 
+        With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
+        :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
+        order of attaching), and ``optimizer.load_state_dict()`` loads it once the optimizer has loaded its own. Attach
+        before you load. The entry is for states that one file may hold, up to 1 GiB.
+
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
+            checkpoint: whether the state travels with the optimizer's. Once it does, until ``remove()``.
 
         Returns:
             A handle with ``remove()``.
 
         Raises:
             TypeError: no torch optimizer is inside.
+            ValueError: ``checkpoint=True``, and the state is :attr:`split`, on the disk or larger than 1 GiB, or the
+                optimizer is DeepSpeed's or has a ``state_dict`` of its own. At ``optimizer.state_dict()``:
+                ``torch.distributed.checkpoint.state_dict`` or FSDP asks for it, and would drop the entry.
             RuntimeError: this is a part of another estimator; attach that.
+
+        Warns:
+            UserWarning: ``checkpoint=True``, and the optimizer was loaded before, so that an entry was dropped; or it
+                loads a state without the entry.
 
         Communicates: nothing, neither here nor when it commits.
         """
-        return self._engine.attachments.add(optimizer, self._commit)
+        checks.flag("checkpoint", checkpoint)
+        return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
         """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""
@@ -498,6 +528,10 @@ class Estimator(Hooks):
         states = (value for part in engine.parts.values() for value in part.state.values())
         return next((value.device for value in states), engine.device)
 
+    @device.setter
+    def device(self, value: Any) -> NoReturn:
+        raise AttributeError(f"device is where the state is: move it with est.to({str(value)!r})")
+
     @property
     def split(self) -> bool:
         """Ranks hold different parts of the state: :meth:`state_dict` is collective."""
@@ -530,22 +564,27 @@ class Estimator(Hooks):
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
             ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
-            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow.
+            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator
+            its own, with ``"meaning"``, what else its values depend on.
 
         Raises:
-            RuntimeError: this is a part of another estimator; with several ranks, another one failed or does something
-                else.
+            RuntimeError: with several ranks, another one failed or does something else.
 
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
         every rank gets whole. Otherwise nothing.
         """
         self._begin_saving()
-        with doing("state_dict()", self.t), self._engine.lock.copying():
-            state = states.state_dict(self._engine)
+        engine, role = self._facts.open(), self._role
+        with doing("state_dict()", self.t), engine.lock.copying():
+            state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
         return self._run_replacing("state_dict_post", state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
+
+        Of a part of an estimator: restore the state of a part of the same kind, from another composition for example.
+        The owner's hyper-parameters and :attr:`t` stay, and a sample's number of visits becomes the larger one. Other
+        parts take their next visit of a sample that only the loaded state has met as the first.
 
         dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
         fits. Not beside calls in another thread. State-dict hooks run.
@@ -557,16 +596,20 @@ class Estimator(Hooks):
             ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
                 names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
                 values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
+                Of a part: values that mean something else in this composition (another reference or temperature).
             TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
         Communicates: nothing.
         """
-        engine = self._engine
+        engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.lock.writing():
-            states.load_state_dict(engine, state_dict)
+            if role is None:
+                states.load_state_dict(engine, state_dict)
+            else:
+                states.load_part(engine, role, state_dict)
         self._run("load_state_dict_post")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -584,7 +627,12 @@ class Estimator(Hooks):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
+        lines += [f"    {key}: {value}" for key, value in self._described().items()]
         for number, group in enumerate(self.sample_groups):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
+
+    def _described(self) -> dict[str, Any]:
+        """What ``repr`` shows beside the sample groups, by name."""
+        return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from compopt import checks
 from compopt.distributed.control import doing
@@ -34,6 +35,10 @@ class Placement:
         object.__setattr__(self, "shard", self.shard or self.offload == "disk")
         if self.offload_dir is not None:  # a later chdir moves nothing
             object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process group stays with its process."""
+        return {**self.__dict__, "process_group": None}
 
     def open(self, n: int, layout: RowLayout, ranks: Ranks) -> RowAccess:
         """The rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
