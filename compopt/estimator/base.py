@@ -534,10 +534,10 @@ class Estimator(Hooks):
 
     @property
     def split(self) -> bool:
-        """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
+        """Ranks hold different parts of the state: :meth:`state_dict` is collective."""
         engine = self._facts
         parts = any(part.split_state for part in engine.parts.values())
-        return parts or (engine.table is not None and engine.table.split)
+        return parts or (engine.table is not None and engine.table.sharded)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters that the user's optimizer must learn (a learned temperature); usually none."""
@@ -571,7 +571,7 @@ class Estimator(Hooks):
             RuntimeError: with several ranks, another one failed or does something else.
 
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
-        every rank gets whole, and where ranks share a file. Otherwise nothing.
+        every rank gets whole. Otherwise nothing.
         """
         self._begin_saving()
         engine, role = self._facts.open(), self._role
@@ -599,7 +599,7 @@ class Estimator(Hooks):
                 Of a part: values that mean something else in this composition (another reference or temperature).
             TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
-        Communicates: collective where ranks share a file; otherwise nothing.
+        Communicates: nothing.
         """
         engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):

@@ -97,8 +97,7 @@ class BatchReader:
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
         facts["configuration"] = self._fingerprint(identity) if self.ranks.size > 1 else 0
-        written = 0 if self.table is None else self.table.rows.written
-        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
+        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
         if self.ranks.size > 1:
             there = _on(agreed.keys, device)
             rows, host_rows = self._stack(there), self._on_host(agreed.keys)
@@ -204,8 +203,6 @@ class BatchReader:
         values: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the rows of the global batch and the values of all ranks."""
-        if self.table is not None:
-            self.table.rows.acknowledge(agreed.written)
         block: Tensor | None = None
         if own is None and self.table is not None:
             assert host_rows is not None  # several ranks have their keys on the CPU
