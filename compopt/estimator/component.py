@@ -88,7 +88,8 @@ class Component(PartHooks, Estimator):
             return None
         owner = self._owner()
         if owner is None:
-            raise RuntimeError(f"the estimator of which this {type(self).__name__} was a part is gone; build a new one")
+            kind = type(self).__name__
+            raise RuntimeError(f"the estimator that this {kind} was a part of is gone; keep a reference to that")
         return owner
 
     @property
