@@ -186,7 +186,7 @@ def test_repr_shows_a_learned_temperature():
         next(est.parameters()).fill_(math.log(20))
     assert "tau: 0.05 (learned)" in repr(est)
     assert "tau: 0.07 (a tensor)" in repr(compopt.InfoNCEEstimator(torch.tensor(0.07)))
-    assert "tau: one per sample (learned)" in repr(compopt.ISogCLREstimator(9))
+    assert "tau: learned, one per sample" in repr(compopt.ISogCLREstimator(9))
     dual = compopt.FastCLIPEstimator(100)
     assert f"tau: {dual.temperature.state['tau'].item():.6g} (learned)" in repr(dual)
 

@@ -243,6 +243,7 @@ class Component(PartHooks, Estimator):
             states.load_part(owner._engine, self._in_owner, state_dict)
         self._run("load_state_dict_post")
 
+
 class Normalizer(Component):
     """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
 

@@ -225,7 +225,6 @@ class MCMCNegativeSampler(Normalizer):
         value = call.hyper("burn_in")
         return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
 
-
     # -- alone ---------------------------------------------------------------------------------------------------
 
     @outside_of_graphs

@@ -358,9 +358,7 @@ class NeuralNormalizer(Normalizer):
     # -- alone ---------------------------------------------------------------------------------------------------
 
     @outside_of_graphs
-    def update(
-        self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None
-    ) -> Tensor:
+    def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
         r"""Train the network on observed log-normalizers, and return its prediction.
 
         .. math::

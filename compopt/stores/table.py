@@ -312,9 +312,7 @@ class RowTable:
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
-    def load_part(
-        self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt
-    ) -> None:
+    def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
         """Overwrite the columns of one part in all rows that this process holds; collective on a shared file.
 
         Args:

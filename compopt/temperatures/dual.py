@@ -148,8 +148,9 @@ class TemperatureDual(Temperature):
         )
 
     def described(self) -> dict[str, Any]:
-        tau = self.state.get("tau")
-        return {"tau": f"{'one per sample' if tau is None else format(tau.item(), '.6g')} (learned)"}
+        if "tau" not in self.state:
+            return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all"}
+        return {"tau": f"{self.state['tau'].item():.6g} (learned)"}
 
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}

@@ -75,8 +75,8 @@ def main(argv=None):
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
-    est.attach(optimizer)  # rows are committed after each real optimizer.step()
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
+    est.attach(optimizer)  # its state changes after each real optimizer.step()
     parts = {"model": model, "optimizer": optimizer}
     first = load(args.folder, est, parts) if args.resume else 0
     for epoch in range(first, args.epochs):
