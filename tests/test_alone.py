@@ -71,7 +71,7 @@ class Kind:
     groups: list = field(default_factory=lambda: [{"n": N}])
 
     def make(self, n=None, dtype=torch.float64, **options):
-        if options.get("offload") == "disk":
+        if options.get("offload") == "disk" and "offload_dir" not in options:
             options["offload_dir"] = tempfile.mkdtemp(dir=_folders[-1])
         return self.build(self.groups if n is None else n, dtype=dtype, **options)
 
@@ -904,6 +904,26 @@ def test_marks_of_what_was_never_visited_survive_checkpoints(mode, tmp_path):
         assert_same_bits(go_on(other), expected)
 
 
+def test_marks_of_chains_survive_checkpoints(tmp_path):
+    def make():
+        tau = compopt.TemperatureDual(N, tau_init=TAU, tau_min=0.05, tau_max=1.0, rho=0.1)
+        return compopt.ContrastiveEstimator(compopt.MCMCNegativeSampler(N), tau, dtype=torch.float64)
+
+    source, est, others = isogclr(optimizer="momentum"), make(), [make(), make()]
+    call(source, range(4)), source.step()
+    call(est, range(2, 6)), est.step()
+    est.temperature.load_state_dict(saved(source, "temperature"))
+    others[0].load_state_dict(est.state_dict())
+    compopt.load(others[1], compopt.save(est, tmp_path))
+    expected = go_on(est)
+    for other in others:
+        assert_same_bits(go_on(other), expected)
+    part = make()
+    call(part, range(9), 3), part.step()
+    part.normalizer.load_state_dict(est.normalizer.state_dict())
+    assert_same_bits(part.normalizer.read(torch.arange(9)), est.normalizer.read(torch.arange(9)))
+
+
 def test_a_load_of_a_part_is_in_the_next_increment(tmp_path):
     est = isogclr()
     call(est, range(4, 8), 5), est.step()
@@ -1094,22 +1114,21 @@ def test_hooks_of_temperatures_under_their_former_names():
 
 def alone_on_ranks(group, name, options, window):
     """Outputs and state of one rank; a rank's candidates for a network are its share of the batch's."""
-    kind, placement = BY_NAME[name], dict(options)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.get("offload") == "disk":
-            _folders.append(options.pop("folder", None) or folder)
-        u, found = kind.make(process_group=group, **{k: v for k, v in placement.items() if k != "folder"}), []
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        for step, d in enumerate(with_bad_values(data(6))):
-            own = part_of(d, own_part(group, step))
-            own["features"] = d["features"][rank::ranks] if ranks > 1 else d["features"]
-            if kind.has_rows and step % 2:
-                u.prefetch(own["index"])
-            found.append(kind.call(u, own))
-            if step % window == window - 1:
-                u.step()
-        looked = u.value(torch.tensor([rank, 3])) if name in ("momentum", "adam") else None
-        return found, state(u), None if not kind.has_rows else u.read(torch.tensor([rank, 5])), looked
+    kind = BY_NAME[name]
+    u, found = kind.make(process_group=group, **options), []
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for step, d in enumerate(with_bad_values(data(6))):
+        own = part_of(d, own_part(group, step))
+        own["features"] = d["features"][rank::ranks]
+        if kind.has_rows and step % 2:
+            u.prefetch(own["index"])
+        found.append(kind.call(u, own))
+        if step % window == window - 1:
+            u.step()
+    if kind.name in ("momentum", "adam") and "shard" not in options and rank == 0:
+        u.value(torch.tensor([0]))  # by one rank alone
+    looked = u.read(torch.tensor([rank, 5])) if kind.has_rows else None
+    return found, state(u), looked, u.value(torch.tensor([rank, 3])) if "tau" in (looked or {}) else None
 
 
 def compare_alone(kind, ranks, options, window):
@@ -1139,10 +1158,64 @@ def test_many_ranks_equal_one(kind, ranks):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{"shard": True}, {"offload": "cpu"}, {"shard": True, "offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [*PLACEMENTS[1:], {"shard": True, "offload": "cpu"}], ids=[*NAMES[1:], "shard-cpu"])
 @every
-def test_many_ranks_equal_one_in_other_placements(kind, options):
-    compare_alone(kind, 3 if "shard" in options else 2, options, 2)
+def test_many_ranks_equal_one_in_other_placements(kind, options, tmp_path):
+    folder = {"offload_dir": str(tmp_path)} if options.get("offload") == "disk" else {}
+    compare_alone(kind, 3 if "shard" in options else 2, {**options, **folder}, 2)
+
+
+def marks_on_ranks(group, folder, saved_part, whole, options):
+    """Load a part, save, load elsewhere, go on; state after each."""
+    table.BLOCK_ROWS = 5
+    batches = [[4, 5, 6, 7], [0, 1, 4, 6], [0, 2, 5, 8]]
+
+    def one(est, index, seed):
+        z1, z2 = torch.randn(2, 4, DIM, generator=generator(seed), dtype=torch.float64).requires_grad_().unbind()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
+        est(z1[own], z2[own], torch.tensor(index)[own]).backward()
+        est.step()
+
+    def make(name):
+        directory = {"offload_dir": f"{folder}/{name}"} if options.get("offload") == "disk" else {}
+        return isogclr(process_group=group, **options, **directory)
+
+    est = make("a")
+    one(est, batches[0], 0)
+    compopt.save(est, f"{folder}/before")
+    est.normalizer.load_state_dict(saved_part)
+    found = [state(est), est.normalizer.state_dict()["rows"], est.temperature.read(torch.tensor([0, 5]))]
+    path = compopt.save(est, f"{folder}/before")  # an increment
+    other, third = make("b"), make("c")
+    compopt.load(other, path)
+    third.load_state_dict(est.state_dict() if whole is None else whole)
+    for each in (est, other, third):
+        for seed, index in enumerate(batches[1:]):
+            one(each, index, seed + 1)
+        found.append(state(each))
+    return found, path
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"offload": "disk"}, {"offload": "cpu"}], ids=NAMES[:1] + ["shard", "disk", "cpu"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_marks_survive_on_ranks(ranks, options, tmp_path):
+    part = saved(sogclr())
+    (want, path), *_ = the_pool().run(marks_on_ranks, 1, str(tmp_path / "one"), part, None, {})
+    here = isogclr()
+    compopt.load(here, path)
+    answers = the_pool().run(marks_on_ranks, ranks, str(tmp_path / "many"), part, here.state_dict(), options)
+    there = isogclr()
+    compopt.load(there, answers[0][1])  # on one rank, what many wrote
+    assert_same_bits(state(there), answers[0][0][0])
+    for found, _ in answers:
+        for got, expected in zip(found, want, strict=True):
+            assert got.keys() == expected.keys()
+            for name in got:
+                seen = expected[name].isfinite()
+                assert torch.equal(got[name].isfinite(), seen)
+                near(got[name][seen], expected[name][seen], 1e-12, atol=1e-12, what=name)
 
 
 def test_positions_of_chains_are_distributed_as_the_softmax():
