@@ -16,10 +16,11 @@ import torch.distributed as dist
 import compopt
 from compopt.estimator import Column, Component, Estimator
 from compopt.stores import table
+from tests.devices import DEVICE
 from tests.helpers import assert_same_bits, bits, generator, near
 from tests.pool import the_pool
 from tests.reference import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork
-from tests.test_ranks import SPLITS, own_part
+from tests.test_ranks import own_part
 
 N, BATCH, POOL, DIM = 23, 12, 7, 4
 PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}, {"shard": True}]
@@ -448,6 +449,31 @@ def test_what_is_dropped_is_freed_at_once(kind, placement):
         gc.enable()
 
 
+@pytest.mark.accelerator
+@pytest.mark.skipif(DEVICE is None, reason="no accelerator")
+@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=NAMES[:2])
+@every
+def test_on_an_accelerator(kind, placement):
+    u, other = kind.make(dtype=torch.float32), kind.make(dtype=torch.float32, **placement)
+    # of a bad batch a network's own counters advance there, but not on the CPU
+    for step, d in enumerate(with_bad_values(data()) if kind.has_rows else data()):
+        d = {name: x.float() if x.is_floating_point() else x for name, x in d.items()}
+        there = {name: x.to(DEVICE) if step == 3 or name not in ("index", "candidates") else x for name, x in d.items()}
+        if kind.has_rows and step != 3:
+            other.prefetch(there["index"])
+        want, got = kind.call(u, d), kind.call(other, there)
+        assert got.device.type == DEVICE.type
+        near(got.cpu().nan_to_num(), want.nan_to_num(), 1e-4, atol=1e-5)
+        if step % 2:
+            u.step(), other.step()
+    assert other.device.type == ("cpu" if placement and kind.has_rows else DEVICE.type)
+    found = state(other)
+    for name, want in state(u).items():
+        near(found[name].cpu(), want, 1e-4, atol=1e-5, what=name)
+    assert other.to("cpu").device.type == "cpu"
+    kind.call(other, {name: x.float() if x.is_floating_point() else x for name, x in data()[0].items()})
+
+
 # -- wrong input -------------------------------------------------------------------------------------
 
 I, G, M = torch.arange(3), torch.zeros(3), torch.zeros(3, 2)  # noqa: E741
@@ -526,9 +552,9 @@ def test_other_methods_refuse_wrong_input():
         net.predict(torch.ones(3, 5), 1.0)
     with pytest.raises(AttributeError, match="rows"):
         _ = tau.tau
-    for call in (lambda x: u.update(x, I), lambda x: tau.update(x, I)):
+    for each in (u, tau):
         with pytest.raises(RuntimeError, match="torch.func"):
-            torch.func.grad(lambda x: call(x).sum())(torch.zeros(3))
+            torch.func.grad(lambda x, each=each: each.update(x, I).sum())(torch.zeros(3))
 
 
 # -- float64 references ------------------------------------------------------------------------------
@@ -841,7 +867,8 @@ def test_rows_that_would_mean_something_else_are_refused():
     refused(state, lambda: compopt.SogCLREstimator(N, tau=0.3, dtype=torch.float64), "tau=0.2, .*tau=0.3.*build it")
     refused(state, lambda: isogclr(n=N + 1), r"n differs: the checkpoint has \[23\], this estimator has \[24\]")
     refused(state, lambda: isogclr(dtype=torch.float32), "dtype differs")
-    refused(state, lambda: isogclr(mode="unimodal"), "columns.log_u differs")
+    refused(state, lambda: isogclr(mode="unimodal"), "mode differs")
+    refused(saved(sogclr("unimodal")), lambda: isogclr(directions="forward"), "mode differs.*unimodal.*bimodal")
     refused(state, lambda: compopt.EMC2Estimator(N, dtype=torch.float64), "method.normalizer differs")
     refused(sogclr().state_dict(), isogclr, "must be that of one normalizer, such as est.normalizer.state_dict")
     refused(state, isogclr, "must be that of one temperature", "temperature")
@@ -853,6 +880,17 @@ def test_rows_that_would_mean_something_else_are_refused():
     bad = copy.deepcopy(state)
     bad["rows"]["log_u"][3] = torch.nan
     refused(bad, isogclr, "log_u")
+
+
+def test_what_was_trained_alone_becomes_part_of_an_estimator():
+    """Where one value per sample is kept there too; its hyper-parameters stay."""
+    tau, d = compopt.TemperatureDual(N, tau_init=TAU, tau_max=1.0, lr=0.1), data()[0]
+    tau.update(d["gradient"].float(), d["index"]), tau.step()
+    for options in ({"mode": "unimodal"}, {"directions": "forward"}):
+        est = isogclr(optimizer="momentum", dtype=torch.float32, **options)
+        est.temperature.load_state_dict(tau.state_dict())
+        assert torch.equal(est.temperature.value(d["index"])[:, 0], tau.value(d["index"]))
+    refused(tau.state_dict(), lambda: isogclr(optimizer="momentum", dtype=torch.float32), "columns.tau", "temperature")
 
 
 def test_temperatures_of_one_run_serve_another_composition():
@@ -1159,7 +1197,7 @@ def test_many_ranks_equal_one(kind, ranks):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", [*PLACEMENTS[1:], {"shard": True, "offload": "cpu"}], ids=[*NAMES[1:], "shard-cpu"])
-@every
+@with_rows
 def test_many_ranks_equal_one_in_other_placements(kind, options, tmp_path):
     folder = {"offload_dir": str(tmp_path)} if options.get("offload") == "disk" else {}
     compare_alone(kind, 3 if "shard" in options else 2, {**options, **folder}, 2)
@@ -1198,8 +1236,7 @@ def marks_on_ranks(group, folder, saved_part, whole, options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, {"shard": True}, {"offload": "disk"}, {"offload": "cpu"}], ids=NAMES[:1] + ["shard", "disk", "cpu"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks, options", [(2, placement) for placement in PLACEMENTS] + [(3, PLACEMENTS[3])])
 def test_marks_survive_on_ranks(ranks, options, tmp_path):
     part = saved(sogclr())
     (want, path), *_ = the_pool().run(marks_on_ranks, 1, str(tmp_path / "one"), part, None, {})
