@@ -13,13 +13,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from compopt.distributed.control import doing
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import Alone, Engine, check_dtype
-from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.part import PartHooks
 from compopt.stores.placement import Placement
@@ -176,72 +174,22 @@ class Component(PartHooks, Estimator):
         self.__dict__.update(state)
 
     @property
-    def _in_owner(self) -> str:
-        """The role in which the owner has this part.
-
-        Raises:
-            RuntimeError: it belongs to another part.
-        """
+    def _role(self) -> str | None:
+        if self._owner is None:
+            return None
         for role, part in self._facts.parts.items():
             if part is self:
                 return role
         raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
 
-    def _index(self, index: Tensor | None, count: int) -> Tensor:
-        if index is None and self.n is not None and self._engine.table is None:
-            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
-        return super()._index(index, count)
-
-    def _sample_groups(self) -> Groups:
-        """This part's hyper-parameters by their own names; edits count."""
-        return super()._sample_groups() if self._owner is None else self._facts.groups.of_part(self._in_owner)
-
     def _described(self) -> dict[str, Any]:
         return self.described()
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.own_defaults if self._owner is not None else super().defaults
-
-    def read(self, index: Tensor) -> dict[str, Tensor]:
-        owner = self.owner
-        if owner is None:
-            return super().read(index)
-        return owner._read_columns(index, self._in_owner)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Estimator.state_dict`; as part, of this part's columns, groups and state alone.
-
-        ``"count"`` among the rows of a part is 0 where this part was never visited.
-        """
-        owner = self.owner
-        if owner is None:
-            return super().state_dict()
-        self._run("state_dict_pre")
-        with doing("state_dict()", owner.t), owner._engine.lock.copying():
-            state = states.part_state_dict(owner._engine, self._in_owner)
-        return self._run_replacing("state_dict_post", state)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As :meth:`Estimator.load_state_dict`; as part, into this part's columns and state alone.
-
-        As part, ``state_dict`` is that of a part of the same kind, of another composition for example.
-        Hyper-parameters and :attr:`t` of the owner stay, a sample's number of visits becomes
-        the larger one, what is pending is dropped, and other parts of a sample that only the loaded state has met take
-        their next visit as the first.
-
-        Raises:
-            ValueError: also values that mean something else in this composition; nothing was written.
-        """
-        owner = self.owner
-        if owner is None:
-            return super().load_state_dict(state_dict)
-        if isinstance(state_dict, Mapping):
-            state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
-        owner._engine.await_save()
-        with doing("load_state_dict()", owner.t), owner._engine.lock.writing():
-            states.load_part(owner._engine, self._in_owner, state_dict)
-        self._run("load_state_dict_post")
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except RuntimeError as error:  # the owner is gone, or another part stands between
+            return f"{type(self).__name__} ({error})"
 
 
 class Normalizer(Component):

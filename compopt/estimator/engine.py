@@ -49,6 +49,7 @@ class Engine:
     Attributes:
         width: values per column and sample, ``D``.
         groups, ranks, table: hyper-parameters; who shares the batch; the rows, or ``None``.
+        placement: where rows live.
         device: for rows that are made later.
         t: commits so far.
         pending: calls whose proposals wait for the commit.
@@ -72,10 +73,10 @@ class Engine:
     ) -> None:
         self.parts, self.mode, self.dtype = parts, mode, dtype
         self.options = dict(options or {})
-        self._placement, self._row_keys = placement or Placement(), row_keys
+        self.placement, self._row_keys = placement or Placement(), row_keys
         self.width = min(directions, DIRECTIONS[mode])
         self.groups = SampleGroups(parts, mode, sample_groups)
-        self.ranks = Ranks(self._placement.process_group)
+        self.ranks = Ranks(self.placement.process_group)
         self.device = torch.device("cpu")
         self.table: RowTable | None = None
         self._reader: BatchReader | None = None
@@ -120,7 +121,7 @@ class Engine:
         firsts = {own[0].name for own in by_role.values() if own}
         columns.append(Column(COUNT, self.width, torch.int32, values=Range(least=0)))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
-            table = RowTable(columns, self.groups.n or 0, self._placement, self.ranks, firsts)
+            table = RowTable(columns, self.groups.n or 0, self.placement, self.ranks, firsts)
         table.store.to(self.device)
         return table
 

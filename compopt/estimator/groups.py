@@ -344,6 +344,10 @@ class SampleGroups:
         del self.groups[-1]
         self._snapshot = self._snapshot[:-1]
 
+    def defaults_of(self, role: str) -> dict[str, Any]:
+        """What fills a group that leaves out a hyper-parameter of one component, by its own names."""
+        return {key: self.defaults[name] for key, name in self.names[role].items()}
+
     def of_part(self, role: str) -> Groups:
         """The groups as one component sees them: its own names, each edit written through."""
         return cast(Groups, [PartGroup(group, self.names[role]) for group in self.groups])

@@ -212,7 +212,7 @@ class TemperatureDual(Temperature):
             return super().check_same(given, visits)
         if given is not None and [group["tau_init"] for group in self.sample_groups] == given:
             return  # every sample starts where the rows were averaged
-        met = part_state_dict(self._facts, self._in_owner)["rows"][COUNT].to(visits.device) > 0
+        met = part_state_dict(self._facts, self._role or self.role)["rows"][COUNT].to(visits.device) > 0
         if given is not None or bool(((visits > 0) & ~met).any()):
             super().check_same(given, visits)
 

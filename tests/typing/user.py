@@ -41,6 +41,7 @@ def train(path: str) -> dict[str, float]:
     model = nn.Linear(8, 4)
     optimizer = torch.optim.AdamW([*model.parameters(), *est.parameters()])
     assert_type(est.attach(optimizer), RemovableHandle)
+    assert_type(est.attach(optimizer, checkpoint=True), RemovableHandle)
     model.add_module("loss", compopt.as_module(est).train())
     est.register_step_post_hook(lambda *_: None).remove()
     schedule = compopt.schedules.CosineGamma(est, decay_steps=100)
