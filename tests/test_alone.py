@@ -1035,6 +1035,10 @@ def test_copies_of_a_part_and_of_its_owner():
         assert alone.owner is None
         alone.update(torch.ones(3), I), alone.step()
         assert est.t == 1 and alone.t == 1
+    est = compopt.FastCLIPEstimator(N)
+    call(est, range(4)), est.step()
+    alone = copy.deepcopy(est.temperature)  # starts anew, as every other part
+    assert alone.tau == est.sample_groups[0]["tau_init"] != est.temperature.tau
 
 
 def test_a_part_does_not_keep_its_owner_alive():

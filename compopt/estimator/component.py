@@ -182,6 +182,11 @@ class Component(PartHooks, Estimator):
                 return role
         raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
 
+    def _index(self, index: Tensor | None, count: int) -> Tensor:
+        if index is None and self.n is not None and self._engine.table is None:
+            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
+        return super()._index(index, count)
+
     def _described(self) -> dict[str, Any]:
         return self.described()
 

@@ -201,7 +201,8 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        assert self._facts  # used alone, it makes its state now
+        if self._owner is None:
+            assert self._facts  # used alone, it makes its state now
         return self.state["tau"]
 
     def constants(self) -> list[float] | None:
