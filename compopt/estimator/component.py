@@ -86,7 +86,8 @@ class Component(PartHooks, Estimator):
             return None
         owner = self._owner()
         if owner is None:
-            raise RuntimeError(f"the estimator of which this {type(self).__name__} was a part is gone; build a new one")
+            kind = type(self).__name__
+            raise RuntimeError(f"the estimator that this {kind} was a part of is gone; keep a reference to that")
         return owner
 
     @property
@@ -180,6 +181,11 @@ class Component(PartHooks, Estimator):
             if part is self:
                 return role
         raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
+
+    def _index(self, index: Tensor | None, count: int) -> Tensor:
+        if index is None and self.n is not None and self._engine.table is None:
+            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
+        return super()._index(index, count)
 
     def _described(self) -> dict[str, Any]:
         return self.described()

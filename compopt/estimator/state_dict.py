@@ -175,7 +175,8 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
         )
-    for key in ("method", "n", "dtype", "columns"):
+    alone = given.get("mode") == "single"  # of an object that was used alone: one value per sample
+    for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
     groups = state["sample_groups"]

@@ -438,7 +438,8 @@ class NeuralNormalizer(Normalizer):
                 values["tau"] = tau.detach().to(anchors).expand(len(anchors), 1)
             others = anchors[:0] if candidates is None else self._features("candidates", candidates, "(M, dim)")
             if others.dtype != anchors.dtype or others.device != anchors.device:
-                raise ValueError("candidates must have the dtype and the device of the anchors")
+                got = f"{others.dtype} on {others.device} and {anchors.dtype} on {anchors.device}"
+                raise ValueError(f"candidates must be like the anchors, got {got}; pass candidates.to(anchors)")
             keys = {"index": self._index(None, len(anchors))}
         facts = {"extra": int(candidates is not None), **tau_facts(tau)}
         batch = self._read(keys, values, facts, more=len(others))
