@@ -23,8 +23,10 @@ WITH_ROWS = ["average", "dual", "chains"]
 
 def loss(obj, h1, h2, index):
     """The mean over the batch of a loss that uses the object's value for every sample."""
+    unit, words = normalize(h1, dim=1), WORDS.to(h1)
+    scores, positive = unit @ words.T / TAU, (unit * normalize(h2, dim=1)).sum(1) / TAU
     if isinstance(obj, compopt.MovingAverageEstimator):  # log of a mean that one batch does not know
-        log_g = (h1 * h2).tanh().sum(1)
+        log_g = (positive + scores[:, 0]) / 2
         log_u = obj.update(log_g, index)
         return ((log_g.detach() - log_u).exp() * log_g).mean()
     if isinstance(obj, compopt.TemperatureDual):  # the worst of DIM errors, within a KL ball
@@ -35,8 +37,6 @@ def loss(obj, h1, h2, index):
         gradient = scaled.logsumexp(1) - torch.tensor(DIM).log() + RHO - (share * scaled).sum(1)
         new = obj.update(gradient, None if obj.mode == "global" else index).reshape(-1, 1).to(h1)
         return ((errors.detach() / new).softmax(1) * errors).sum(1).mean()
-    unit, words = normalize(h1, dim=1), WORDS.to(h1)
-    scores, positive = unit @ words.T / TAU, (unit * normalize(h2, dim=1)).sum(1) / TAU
     if isinstance(obj, compopt.NeuralNormalizer):  # log-partition functions over the words
         log_g = scores.detach().logsumexp(1) - torch.tensor(POOL).log()
         alpha = obj.update(unit.detach(), log_g, TAU, words[index % POOL])
