@@ -1,6 +1,6 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
-from compopt import data, diagnostics, functional, samplers, schedules
+from compopt import data, diagnostics, functional, integrations, samplers, schedules
 from compopt.checkpoint.saving import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
@@ -58,9 +58,14 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "integrations",
     "load",
     "recommended",
     "samplers",
     "save",
     "schedules",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -50,6 +50,7 @@ from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
@@ -143,6 +144,12 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
+    directions: str = fixed()
+    normalize: bool = fixed()
+    multiply_tau: bool = fixed()
+    normalizer: Normalizer = fixed()
+    temperature: Temperature = fixed()
+
     def __init__(
         self,
         normalizer: Normalizer,
@@ -194,6 +201,11 @@ class ContrastiveEstimator(Estimator):
         self._warned_rho = False
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
+
+    def _described(self) -> dict[str, Any]:
+        directions = {} if self.mode == "unimodal" else {"directions": self.directions}
+        unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
+        return {"mode": self.mode, **directions, **unusual, **super()._described()}
 
     @property
     def _anchors(self) -> int:

@@ -200,9 +200,15 @@ def folder(directory: str | os.PathLike[str] | RemotePath) -> Folder:
     Raises:
         ImportError: fsspec, or the driver for such URLs, is not installed; the message names it.
         ValueError: no such protocol, or a URL that went through ``Path``.
+        TypeError: ``directory`` is no path.
     """
     if isinstance(directory, RemotePath):
         return directory
+    if not isinstance(directory, str | os.PathLike):
+        remedy = "pass os.fsdecode(directory)" if isinstance(directory, bytes) else "pass a str or a pathlib.Path"
+        raise TypeError(
+            f"directory must be a path or a URL, got {directory!r} of type {type(directory).__name__}; {remedy}"
+        )
     text = os.fspath(directory)
     if "::" in text and "://" in text:
         raise ValueError(f"directory={text!r} is a chained URL, caches and archives may be stale; pass the store's own")

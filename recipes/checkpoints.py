@@ -43,9 +43,8 @@ def save(accelerator: Accelerator, folder: Path) -> None:
     Raises:
         RuntimeError: it could not be written; the latest is as it was.
     """
-    current = latest(folder)
+    current = launch.from_main(latest(folder))  # a network's cache may show other nodes an older one
     target = folder / ("b" if current == folder / "a" else "a")
-    launch.barrier()  # all have read the pointer
     with writing(target, folder):
         if launch.is_main():
             shutil.rmtree(target, ignore_errors=True)
@@ -89,6 +88,6 @@ def load(accelerator: Accelerator, folder: Path) -> None:
     Raises:
         ValueError: the checkpoint belongs to a run of another configuration.
     """
-    found = latest(folder)
+    found = launch.from_main(latest(folder))
     if found is not None:
         accelerator.load_state(os.fspath(found))

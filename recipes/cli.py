@@ -32,11 +32,12 @@ def _epilog(prog: str) -> str:
     module = prog.removeprefix("python -m ")
     return f"""several ranks, with the results of one:
   torchrun --nproc_per_node 2 -m {module}
-  accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no -m {module}
+  accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+      -m {module}
   torchrun --nproc_per_node 2 -m {module} --deepspeed-config recipes/deepspeed/zero2.json
   DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module {module} \\
       --deepspeed-config recipes/deepspeed/zero2.json
-On GPUs: --device cuda, without --cpu and without DS_ACCELERATOR."""
+On GPUs: --device cuda, without DS_ACCELERATOR. (accelerate's --multi_gpu starts several processes on CPUs too.)"""
 
 
 def parser(prog: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:

@@ -3,9 +3,11 @@
     python -m recipes.make_shards --out runs/glyphs
     python -m recipes.clip_webdataset --shards runs/glyphs/train --model recipes/clip/tiny.json
     torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --offload disk --shard --prefetch
+    torchrun --nnodes 2 ... -m recipes.clip_webdataset --shards ... --offload disk --offload-dir /local/rows
     torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --deepspeed-config recipes/deepspeed/zero2.json
-    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_webdataset --shards ... --device cuda
+    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_webdataset --shards ...
 
+--output is one folder that all nodes share, and holds one run; --offload-dir is a folder on each node's own disk.
 --resume continues, in the middle of an epoch too: with as many processes and workers to the same bits, with others so
 that every sample of the epoch still comes once. epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's
 rows, state/ what --resume reads. Batch sizes count per process and forward, as open_clip's.
@@ -13,12 +15,15 @@ rows, state/ what --resume reads. Batch sizes count per process and forward, as 
 
 import argparse
 import ast
+import hashlib
 import inspect
 import io
 import json
 import math
 import shutil
+import socket
 import time
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -36,6 +41,7 @@ from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL
 from compopt.integrations.open_clip.pipeline import open_index
+from compopt.locks import Claim
 from compopt.rng import fold
 from recipes import checkpoints, launch, tars
 from recipes.tasks import retrieval
@@ -54,13 +60,30 @@ def load_indices(args):
     path = args.sizes or args.output / "shards.json"
     if args.sizes and not path.exists():
         raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
-    if launch.is_main() and not path.exists():
-        if any("://" in shard for shard in shard_list(args.shards)):
-            raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
-        ShardIndex.build(args.shards).save(path)
-    launch.barrier()
+    launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
     sizes = ShardIndex.load(path)
     return (open_index(args.index) if args.index else sizes), sizes
+
+
+def count_samples(shards, path):
+    """Write the sizes of local shards."""
+    if any("://" in shard for shard in shard_list(shards)):
+        raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
+    ShardIndex.build(shards).save(path)
+
+
+def look(flag, shard):
+    """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
+    errors = []
+    read = wds.tarfile_to_samples(handler=lambda error: not errors.append(error))  # true: go on
+    samples = list(islice(read([{"url": shard}]), LOOK))
+    if not samples and errors:
+        said = next((text for text in errors[0].args if isinstance(text, str)), "")
+        raise SystemExit(
+            f"{flag}: {shard} cannot be read ({type(errors[0]).__name__}: {said}); is it there, and can this machine "
+            f"reach it?"
+        )
+    return samples
 
 
 class Decode:
@@ -99,18 +122,29 @@ class Decode:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
+def model_config(model):
+    """Name and configuration of an open_clip model, by name or from a JSON file."""
+    if model.endswith(".json"):
+        open_clip.add_model_config(Path(model))
+        model = Path(model).stem
+    config = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
+    if config is None:
+        raise SystemExit(f"--model {model}: open_clip has no such configuration; open_clip.list_models() lists them")
+    return model, config
+
+
 def build_model(args):
-    """Name, model and both transforms of an open_clip model, by name or from a JSON file."""
-    name = args.model
-    if name.endswith(".json"):
-        open_clip.add_model_config(Path(name))
-        name = Path(name).stem
-    model, *transforms = open_clip.create_model_and_transforms(name, pretrained=args.pretrained)
-    if getattr(model, "logit_bias", None) is not None:
+    """Name, configuration, model and both transforms."""
+    name, config = model_config(args.model)
+    if "multimodal_cfg" in config:
+        raise SystemExit(f"--model {name} is a CoCa, whose loss is generative too; take a CLIP configuration")
+    if config.get("init_logit_bias") is not None:
         raise SystemExit(f"--model {name} has a logit_bias, which is of SigLIP's loss; take a configuration without it")
+    model, *transforms = open_clip.create_model_and_transforms(name, pretrained=args.pretrained)
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
-    return name, model.to(memory_format=torch.contiguous_format), transforms  # DeepSpeed broadcasts flat bytes
+    model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
+    return name, config, model, transforms
 
 
 def read_options(args):
@@ -125,14 +159,37 @@ def read_options(args):
     return {**method.fixed, **options}
 
 
+def rows_folder(args):
+    """Folder of the rows on disk; None if they are not there. Below --offload-dir each output has its own."""
+    if args.offload != "disk":
+        if args.offload_dir:
+            raise SystemExit("--offload-dir: the folder of rows on disk, which needs --offload disk")
+        return None
+    if args.offload_dir:
+        digest = hashlib.sha256(str(args.output.resolve()).encode()).hexdigest()[:8]
+        return args.offload_dir / f"{args.output.name}-{digest}"
+    if len(set(launch.from_all(socket.gethostname()))) > 1:
+        raise SystemExit(
+            "--offload disk on several nodes: --output is shared, and rows belong on each node's own disk; name a "
+            "folder there with --offload-dir"
+        )
+    return args.output / "rows"
+
+
+def required(parameter):
+    return parameter.default is inspect.Parameter.empty
+
+
 def build_estimator(args, options, n, dim):
     """A method's preset; its rows are where --offload and --shard say."""
     method = METHODS[args.estimator]
-    for name, value in {"n": n, "dim": dim}.items():
-        if name in method.parameters and method.parameters[name].default is inspect.Parameter.empty:
-            options = {**options, name: value}
-    folder = args.output / "rows" if args.offload == "disk" else None
-    est = method.preset(**options, offload=args.offload, offload_dir=folder, shard=args.shard)
+    batch = args.batch_size * launch.world_size() * (args.accumulate if args.gradient_cache else 1)
+    given = {"n": n, "dim": dim, "batch_size": batch}
+    if "batch_size" not in method.parameters:  # what is recommended depends on all of them; others take what they need
+        given = {k: v for k, v in given.items() if k in method.parameters and required(method.parameters[k])}
+    rows = {"offload": args.offload, "offload_dir": rows_folder(args), "shard": args.shard}
+    rows = {name: value for name, value in rows.items() if name in method.parameters}
+    est = method.preset(**options, **given, **rows)
     if args.learn_scale and est.temperature.learns:
         raise SystemExit(f"--learn-scale: {args.estimator} with these options learns temperatures of its own")
     if list(est.parameters()) and args.gradient_cache and args.precision == "fp16":
@@ -194,31 +251,41 @@ class Trainer:
     def _check_output(self):
         """A folder holds one run: a new one does not begin beside another's state, nor in its rows."""
         args = self.args
-        found = checkpoints.latest(args.output / "state")
+        rows = rows_folder(args)
+        launch.check_shared(args.output)
+        launch.on_main(self._claim)
+        found = launch.from_main(checkpoints.latest(args.output / "state"))
         if found is not None and not args.resume:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
         check_files(shard_list(args.val_shards or []))
-        launch.barrier()
-        if found is None and launch.is_main():
-            shutil.rmtree(args.output / "rows", ignore_errors=True)  # of a run that was killed before its first state
+        if found is None and rows and launch.is_local_main():
+            shutil.rmtree(rows, ignore_errors=True)  # of a run that was killed before its first state
         if found is None and args.resume:
             self.accelerator.print(f"no state in {args.output}: the run begins anew")
         launch.barrier()
 
+    def _claim(self):
+        """Lock the folder until this process ends; a run that still writes there is refused by its process."""
+        remedy = "two runs would write one folder; end that one, or give another --output"
+        try:
+            claim = Claim(self.args.output / ".lock", self.args.output, remedy)
+        except RuntimeError as error:
+            raise SystemExit(f"--output: {error}") from None
+        weakref.finalize(self, claim.release)
+
     def _build(self, index):
         """Build the parts: the estimator after the process group, attached after ``prepare``."""
         args = self.args
-        self.name, model, (preprocess, self.preprocess_val) = build_model(args)
+        self.name, self.config, model, (preprocess, self.preprocess_val) = build_model(args)
         self.tokenizer = open_clip.get_tokenizer(self.name)
         least = min(2, args.batch_size)  # one alone has no negative
         self.decode = self.batches.decode = Decode(preprocess, self.tokenizer, args.seed, least)
-        if launch.is_main():
-            self._check_data()
+        launch.on_main(self._check_data)
         options = read_options(args)
         torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
-        self.est = build_estimator(args, options, index.n, model.text_projection.shape[-1]).to(self.device)
+        self.est = build_estimator(args, options, index.n, self.config["embed_dim"]).to(self.device)
         self.est.data_fingerprint = index.fingerprint
         self._check_run(index, options)
         set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
@@ -228,7 +295,7 @@ class Trainer:
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = launch.prepare(self.accelerator, model, optimizer)
         integration.attach(self.est, self.optimizer, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
         self.accelerator.register_for_checkpointing(self)
@@ -237,11 +304,10 @@ class Trainer:
 
     def _check_data(self):
         """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
-        read = self.batches.read
-        read.check(self.batches.shards)
+        self.batches.read.check(self.batches.shards)
         decode = Decode(self.preprocess_val, self.tokenizer)
         for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
-            some = (list(islice(read.read([{"url": shard}]), LOOK)) for shard in (*shards[:1], *shards[-1:]))
+            some = [look(flag, shard) for shard in (*shards[:1], *shards[-1:])]
             if shards and all(decode([{**sample, "index": 0} for sample in samples]) is None for samples in some):
                 raise SystemExit(
                     f"{flag}: none of the first {LOOK} samples of {shards[0]} and of {shards[-1]} can be decoded; a "
@@ -252,22 +318,27 @@ class Trainer:
         """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
         args, kind = self.args, self.accelerator.distributed_type.value
         sharded = kind in ("FSDP", "DEEPSPEED")
+        built = [type(self.est).__name__] if args.estimator == "recommended" else []  # by the batch's size
         mine = {
-            "model": open_clip.get_model_config(self.name),
-            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}],
+            "model": self.config,
+            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}, *built],
             "learn-scale": args.learn_scale,
             "index": index.fingerprint,
             "shards and samples": [len(self.batches.shards), self.batches.n],
             "seed": args.seed,
             "accumulate": args.accumulate,
+            "samples of an update": args.batch_size * args.accumulate * launch.world_size(),
             "kind of processes": kind if sharded else "whole copies",
             "number of processes under DeepSpeed": launch.world_size() if kind == "DEEPSPEED" else None,
         }
         mine, path = json.loads(json.dumps(mine)), args.output / "run.json"
-        saved = json.loads(path.read_text()) if args.resume and path.exists() else mine
-        different = [name for name in mine if name in saved and mine[name] != saved[name]]
+        saved = launch.from_main(json.loads(path.read_text()) if args.resume and path.exists() else mine)
+        windows = [name for name in ("accumulate", "samples of an update") if mine[name] != saved.get(name)]
+        different = [name for name in mine if name in saved and mine[name] != saved[name] and name not in windows]
+        if len(windows) == 2:  # either may change while the other stays
+            different += windows
         if different:
-            found = ", ".join(f"{name} {saved[name]} instead of {mine[name]}" for name in different)
+            found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
             raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
         launch.barrier()
         if launch.is_main():
@@ -291,6 +362,7 @@ class Trainer:
         args = self.args
         if args.resume:
             checkpoints.load(self.accelerator, args.output / "state")
+            self.accelerator.step = 0  # a state lies between windows, and --accumulate may be another now
         if METHODS[args.estimator].decays:  # FastCLIP's gamma falls in the first half
             self._decay_gamma()
         while self.batches.epoch < args.epochs and self._epoch():
@@ -476,15 +548,17 @@ def parse(argv=None):
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
     add("--grad-checkpointing", action="store_true")
-    add("--offload", choices=("cpu", "disk"), help="rows in host memory or in a file below OUTPUT")
+    add("--offload", choices=("cpu", "disk"), help="rows in host memory or in a file")
+    add("--offload-dir", type=Path, help="folder for that file, on each node's own disk; default: in OUTPUT")
     add("--shard", action="store_true", help="each process keeps its share of the rows")
     add("--prefetch", action="store_true", help="fetch the next batch's rows meanwhile")
     add("--deepspeed-config", type=Path)
-    add("--device", type=torch.device, default="cpu")
+    device = compopt.accelerator.available() or "cpu"
+    add("--device", type=torch.device, default=device, help=f"here {device}: the accelerator, if there is one")
     add("--workers", type=int, default=2)
     add("--shuffle", type=int, default=2000, help="samples that each worker shuffles together")
     add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("runs/clip"))
+    add("--output", type=Path, default=Path("runs/clip"), help="a folder that all nodes share")
     add("--resume", action="store_true")
     add("--save-every", type=int, default=0, metavar="STEPS", help="also within an epoch")
     add("--max-steps", type=int, metavar="STEPS", help="stop there; --resume continues")

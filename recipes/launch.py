@@ -5,11 +5,14 @@ agree::
 
     python -m recipes.train_clip
     torchrun --nproc_per_node 2 -m recipes.train_clip
-    accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
         -m recipes.train_clip
     torchrun --nproc_per_node 2 -m recipes.train_clip --deepspeed-config recipes/deepspeed/zero2.json
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
         --deepspeed-config recipes/deepspeed/zero2.json
+
+``accelerate launch --cpu`` starts one process, whatever ``--num_processes`` says; ``--multi_gpu`` starts as many as it
+says, on CPUs too. A run that has fewer processes than its launcher was asked for is refused.
 
 With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
 by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size. Set
@@ -18,8 +21,8 @@ before them, and fail to connect (pytorch issue 135712).
 
 ``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
 ``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
-leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed. On GPUs
-add ``--device cuda`` and leave ``--cpu`` and ``DS_ACCELERATOR`` out.
+leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed, and which it names
+after a minute. On GPUs add ``--device cuda`` and leave ``DS_ACCELERATOR`` out.
 """
 
 from __future__ import annotations
@@ -28,8 +31,13 @@ import contextlib
 import datetime
 import json
 import os
+import secrets
+import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +47,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
 TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's own for accelerators
+LOCK_PATIENCE = 60.0  # seconds after which a lock that DeepSpeed waits for is named
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -63,6 +72,11 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def is_local_main() -> bool:
+    """Whether this process does what one of each node must do."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def restarted() -> bool:
     """Whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -79,6 +93,52 @@ def from_main(value: Any) -> Any:
     if dist.is_initialized():
         dist.broadcast_object_list(values)
     return values[0]
+
+
+def from_all(value: Any) -> list[Any]:
+    """Give every rank the values of all, in their order."""
+    values = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """Call a function on the main process only, and give every rank its result.
+
+    Raises:
+        SystemExit: on the other ranks, if the function raised anything; the main process raises it as it is.
+    """
+    result, error = None, None
+    if is_main():
+        try:
+            result = function()
+        except (Exception, SystemExit) as raised:
+            error = raised
+    result, failed = from_main((result, error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise SystemExit(1)  # the main process says why
+    return result
+
+
+def check_shared(folder: Path) -> None:
+    """Refuse a folder in which a process does not see what the main process writes.
+
+    Raises:
+        SystemExit: on all ranks; it names both processes and their hosts.
+    """
+    host = socket.gethostname()
+    probe, author = from_main((f".seen-by-all-{secrets.token_hex(8)}", host))
+    on_main((folder / probe).touch)
+    blind = [place for place in from_all(None if (folder / probe).exists() else (rank(), host)) if place]
+    on_main((folder / probe).unlink)
+    if blind:
+        raise SystemExit(
+            f"{folder}: process {blind[0][0]} on {blind[0][1]} does not see what process 0 on {author} writes there. "
+            f"All processes need one folder: put it on a file system that the nodes share"
+        )
 
 
 @contextlib.contextmanager
@@ -118,7 +178,9 @@ def accelerator(
     options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
     if deepspeed is None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-        return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+        made = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+        check_processes(made)
+        return made
     if _for_deepspeed(device):
         group["backend"] = "gloo"
     options["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
@@ -127,7 +189,36 @@ def accelerator(
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
         )
-    return Accelerator(**options)
+    with naming_build_locks(LOCK_PATIENCE):
+        made = Accelerator(**options)
+    check_processes(made)
+    return made
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse a process group of another size than the launcher was asked for, and FSDP that is not in force.
+
+    Raises:
+        SystemExit: the message says what was asked for, what there is, and the remedy.
+    """
+    asked, found = os.environ.get("WORLD_SIZE"), world_size()
+    if asked is None and found == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
+        # accelerate sets both for several processes, and without --multi_gpu starts one of them
+        raise SystemExit(
+            "accelerate launch was asked for several processes and started one: give it --multi_gpu in place of --cpu "
+            "(on CPUs too), or use torchrun --nproc_per_node N; if one process is meant, set WORLD_SIZE=1"
+        )
+    if asked is not None and int(asked) != found:
+        raise SystemExit(
+            f"the launcher was asked for {asked} processes (WORLD_SIZE), and the process group has {found}: each would "
+            f"train alone; check --device, and that the launcher starts every process"
+        )
+    kind = accelerator.distributed_type.value
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1") and kind != "FSDP":
+        raise SystemExit(
+            f"accelerate was asked for FSDP, and this run would be {kind} on {accelerator.device}: FSDP needs "
+            f"accelerators (--device cuda); leave its configuration out to train whole copies"
+        )
 
 
 def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
@@ -161,6 +252,54 @@ def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
     plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
+
+
+def prepare(accelerator: Accelerator, *parts: Any) -> Any:
+    """Prepare model and optimizer with accelerate; a lock at which DeepSpeed waits meanwhile is named."""
+    with naming_build_locks(LOCK_PATIENCE) if uses_deepspeed(accelerator) else contextlib.nullcontext():
+        return accelerator.prepare(*parts)
+
+
+@contextlib.contextmanager
+def naming_build_locks(patience: float) -> Iterator[None]:
+    """Name, on stderr, each lock of a compiled extension that is ``patience`` seconds old inside the context.
+
+    torch waits for such a lock without an end and, by default, without a message.
+    """
+    done = threading.Event()
+    watcher = threading.Thread(target=_name_build_locks, args=(done, patience), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _name_build_locks(done: threading.Event, patience: float) -> None:
+    named: set[Path] = set()
+    while is_local_main() and not done.wait(patience):
+        for lock, age in _build_locks():
+            if age >= patience and lock not in named:
+                named.add(lock)
+                print(
+                    f"DeepSpeed has not started after {patience:.0f} s. It may wait for {lock}, which is {age:.0f} s "
+                    f"old: another process compiles this extension, or was killed while it did. If no other run is "
+                    f"starting, remove that file",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _build_locks() -> list[tuple[Path, float]]:
+    """Locks in torch's folder of extensions, and their ages in seconds."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root, found = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), []
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(FileNotFoundError):  # just released
+            found.append((lock, time.time() - lock.stat().st_mtime))
+    return found
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:

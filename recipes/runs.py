@@ -58,7 +58,7 @@ def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str
     folder = None
     if args.offload == "disk":
         folder = (args.offload_dir or args.output_dir) / own / "rows"
-        if launch.is_main():
+        if launch.is_local_main():  # the folder may be on each node's own disk
             if not continued:
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,9 +127,10 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def save_metrics(runs: Sequence[Run], path: Path) -> None:
-    """Write ``metrics.json``: environment, and configuration, final measures and history of every run."""
+    """Write ``metrics.json``: environment, processes, and configuration, final measures and history of every run."""
     record = {
         "environment": environment(),
+        "processes": launch.world_size(),
         "runs": [
             {
                 "config": vars(run.config),

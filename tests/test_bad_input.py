@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -288,6 +289,64 @@ def test_read(name, index, error, value):
     est = used(name)
     with refused(error, "index", value, est=est):
         est.read(index)
+
+
+@pytest.mark.parametrize("index", [[0, 1], (0, 1), range(2), np.arange(2)], ids=["list", "tuple", "range", "array"])
+def test_numbers_in_no_tensor_are_told_how_to_become_one(index):
+    est, (z1, z2, _) = used(), batch(2)
+    calls = [lambda: est(z1, z2, index), lambda: est(z1, z2, torch.arange(2), labels=index), lambda: est.read(index)]
+    for name, call in zip(("index", "labels", "index"), calls, strict=True):
+        with refused(TypeError, rf"pass torch\.as_tensor\({name}\)", est=est):
+            call()
+
+
+def test_positions_of_a_split_are_positions_in_the_whole():
+    """A part of the data keeps the positions of the whole, and n may be that of the part."""
+    est = make()
+    whole = compopt.data.Indexed([(i,) for i in range(2 * N)])
+    part = torch.utils.data.Subset(whole, range(N, 2 * N))
+    index = torch.tensor([part[i][-1] for i in range(B)])
+    z1, z2, _ = batch()
+    with refused(IndexError, rf"index {N + B - 1} is outside n={N}.*train_test_split.*the whole: give its n", est=est):
+        est(z1, z2, index)
+    numbered = compopt.data.Indexed(part)  # the other remedy
+    est(z1, z2, torch.tensor([numbered[i][-1] for i in range(B)]))
+
+
+# what is fixed ------------------------------------------------------------------------------------
+
+FIXED = {
+    "mode": ("unimodal", r"fixed at 'bimodal'.*build another estimator with mode='unimodal'"),
+    "dtype": (torch.float64, r"fixed at torch\.float32.*build another estimator with dtype=torch\.float64"),
+    "directions": ("forward", r"fixed at 'both'.*build another"),
+    "normalize": (False, r"fixed at True.*build another"),
+    "multiply_tau": (False, r"fixed at True.*build another"),
+    "normalizer": (compopt.BatchNormalizer(True), r"fixed at MovingAverageEstimator.*with normalizer=BatchNormalizer"),
+    "temperature": (compopt.FixedTemperature(0.5), r"fixed at FixedTemperature.*build another"),
+    "n": (N + 1, rf"fixed at {N}, got {N + 1}.*append .*add_sample_group"),
+    "sample_groups": ([{"n": N}], r"change the values in it, est\.sample_groups\[0\].*add_sample_group"),
+    "device": ("cuda", r"move it with est\.to\('cuda'\)"),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_fixed_at_construction(name):
+    value, words = FIXED[name]
+    est = used()
+    with refused(AttributeError, words, est=est, remedy=False):
+        setattr(est, name, value)
+    still_works(est)
+    again = pickle.loads(pickle.dumps(est))  # as copies are made
+    assert (again.mode, again.directions, again.dtype) == (est.mode, est.directions, est.dtype)
+
+
+def test_a_chunk_size_may_change():
+    """It decides how, and not what, is computed."""
+    est, args = used(), batch(seed=9)
+    est.chunk_size = 2
+    changed = est(*args)
+    est.chunk_size = None
+    torch.testing.assert_close(changed, est(*args))
 
 
 # features that are not finite ---------------------------------------------------------------------
@@ -595,6 +654,14 @@ def test_a_mistyped_key_set_during_the_run():
         est(*batch(seed=7))
     del est.sample_groups[0]["gama"]
     still_works(est)
+
+
+@pytest.mark.parametrize("key", ["gama", "n"])
+def test_keys_of_an_estimator_without_rows(key):
+    est = make("infonce")
+    est.sample_groups[0][key] = 1
+    with pytest.raises(ValueError, match=f"no hyper-parameter '{key}'; known are include_positive, tau$"):
+        est(*batch(seed=7))
 
 
 def test_a_missing_key_during_the_run():

@@ -9,16 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+import compopt
 from recipes import minimal
+from recipes.by_feature import gradient_cache
+from tests import stand_ins
 from tests.launching import environment
+from tests.pool import the_pool
 
 ROOT = Path(__file__).parent.parent
 BASE = Path(minimal.__file__)
 # lines that may differ, in both files together; those with a framework lose the functions that save and load
 ALLOWED = {
     "chosen_batches": 18,
-    "gradient_cache": 20,
+    "gradient_cache": 22,
     "several_captions": 16,
     "two_data_sets": 24,
     "with_accelerate": 48,
@@ -56,6 +64,60 @@ def train(name: str, folder: Path, *options: str) -> None:
         pytest.importorskip(name.removeprefix("with_"))
     module = minimal if name == "minimal" else importlib.import_module(f"recipes.by_feature.{name}")
     module.main([*SMALL, "--folder", str(folder), *options])
+
+
+GUIDE = (ROOT / "docs" / "guides" / "gradient_cache.md").read_text()
+SHARES = ((0, 64), (64, 88))  # four micro-batches of 16 on the first rank, two on the second
+
+
+def pairs():
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(88, 12, generator=draw), torch.randn(88, 10, generator=draw), torch.arange(88)
+
+
+def towers():
+    torch.manual_seed(0)
+    model = stand_ins.Towers()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def cached_gradients(est, model, data):
+    gradient_cache.backward(est, model, *data, 16)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def guide_gradients(model, optimizer, data):
+    """Run the guide's loop; what its optimizer sees."""
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
+    names = {**vars(stand_ins), "model": model, "optimizer": optimizer, "dataset": TensorDataset(*data[:2])}
+    exec(re.search(r"^```python\n(.*?)^```", GUIDE, re.M | re.S)[1], names)
+    return seen
+
+
+def reductions(group, loop):
+    """Gradients of one batch of unequal shares, and how often DDP reduced them."""
+    model, optimizer = towers()
+    model, reduced = DistributedDataParallel(model), []
+    model.register_comm_hook(None, lambda _, bucket: reduced.append(1) or allreduce_hook(None, bucket))
+    start, stop = SHARES[dist.get_rank()]
+    data = [part[start:stop] for part in pairs()]
+    if loop == "guide":
+        return guide_gradients(model, optimizer, data), len(reduced)
+    return cached_gradients(compopt.DCLEstimator(0.07), model, data), len(reduced)
+
+
+@pytest.mark.distributed
+def test_a_gradient_cache_reduces_once_on_ranks_with_unequal_numbers_of_micro_batches():
+    pool = the_pool(2, timeout=120)
+    model, _ = towers()
+    expected = cached_gradients(compopt.DCLEstimator(0.07), model, pairs())
+    for gradients, count in pool.run(reductions, 2, "recipe"):
+        assert count == 1
+        torch.testing.assert_close(gradients, expected)
+    (one, count), (other, _) = pool.run(reductions, 2, "guide")
+    assert count == 1
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

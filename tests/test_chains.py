@@ -156,7 +156,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     u = []
     for seed in range(100):
         started(est, z1, z2, tau, seed)
-        est.t = 100 * seed  # other luck
+        est._engine.t = 100 * seed  # other luck
         wander(est, z1, z2, 3, n, generator)
         u.append(ranked(est.read(torch.arange(n))["chain"], p, generator))
     assert (chi_square(torch.cat(u)) > 70) == biased
@@ -197,7 +197,7 @@ def test_the_gradient_is_unbiased():
     for draw in range(draws_):
         index = torch.randperm(n, generator=generator)[:batch]
         started(est, z1.detach(), z2.detach(), tau, draw)
-        est.t = draw  # other luck
+        est._engine.t = draw  # other luck
         loss = est(z1[index], z2[index], index, encode=lambda missing: (z1[missing], z2[missing]))
         found["emc2"].append(torch.stack(torch.autograd.grad(loss, (z1, z2))))
         for name, other in others.items():

@@ -1,6 +1,7 @@
 """Read, deposit, commit: what each call may and may not change."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -165,6 +166,29 @@ def test_repr_shows_the_hyper_parameters(info):
         assert str(N) in text
     if info.name.startswith("sogclr"):
         assert "gamma" in text and "0.9" in text and "0.07" in text
+
+
+def test_repr_shows_what_was_chosen():
+    shown = repr(compopt.recommended(dim=48, n=1000, batch_size=16))
+    for line in ("mode: bimodal", "directions: both", "dim: 48", "length: 128", "tau: 0.07"):
+        assert f"    {line}\n" in shown, shown
+    assert "directions: forward\n" in repr(compopt.SogCLREstimator(9, directions="forward"))
+    assert "mode: unimodal\n" in repr(compopt.DCLEstimator(mode="unimodal"))
+    network = repr(compopt.NeuCLIPEstimator(dim=8, prototypes=32))
+    assert "dim: 8\n" in network and "prototypes: 32\n" in network
+    assert "normalize: False\n" in repr(compopt.SogCLREstimator(9, normalize=False))
+
+
+def test_repr_shows_a_learned_temperature():
+    est = compopt.InfoNCEEstimator(0.1, learn_tau=True)
+    assert "tau: 0.1 (learned)" in repr(est)
+    with torch.no_grad():
+        next(est.parameters()).fill_(math.log(20))
+    assert "tau: 0.05 (learned)" in repr(est)
+    assert "tau: 0.07 (a tensor)" in repr(compopt.InfoNCEEstimator(torch.tensor(0.07)))
+    assert "tau: learned, one per sample" in repr(compopt.ISogCLREstimator(9))
+    dual = compopt.FastCLIPEstimator(100)
+    assert f"tau: {dual.temperature.state['tau'].item():.6g} (learned)" in repr(dual)
 
 
 @pytest.mark.parametrize("mode", MODES)

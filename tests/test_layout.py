@@ -65,7 +65,8 @@ def refused(source: str, here: str) -> list[str]:
     found = []
     for name, _ in imports(source):
         upwards = name.startswith("compopt.") and room(name) != here and floor(room(name)) >= floor(here)
-        if upwards or name in ("compopt", "importlib") or name.startswith("."):
+        by_name = name == "importlib" and floor(here) < len(FLOORS) - 1  # from the top nothing is upwards
+        if upwards or by_name or name == "compopt" or name.startswith("."):
             found.append(name)
     return found
 

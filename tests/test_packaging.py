@@ -110,6 +110,37 @@ def test_names_of_the_contract():
         assert hasattr(compopt, name), name
 
 
+def test_dir_lists_the_public_names():
+    assert set(dir(compopt)) == {*compopt.__all__, "__version__"}
+
+
+def test_integrations_are_attributes():
+    """Each is imported when it is asked for, not before."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import compopt
+print(*sorted(name for name in set(sys.modules) - before if name.startswith("compopt.integrations")))
+print(compopt.integrations.amp.attach.__module__)
+print(hasattr(compopt.integrations, "nothing"), len(dir(compopt.integrations)))
+sys.modules["transformers"] = None  # as if it were not installed
+try:
+    compopt.integrations.transformers
+except AttributeError as error:
+    print(error)
+try:
+    from compopt.integrations import transformers
+except ImportError:
+    print("ImportError")
+"""
+    first, amp, names, missing, imported = run_python(code).splitlines()
+    assert first == "compopt.integrations" and amp == "compopt.integrations.amp" and names == "False 8"
+    assert missing.startswith("compopt.integrations.transformers cannot be imported: ") and imported == "ImportError"
+    folder = ROOT / "compopt" / "integrations"
+    modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert set(dir(compopt.integrations)) == modules - {"__init__", "refusals"}
+
+
 # documentation ------------------------------------------------------------------------------------
 
 

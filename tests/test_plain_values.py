@@ -47,13 +47,14 @@ def train(est, steps=2):
 
 @pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS)
 def test_a_number_of_another_library_becomes_a_python_number(value, tmp_path):
-    for est in (compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, gamma=value)):
+    estimators = (compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, gamma=value))
+    for number, est in enumerate(estimators):
         est.sample_groups[0]["gamma"] = value
         before_the_call = written(est.state_dict())["sample_groups"][0]["gamma"]
         train(est)
         assert type(est.sample_groups[0]["gamma"]) is float and type(before_the_call) is float
         assert written(est.state_dict())["sample_groups"][0]["gamma"] == 0.5
-        manifest = json.loads((compopt.save(est, tmp_path) / "manifest.json").read_text())
+        manifest = json.loads((compopt.save(est, tmp_path / str(number)) / "manifest.json").read_text())
         assert manifest["sample_groups"][0]["gamma"] == 0.5
 
 

@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 
-from recipes import glyphs
+from recipes import checkpoints, glyphs, launch
 from recipes.models import BatchNorm
 from tests.launching import environment
 from tests.pool import the_pool
@@ -21,8 +24,8 @@ ROOT = Path(__file__).parent.parent
 STEPS = 3
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
 ACCELERATE = (
-    *("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
 )
 
 
@@ -43,7 +46,9 @@ def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEP
     code, out, err = finish(command)
     assert code == 0, err[-4000:]
     assert out.count("wrote ") == 1  # by the main process alone
-    return json.loads((output / "metrics.json").read_text())["runs"][0]
+    record = json.loads((output / "metrics.json").read_text())
+    assert record["processes"] == (1 if launcher == ("recipes.train_clip",) else 2)
+    return record["runs"][0]
 
 
 def finish(command):
@@ -80,6 +85,112 @@ def assert_like(record, single):
 @pytest.mark.launch
 def test_accelerate_launch(cache, single, tmp_path):
     assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
+
+
+@pytest.mark.launch
+def test_accelerate_launch_that_starts_one_process_of_two(cache, tmp_path):
+    command = [sys.executable, "-m", *ACCELERATE, "recipes.train_clip", "--limit", "192", "--output-dir", str(tmp_path)]
+    command[command.index("--multi_gpu")] = "--cpu"
+    code, _, err = finish([*command, "--cache-dir", str(cache)])
+    assert code != 0 and "asked for several processes and started one: give it --multi_gpu" in err
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def check_processes(monkeypatch, variables):
+    """In the environment of a process that was not launched, with further variables, and no process group."""
+    for name in ("WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launch.check_processes(SimpleNamespace(distributed_type=DistributedType.NO, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"WORLD_SIZE": "2"}, "asked for 2 processes .*, and the process group has 1"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "asked for FSDP, and this run would be NO on cpu"),
+    ],
+)
+def test_a_run_that_is_not_what_its_launcher_was_asked_for_is_refused(monkeypatch, variables, said):
+    with pytest.raises(SystemExit, match=said):
+        check_processes(monkeypatch, variables)
+
+
+def test_one_process_is_enough_where_one_is_meant(monkeypatch):
+    for variables in ({}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, {"ACCELERATE_USE_CPU": "True"}):
+        check_processes(monkeypatch, variables)
+
+
+def see(group, folders):
+    return exit_of(lambda: launch.check_shared(folders[dist.get_rank()]))
+
+
+def refuse_on_main(group, error):
+    def function():
+        raise error
+
+    return exit_of(lambda: launch.on_main(function))
+
+
+def exit_of(function):
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_folder_that_processes_do_not_share_is_refused(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    pool = the_pool(2, timeout=120)
+    assert pool.run(see, 2, [one, one]) == [None, None]
+    for said in pool.run(see, 2, [one, other]):
+        assert said.startswith(f"SystemExit: {one if said.count(str(one)) else other}: process 1 on")
+        assert "put it on a file system that the nodes share" in said
+    assert not [*one.iterdir(), *other.iterdir()]
+
+
+def test_an_error_of_the_main_process_ends_all():
+    pool = the_pool(2, timeout=120)
+    assert pool.run(refuse_on_main, 2, SystemExit("no")) == ["SystemExit: no", "SystemExit: 1"]
+    assert pool.run(refuse_on_main, 2, ValueError("no")) == ["ValueError: no", "SystemExit: 1"]
+
+
+def save_and_load(group, folder):
+    """What each process was told to save to and to load, where the second one's cache shows no pointer."""
+    told = []
+    accelerator = SimpleNamespace(save_state=told.append, load_state=told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoints, "latest", lambda folder: None)
+        for _ in range(2):
+            checkpoints.save(accelerator, folder)
+        checkpoints.load(accelerator, folder)
+    return [Path(path).name for path in told]
+
+
+def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
+    assert the_pool(2, timeout=120).run(save_and_load, 2, tmp_path / "state") == [["a", "b", "b"]] * 2
+
+
+def test_a_lock_at_which_deepspeed_waits_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    locks = [tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock", tmp_path / "other" / "lock"]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(locks[0], (0, 0))  # a killed run's; the other one was just made
+    with launch.naming_build_locks(patience=10):
+        pass
+    assert not capsys.readouterr().err
+    with launch.naming_build_locks(patience=0.1):
+        os.utime(locks[1], (2**40, 2**40))
+        time.sleep(0.35)
+    said = capsys.readouterr().err
+    assert said.count("DeepSpeed") == 1 and f"wait for {locks[0]}, which is" in said and "remove that file" in said
 
 
 @pytest.mark.launch

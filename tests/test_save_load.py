@@ -483,6 +483,30 @@ def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tm
     assert k > 1 and 4 in outcomes
 
 
+@pytest.mark.parametrize(
+    "est, words",
+    [
+        (torch.nn.Linear(2, 2), r"got Linear; models go into torch\.save"),
+        (compopt.as_module(compopt.SogCLREstimator(4)), r"got StatefulEstimatorModule; pass its estimator, \.est"),
+        ("run", "got str"),
+    ],
+    ids=["model", "module", "swapped"],
+)
+def test_what_is_no_estimator(est, words, tmp_path):
+    for act in (compopt.save, compopt.load):
+        with pytest.raises(TypeError, match=f"est must be an estimator of compopt, {words}"):
+            act(est, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "directory, words", [(b"run", r"b'run' of type bytes; pass os\.fsdecode"), (None, "pass a str")]
+)
+def test_what_is_no_path(directory, words):
+    for act in (compopt.save, compopt.load):
+        with pytest.raises(TypeError, match=f"directory must be a path or a URL, got .*{words}"):
+            act(sogclr(), directory)
+
+
 def test_hooks_run(tmp_path):
     est, seen = trained(), []
     est.register_state_dict_pre_hook(lambda e: seen.append("save"))

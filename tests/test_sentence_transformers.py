@@ -375,6 +375,13 @@ def test_matryoshka_wants_an_estimator_for_each_dimension():
             call(MatryoshkaLoss(model, losses().EstimatorLoss(model, est), [32, 16]), 2, labels)
     stateless = losses().EstimatorLoss(model, compopt.DCLEstimator(tau=0.1, directions="forward"))
     call(MatryoshkaLoss(model, stateless, [32, 16]), 2, None)
+    one = losses().EstimatorLoss(model, compopt.recommended(32))
+    with pytest.raises(
+        ValueError, match=r"have 16 dimensions and the estimator is for 32.*\{d: compopt\.recommended\(d\)"
+    ):
+        call(MatryoshkaLoss(model, one, [32, 16]), 2, None)
+    each = losses().EstimatorLoss(model, {dim: compopt.recommended(dim) for dim in (32, 16)})
+    call(MatryoshkaLoss(model, each, [32, 16]), 2, None)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -489,7 +496,7 @@ def test_add_index_refuses_what_it_cannot_count():
     from datasets import Dataset
 
     add_index = losses().add_index
-    with pytest.raises(TypeError, match="IterableDataset has no length"):
+    with pytest.raises(TypeError, match="data of type IterableDataset has no length"):
         add_index(data().to_iterable_dataset())
     with pytest.raises(ValueError, match="positives=, which is None"):
         add_index(data(3), negatives="negative")

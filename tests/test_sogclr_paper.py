@@ -100,7 +100,9 @@ def test_isogclr_divides_by_the_updated_average(gamma):
             printed = equation_14(z1, z2, lambda direction, g, before=before: before[:, direction])
             apart.append(float((printed - got).norm() / got.norm()))
             updated = equation_14(
-                z1, z2, lambda direction, g, before=before: (1 - gamma) * before[:, direction] + gamma * g  # eq. 12
+                z1,
+                z2,
+                lambda direction, g, before=before: (1 - gamma) * before[:, direction] + gamma * g,  # eq. 12
             )
             near(got, updated, 1e-12)
         seen[index] = True

@@ -110,7 +110,8 @@ def save(
         ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
             with ``blocking=False``.
         ImportError: fsspec or the driver for a URL is missing.
-        TypeError: ``keep`` is no integer, ``blocking`` neither True nor False.
+        TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
+            False.
         RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
             another process saves into the directory: the message says which, on which machine, since when; or another
             estimator of this process does, from which this one was not loaded; or ``est`` is a part of another
@@ -133,13 +134,23 @@ def save(
         ...     path.name.startswith("checkpoint-")
         True
     """
-    engine = est._engine
+    _check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
+    engine = est._engine
     with doing("compopt.save()", est.t):
         root: Folder = engine.ranks.agree(lambda: _begin(est, directory, blocking))
         with engine.lock.copying():
             return _save(est, root, keep, incremental, blocking)
+
+
+def _check_estimator(est: Any) -> None:
+    """Refuse what has no rows; a module around an estimator has it in ``.est``."""
+    if isinstance(est, Estimator):
+        return
+    inside = isinstance(getattr(est, "est", None), Estimator)
+    remedy = "pass its estimator, .est" if inside else "models go into torch.save(model.state_dict(), ...)"
+    raise TypeError(f"est must be an estimator of compopt, got {type(est).__name__}; {remedy}")
 
 
 def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: bool) -> Folder | SaveHandle:
@@ -221,7 +232,7 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
             and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
             <Estimator.load_state_dict>` refuses them.
-        TypeError: ``t`` is no integer.
+        TypeError: ``est`` is no estimator, ``directory`` no path, ``t`` no integer.
         RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
             else.
 
@@ -235,9 +246,10 @@ def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int 
         ...     compopt.load(again, folder) == path
         True
     """
-    engine = est._engine
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
+    _check_estimator(est)
+    engine = est._engine
     engine.await_save()
     with doing("compopt.load()", est.t), engine.lock.writing():
         path = _load(est, directory, t)

@@ -15,6 +15,10 @@ from torch import Tensor
 from compopt import checks
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INDEX_REMEDY = (
+    "pass positions in the data set of n samples, from 0 on. Those of a part (Subset, random_split, train_test_split) "
+    "are positions in the whole: give its n, or number the part by itself, compopt.data.Indexed(part)"
+)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -28,7 +32,9 @@ def check_strided(name: str, value: Tensor) -> None:
 def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} samples") -> Tensor:
     """A 1-D integer tensor of ``batch`` entries, as int64; ``of``: what they are entries of."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor of {batch} integers, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor of {batch} integers, got {type(value).__name__}{_remedy(name, value)}"
+        )
     check_strided(name, value)
     if value.dtype not in INTEGERS:
         kind = "any integers, equal ones for equal samples" if name in ("labels", "group") else "data-set positions"
@@ -53,10 +59,15 @@ def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
+def _remedy(name: str, value: Any) -> str:
+    """What to do with numbers that are in no tensor."""
+    return f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
+
+
 def check_index(name: str, value: Any) -> Tensor:
     """A 1-D integer tensor of any length, as int64."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}; see torch.as_tensor")
+        raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}{_remedy(name, value)}")
     check_strided(name, value)  # a nested tensor has no len
     if value.dim() != 1:
         raise ValueError(f"{name} must have shape (B,), got {tuple(value.shape)}; one entry per sample")
@@ -74,7 +85,7 @@ def check_range(name: str, value: Tensor, n: int | None) -> Tensor | None:
     low, high = int(value.numpy().min()), int(value.numpy().max())
     if low < 0 or high >= n:
         wrong = high if high >= n else low
-        raise IndexError(f"{name} {wrong} is outside n={n}; pass data-set indices, not batch positions")
+        raise IndexError(f"{name} {wrong} is outside n={n}; {INDEX_REMEDY}")
     return None
 
 

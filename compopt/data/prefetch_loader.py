@@ -166,7 +166,7 @@ def select_index(batch: Any, index: Any) -> Tensor:
         found = batch[index]
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"index must be a position in a batch that is a {type(batch).__name__}, got {index!r}")
+            raise TypeError(f"index must be a position in a batch of type {type(batch).__name__}, got {index!r}")
         if not -len(batch) <= index < len(batch):
             raise ValueError(f"index={index} is no position in a batch of {len(batch)} entries")
         found = batch[index]

@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
-from compopt.estimator.engine import Engine
+from compopt.estimator.engine import Engine, check_dtype
+from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Groups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.reader import ROW_KEYS
@@ -93,6 +94,8 @@ class Estimator(Hooks):
     """
 
     data_fingerprint: str | None = None
+    mode: str = fixed()
+    dtype: torch.dtype = fixed()
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class Estimator(Hooks):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.mode, self.dtype = mode, check_dtype(dtype)
         self._core: Engine | None = Engine(
             components,
             mode=mode,
@@ -129,16 +133,6 @@ class Estimator(Hooks):
         return self._core
 
     @property
-    def mode(self) -> str:
-        """``"bimodal"``, ``"unimodal"`` or ``"single"``."""
-        return self._facts.mode
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows' floating-point columns."""
-        return self._facts.dtype
-
-    @property
     def t(self) -> int:
         """Commits so far."""
         return self._facts.t
@@ -153,6 +147,16 @@ class Estimator(Hooks):
     @property
     def sample_groups(self) -> Groups:
         """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
+        return self._sample_groups()
+
+    @sample_groups.setter
+    def sample_groups(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            "sample_groups is one list for as long as the estimator lives: change the values in it, "
+            "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
+        )
+
+    def _sample_groups(self) -> Groups:
         return self._facts.groups.groups
 
     @property
@@ -164,6 +168,13 @@ class Estimator(Hooks):
     def n(self) -> int | None:
         """Samples in all groups; ``None`` for an estimator without rows."""
         return self._facts.groups.n
+
+    @n.setter
+    def n(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"n of {type(self).__name__} is fixed at {self.n}, got {value!r}: append the rows of another data set with "
+            f"est.add_sample_group, or build another estimator"
+        )
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set; its samples take the indices after all existing ones.
@@ -333,7 +344,9 @@ class Estimator(Hooks):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
-            raise TypeError(f"index must be a tensor of integers, got {type(source).__name__}; see torch.as_tensor")
+            raise TypeError(
+                f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
+            )
         if self._engine.table is None:  # nothing to read, so no index is asked for; the loader itself does
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._engine.forget_prefetched, index, index2)
@@ -498,6 +511,10 @@ class Estimator(Hooks):
         states = (value for part in engine.parts.values() for value in part.state.values())
         return next((value.device for value in states), engine.device)
 
+    @device.setter
+    def device(self, value: Any) -> NoReturn:
+        raise AttributeError(f"device is where the state is: move it with est.to({str(value)!r})")
+
     @property
     def split(self) -> bool:
         """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
@@ -584,7 +601,12 @@ class Estimator(Hooks):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
+        lines += [f"    {key}: {value}" for key, value in self._described().items()]
         for number, group in enumerate(self.sample_groups):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
+
+    def _described(self) -> dict[str, Any]:
+        """What ``repr`` shows beside the sample groups, by name."""
+        return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

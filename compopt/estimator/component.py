@@ -55,7 +55,6 @@ class Component(PartHooks, Estimator):
     """
 
     mode: str = "single"
-    dtype: torch.dtype = torch.float32
     _core: Engine | None = None
     _owner: ref[Estimator] | None = None
 
@@ -187,12 +186,17 @@ class Component(PartHooks, Estimator):
                 return role
         raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
 
-    @property
-    def sample_groups(self) -> Groups:
-        """One mapping per data set: ``n`` and this part's hyper-parameters by their own names; edits count."""
-        if self._owner is None:
-            return super().sample_groups
-        return self._facts.groups.of_part(self._in_owner)
+    def _index(self, index: Tensor | None, count: int) -> Tensor:
+        if index is None and self.n is not None and self._engine.table is None:
+            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
+        return super()._index(index, count)
+
+    def _sample_groups(self) -> Groups:
+        """This part's hyper-parameters by their own names; edits count."""
+        return super()._sample_groups() if self._owner is None else self._facts.groups.of_part(self._in_owner)
+
+    def _described(self) -> dict[str, Any]:
+        return self.described()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -220,8 +224,8 @@ class Component(PartHooks, Estimator):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As :meth:`Estimator.load_state_dict`; as part, into this part's columns and state alone.
 
-        As part, ``state_dict`` is that of a part of the same kind, or of an estimator that has one: of another
-        composition, for example. Hyper-parameters and :attr:`t` of the owner stay, a sample's number of visits becomes
+        As part, ``state_dict`` is that of a part of the same kind, of another composition for example.
+        Hyper-parameters and :attr:`t` of the owner stay, a sample's number of visits becomes
         the larger one, what is pending is dropped, and other parts of a sample that only the loaded state has met take
         their next visit as the first.
 
@@ -237,6 +241,7 @@ class Component(PartHooks, Estimator):
         with doing("load_state_dict()", owner.t), owner._engine.lock.writing():
             states.load_part(owner._engine, self._in_owner, state_dict)
         self._run("load_state_dict_post")
+
 
 class Normalizer(Component):
     """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.

@@ -70,7 +70,7 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         row_keys: Sequence[str] = ROW_KEYS,
     ) -> None:
-        self.parts, self.mode, self.dtype = parts, mode, check_dtype(dtype)
+        self.parts, self.mode, self.dtype = parts, mode, dtype
         self.options = dict(options or {})
         self._placement, self._row_keys = placement or Placement(), row_keys
         self.width = min(directions, DIRECTIONS[mode])

@@ -263,7 +263,7 @@ class SampleGroups:
             )
         for number, group in enumerate(self.groups):
             what = f"sample group {number}"
-            checks.known_keys(what, group, {"n", *self.defaults})
+            checks.known_keys(what, group, self._known())
             lost = next((key for key in self.defaults if key not in group), None)
             if lost is not None:
                 raise ValueError(f"{what} has lost its hyper-parameter {lost!r}; put it back")
@@ -277,6 +277,10 @@ class SampleGroups:
                 part.check(self._own(role, group))
             self._fill(group)  # None may have been put in
         self._snapshot = [dict(group) for group in self.groups]
+
+    def _known(self) -> set[str]:
+        """Keys that a group may have; without rows there is no ``n``."""
+        return {*self.defaults} if self.n is None else {"n", *self.defaults}
 
     def _unchanged(self) -> bool:
         try:

@@ -113,6 +113,10 @@ class PartHooks(ABC):
         """
         return {}
 
+    def described(self) -> dict[str, Any]:
+        """Facts that ``repr`` shows beside hyper-parameters, by name."""
+        return self.structure()
+
     def learned(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
@@ -147,10 +151,10 @@ class PartHooks(ABC):
         del state
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Change loaded columns, in place, where the owner's rows have more visits than were loaded with them.
+        """Change columns, in place, where a load of a part has changed the number of visits of the owner's rows.
 
         Args:
-            rows: a block of this part's columns, with their own ``"count"``, and the owner's ``"visits"``.
+            rows: a block of all columns, with this part's own visits as ``"count"``, and the owner's as ``"visits"``.
             hyper: this part's hyper-parameters for these rows.
         """
         del rows, hyper

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import Batch
-from compopt.checks.inputs import check_range, distinct_values
+from compopt.checks.inputs import INDEX_REMEDY, check_range, distinct_values
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
@@ -173,8 +173,8 @@ class BatchReader:
     def _refuse_index(self, bad: int) -> None:
         if bad:
             raise IndexError(
-                f"an index of an earlier call was outside n={self.groups.n} (its loss was NaN); pass data-set "
-                f"indices, not batch positions, and pass them on the CPU to learn of this at once"
+                f"an index of an earlier call was outside n={self.groups.n} (its loss was NaN); {INDEX_REMEDY}. On the "
+                f"CPU it is refused at once"
             )
 
     def _fetch_own(

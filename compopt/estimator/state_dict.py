@@ -148,15 +148,19 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     _check_keys(state)
     part, columns, table = engine.parts[role], engine.columns(), engine.table
     _compare_part(engine, role, state)
+    rows = state["rows"]
+    values.mapping("rows", rows)
+    if table is not None and columns[role]:
+        table.check_state(rows, [*(column.name for column in columns[role]), COUNT])
     part.check_meaning(state)
     if table is not None and columns[role]:
-        rows = state["rows"]
-        table.check_state(rows, [*(column.name for column in columns[role]), COUNT])
         others = [own[0].name for other, own in columns.items() if own and other != role]
         engine.forget_prefetched()
 
-        def adapt(at: Tensor, block: Mapping[str, Tensor]) -> None:
-            part.adapt_rows(block, engine.groups.hyper(role, at[:, None], engine.dtype))
+        def adapt(at: Tensor, block: Mapping[str, Tensor], loaded: Tensor, before: Tensor) -> None:
+            for each, other in engine.parts.items():
+                hyper = engine.groups.hyper(each, at[:, None], engine.dtype)
+                other.adapt_rows({**block, "visits": block[COUNT], COUNT: loaded if each == role else before}, hyper)
 
         table.load_part(rows, columns[role][0].name, others, adapt)
     part.take_state(state["extra"][role])
@@ -174,6 +178,10 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     for key in ("method", "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
+    groups = state["sample_groups"]
+    if not isinstance(groups, list) or [isinstance(g, Mapping) and g.get("n") for g in groups] != needed["n"]:
+        raise ValueError(f"sample_groups must be mappings with n of {needed['n']}, the checkpoint has {groups!r}")
+    values.mapping("meaning", state.get("meaning", {}))
     values.mapping("extra", state["extra"])
     values.mapping(f"extra of the {role}", state["extra"].get(role))
     _check_entries(role, state)

@@ -10,4 +10,35 @@ of the optimizer cannot see, and checkpoints of frameworks that would keep one r
 - :mod:`compopt.integrations.transformers`: ``EstimatorCallback`` for the ``Trainer`` of transformers.
 - :mod:`compopt.integrations.lightning`: ``EstimatorCallback`` for Lightning's.
 - :mod:`compopt.integrations.sentence_transformers`: losses for its trainer, and ``add_index`` for its data sets.
+- :mod:`compopt.integrations.open_clip`: open_clip's own trainer with an estimator, as a command.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = (
+    "accelerate",
+    "amp",
+    "dcp",
+    "deepspeed",
+    "lightning",
+    "open_clip",
+    "sentence_transformers",
+    "transformers",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a module of this package when it is asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(_MODULES)}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        raise AttributeError(f"{__name__}.{name} cannot be imported: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return list(_MODULES)

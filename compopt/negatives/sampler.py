@@ -225,7 +225,6 @@ class MCMCNegativeSampler(Normalizer):
         value = call.hyper("burn_in")
         return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
 
-
     # -- alone ---------------------------------------------------------------------------------------------------
 
     @outside_of_graphs
@@ -279,7 +278,8 @@ class MCMCNegativeSampler(Normalizer):
         pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
         seen = batch.seen("chain")[own][:, 0]
         column, found = Samples(names).find(stored)
-        slot = torch.where(seen, torch.where(found, column, pool.width), pool.width + 1)
+        excluded = found & (scores.gather(1, column[:, None])[:, 0] == -torch.inf)
+        slot = torch.where(seen & ~excluded, torch.where(found, column, pool.width), pool.width + 1)
         outside = batch.columns["score"][own].to(scores.dtype).T
         by_slot = torch.cat([scores.T, outside, torch.full_like(outside, -torch.inf)])
         counters = (int(self.state["seed"]), engine.t, engine.pending)

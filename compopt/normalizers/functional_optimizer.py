@@ -120,7 +120,7 @@ class FunctionalOptimizer:
         options: dict[str, Any] = {"fused": True} if self.make is torch.optim.Adagrad and device == "cpu" else {}
         made = self.make(tensors, lr=1.0, **options)
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"it makes no torch.optim.Optimizer but a {type(made).__name__}")
+            raise TypeError(f"it makes no torch.optim.Optimizer but an object of type {type(made).__name__}")
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -358,9 +358,7 @@ class NeuralNormalizer(Normalizer):
     # -- alone ---------------------------------------------------------------------------------------------------
 
     @outside_of_graphs
-    def update(
-        self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None
-    ) -> Tensor:
+    def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
         r"""Train the network on observed log-normalizers, and return its prediction.
 
         .. math::
@@ -388,7 +386,9 @@ class NeuralNormalizer(Normalizer):
         Communicates, with several ranks: one all-gather of the arguments, and what the class says.
         """
         batch, tau = self._meet(anchors, tau, log_g, candidates)
-        with torch.no_grad():
+        if not len(batch.rows):
+            raise ValueError("anchors are empty, of every rank; skip such a batch")
+        with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             prediction = self.learn_from(self._observed(batch, tau)).after()
         if batch.depositing:
             self._deposit(batch, {})
@@ -409,6 +409,7 @@ class NeuralNormalizer(Normalizer):
         """
         with torch.no_grad():
             batch, tau = self._meet(anchors, tau)
+        with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             unit, _ = self.anchors((batch.values["z1"], batch.values["z1"]))
             hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
             scale = 1 / (tau[:, 0][None].to(self._dtype) if isinstance(tau, Tensor) else tau)

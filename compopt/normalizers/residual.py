@@ -96,6 +96,7 @@ class ResidualNormalizer(Normalizer):
         neural.check_free()
         if neural.own_groups:
             raise ValueError("n of the network has no effect here: give it to the ResidualNormalizer")
+        neural.keep_edits()
         self.neural, self.prediction, self.first, self.remembers = neural, prediction, first, n is not None
         super().__init__(n, {"gamma": gamma, **neural.own_defaults})
 

@@ -128,7 +128,7 @@ class RowLayout:
         """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
 
         Args:
-            columns: every column of successive rows, ``(R, width)``.
+            columns: columns of successive rows, ``(R, width)``.
             n: number of samples.
             first: number of the first row, for the message.
 
@@ -138,7 +138,7 @@ class RowLayout:
         never = columns[COUNT] == 0 if COUNT in columns else None
         for column in self.columns:
             allowed = column.values or (FINITE if column.dtype.is_floating_point else None)
-            if allowed is None:
+            if allowed is None or column.name not in columns:
                 continue
             value = columns[column.name]
 

@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from compopt import checks
 from compopt.distributed.control import doing
@@ -36,6 +37,10 @@ class Placement:
         check_offload(self.offload, self.offload_dir)
         if self.offload_dir is not None:  # a later chdir moves nothing
             object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process group stays with its process."""
+        return {**self.__dict__, "process_group": None}
 
     def open(self, n: int, layout: RowLayout, ranks: Ranks) -> RowAccess:
         """The rows of this process; collective for ``"disk"``.

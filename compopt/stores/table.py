@@ -22,7 +22,7 @@ from compopt.stores.placement import Placement
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
-Adapt = Callable[[Tensor, Mapping[str, Tensor]], None]
+Adapt = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], None]
 REMEMBERED = 4  # directories whose latest checkpoint a table knows
 
 
@@ -287,7 +287,7 @@ class RowTable:
         """
         for start in range(0, count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, count)
-            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns}
+            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns if c.name in columns}
             self.layout.check_values(block, self.n, first + start)
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
@@ -312,17 +312,15 @@ class RowTable:
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
-    def load_part(
-        self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt
-    ) -> None:
+    def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
         """Overwrite the columns of one part in all rows that this process holds; collective on a shared file.
 
         Args:
             columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
             first: the part's first column.
             others: first columns of the other parts.
-            adapt: changes loaded values in place where the row has more visits than were loaded with them; gets row
-                numbers, ``(R,)``, and the columns with their ``"count"`` and the row's ``"visits"`` from here on.
+            adapt: changes rows in place whose visits are others than before; gets row numbers, ``(R,)``, all columns,
+                the visits that were loaded and those before.
         """
         with self.at_rest() as store, torch.inference_mode(False):
             for start, values in self._blocks(columns, store):
@@ -332,9 +330,9 @@ class RowTable:
                 before = views[COUNT].clone()
                 views[COUNT].copy_(torch.maximum(before, visits))
                 rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
-                adapt(rows, {**values, COUNT: visits, "visits": views[COUNT]})
                 for name, value in values.items():
                     views[name].copy_(torch.where(visits > 0, value, 0))
+                adapt(rows, views, visits, before)
                 views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
                 for name in others:
                     views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)

@@ -19,6 +19,7 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.state_dict import part_state_dict
 from compopt.stores.layout import Column
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
@@ -146,6 +147,11 @@ class TemperatureDual(Temperature):
             dtype=dtype,
         )
 
+    def described(self) -> dict[str, Any]:
+        if "tau" not in self.state:
+            return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all"}
+        return {"tau": f"{self.state['tau'].item():.6g} (learned)"}
+
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}
         for key in ("tau_init", "tau_min", "tau_max", "max_grad"):
@@ -207,7 +213,7 @@ class TemperatureDual(Temperature):
             return super().check_same(given, visits)
         if given is not None and [group["tau_init"] for group in self.sample_groups] == given:
             return  # every sample starts where the rows were averaged
-        met = self.state_dict()["rows"][COUNT].to(visits.device) > 0
+        met = part_state_dict(self._facts, self._in_owner)["rows"][COUNT].to(visits.device) > 0
         if given is not None or bool(((visits > 0) & ~met).any()):
             super().check_same(given, visits)
 
@@ -319,6 +325,8 @@ class TemperatureDual(Temperature):
         wanted = batch.values["gradient"].to(batch.dtype)[:, None]
         wanted = torch.where(wanted.isfinite(), wanted, torch.nan)
         if self.mode == "global":
+            if not len(wanted):
+                raise ValueError("gradient is empty, of every rank; skip such a batch: a global dual takes its mean")
             moved = self._moved_state(hyper, wanted)
             if batch.depositing:
                 self.deposit_state(**moved)

@@ -80,6 +80,11 @@ class FixedTemperature(Temperature):
         """The learned ``log(1/tau)``, 0-d; ``None`` where nothing is learned."""
         return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
+    def described(self) -> dict[str, Any]:
+        if self.log_inverse is not None:
+            return {"tau": f"{max(math.exp(-self.log_inverse.item()), LEARNED_TAU_MIN):.6g} (learned)"}
+        return {} if self.tensor is None else {"tau": f"{self.tensor.item():.6g} (a tensor)"}
+
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:
             checks.positive("tau", group["tau"])

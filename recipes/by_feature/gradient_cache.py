@@ -4,6 +4,7 @@ python -m recipes.by_feature.gradient_cache
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -48,6 +49,19 @@ def load(folder, est, parts):
     return saved["epoch"]
 
 
+def backward(est, model, images, tokens, index, size):
+    """Gradients of one large batch in micro-batches of ``size``, which DDP reduces once; return the loss."""
+    micro = list(zip(images.split(size), tokens.split(size), strict=True))
+    with torch.no_grad():  # all features first, without a graph
+        z1, z2 = (torch.cat(z) for z in zip(*(model(*part) for part in micro), strict=True))
+    loss, *gradients = est.feature_gradients(z1, z2, index)  # every sample of the batch is a negative
+    no_sync = getattr(model, "no_sync", nullcontext)
+    for part, *g in zip(micro, *(g.split(size) for g in gradients), strict=True):
+        with nullcontext() if part is micro[-1] else no_sync():
+            torch.autograd.backward(model(*part), g)  # again, with a graph, a micro-batch at a time
+    return loss
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
@@ -61,19 +75,14 @@ def main(argv=None):
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
-    est.attach(optimizer)  # rows are committed after each real optimizer.step()
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
+    est.attach(optimizer)  # its state changes after each real optimizer.step()
     parts = {"model": model, "optimizer": optimizer}
     first = load(args.folder, est, parts) if args.resume else 0
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
-            micro = list(zip(*(x.split(args.micro_batch_size) for x in (images, tokens)), strict=True))
-            with torch.no_grad():  # all features first, without a graph
-                z1, z2 = (torch.cat(z) for z in zip(*(model.train()(*part) for part in micro), strict=True))
-            loss, *gradients = est.feature_gradients(z1, z2, index)  # every sample of the batch is a negative
-            for part, *g in zip(micro, *(g.split(args.micro_batch_size) for g in gradients), strict=True):
-                torch.autograd.backward(model(*part), g)  # again, with a graph, a micro-batch at a time
+            loss = backward(est, model.train(), images, tokens, index, args.micro_batch_size)
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)

@@ -19,12 +19,16 @@ CONFIGURATION = {
 }
 
 
+def accelerator(device, accumulate, precision, deepspeed, **options):
+    made = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision=precision, **options)
+    launch.check_processes(made)  # FSDP is in force
+    return made
+
+
 def main():
     os.environ.update(CONFIGURATION, ACCELERATE_TORCH_DEVICE="cpu")
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
-    launch.accelerator = lambda device, accumulate, precision, deepspeed, **options: Accelerator(
-        gradient_accumulation_steps=accumulate, mixed_precision=precision, **options
-    )
+    launch.accelerator = accelerator
     clip_webdataset.main()
 
 

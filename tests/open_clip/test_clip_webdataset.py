@@ -2,11 +2,15 @@
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import math
+import os
 import re
 import resource
+import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +25,7 @@ import compopt  # noqa: E402
 from recipes import clip_webdataset as recipe  # noqa: E402
 from tests.launching import environment  # noqa: E402
 from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
+from tests.pool import free_port  # noqa: E402
 
 SIZES, N = [9, 13, 7, 11], 40
 LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
@@ -117,6 +122,61 @@ def test_every_estimator(given, tmp_path, estimator):
     few = {"neuclip": ["prototypes=8", "restart_every=4"], "residual": ["prototypes=8"]}.get(estimator, [])
     train(given, tmp_path, "--epochs", "1", "--set", *few, estimator=estimator)
     assert all(value.isfinite().all() for value in weights(tmp_path, 1).values())
+
+
+def test_what_is_recommended_is_of_the_batch_that_a_call_has(given, tmp_path):
+    def built(*more):
+        args = recipe.parse(arguments(given, tmp_path, *more, estimator="recommended"))
+        return type(recipe.build_estimator(args, {}, 10_000, 16)).__name__
+
+    size = ("--batch-size", "256", "--accumulate", "4")
+    assert built(*size) == "MemoryEstimator" and built(*size, "--gradient-cache") == "DCLEstimator"
+    train(given, tmp_path, "--max-steps", "1", estimator="recommended")
+    assert json.loads((tmp_path / "run.json").read_text())["estimator"] == ["recommended", {}, "MemoryEstimator"]
+
+
+def test_every_configuration_of_open_clip_says_its_dimension():
+    dims = {name: recipe.model_config(name)[1]["embed_dim"] for name in open_clip.list_models()}
+    assert len(dims) > 100 and all(type(dim) is int and dim > 0 for dim in dims.values())
+
+
+def hugging_face_tower(folder):
+    """A text tower and its tokenizer, from files alone."""
+    transformers = pytest.importorskip("transformers")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green"]))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=7, **size)).save_pretrained(folder)
+    return {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "hf_pooler_type": "mean_pooler"}
+
+
+TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "image_size": 16}
+TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+KINDS = {  # one of each kind among open_clip's configurations, reduced
+    "timm": {"vision_cfg": {**TIMM, "timm_pool": "token", "timm_proj": "linear"}},
+    "custom text": {"custom_text": True},
+    "custom text, EVA": {"custom_text": True, "vision_cfg": {**TIMM, "timm_pool": "token", "timm_proj": None}},
+    "custom text, PE": {"custom_text": True, "text_cfg": {**TEXT, "pool_type": "last", "proj_bias": True}},
+    "Hugging Face": {"text_cfg": hugging_face_tower},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(given, tmp_path, kind):
+    """Most have no ``text_projection``; the memory needs the dimension."""
+    changes = dict(KINDS[kind])
+    if callable(changes.get("text_cfg")):
+        changes["text_cfg"] = {**changes["text_cfg"](tmp_path), "context_length": 8}
+    changes["embed_dim"] = 64 if changes.get("vision_cfg", {}).get("timm_proj", "") is None else 16
+    model = write_model(tmp_path, f"micro-{len(kind)}", **changes)
+    train((given[0], model), tmp_path / "out", "--epochs", "1", "--max-steps", "3", estimator="memory")
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["model"]["embed_dim"] == changes["embed_dim"]
+
+
+def test_models_that_another_loss_trains_are_refused_before_they_are_built(given, tmp_path):
+    for name, said in ("coca_ViT-L-14", "is a CoCa"), ("ViT-gopt-16-SigLIP2-384", "logit_bias"), ("ViT-X", "no such"):
+        with pytest.raises(SystemExit, match=f"--model {name}.*{said}"):
+            recipe.main(arguments(given, tmp_path, "--model", name))
 
 
 def test_open_clip_loads_the_checkpoint(given, tmp_path):
@@ -304,8 +364,98 @@ def test_rows_of_a_run_that_was_killed_before_its_first_state_are_no_obstacle(gi
     assert set(rows(tmp_path)["count"].tolist()) == {2}
 
 
+def test_rows_on_a_disk_of_their_own(given, tmp_path):
+    """A folder there for each output; what a killed run left is removed, and nothing else."""
+    options = ("--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
+    for output in ("one", "other"):
+        train(given, tmp_path / output, *options, "--max-steps", "1")
+        assert not (tmp_path / output / "rows").exists()
+    one, other = sorted((tmp_path / "disk").iterdir())
+    assert one.name.startswith("one-") and other.name.startswith("other-")
+    (tmp_path / "one" / "state" / "latest").unlink()
+    (one / "left").touch()
+    (other / "left").touch()
+    train(given, tmp_path / "one", *options, "--resume")
+    assert not (one / "left").exists() and (other / "left").exists()
+    assert set(rows(tmp_path / "one")["count"].tolist()) == {2}
+
+
+def test_folders_of_rows_that_cannot_be(given, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="--offload-dir: .* needs --offload disk"):
+        recipe.main(arguments(given, tmp_path, "--offload-dir", str(tmp_path)))
+    monkeypatch.setattr(recipe.launch, "from_all", lambda value: ["node-0", "node-1"])
+    with pytest.raises(SystemExit, match="--offload disk on several nodes: .* with --offload-dir"):
+        recipe.main(arguments(given, tmp_path, "--offload", "disk"))
+
+
+LIVING = """
+import os, sys, time
+from pathlib import Path
+from compopt.locks import Claim
+claim = Claim(Path(sys.argv[1]) / ".lock", Path(sys.argv[1]), "")
+worker = os.fork()
+if worker == 0:
+    time.sleep(60)
+print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_of_a_run_that_still_lives_is_refused(given, tmp_path):
+    """Its loader's worker, which may survive it, is no run."""
+    train(given, tmp_path, "--max-steps", "1")
+    gc.collect()  # the run of this process ends here
+    command = [sys.executable, "-c", LIVING, str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        try:
+            with pytest.raises(SystemExit, match=f"--output: .* is in use by process {process.pid} on .*: two runs"):
+                recipe.main(arguments(given, tmp_path, "--resume"))
+            process.kill()
+            process.wait()
+            os.kill(worker, 0)  # lives
+            train(given, tmp_path, "--resume", "--epochs", "1")
+        finally:
+            process.kill()
+            os.kill(worker, signal.SIGKILL)
+    assert set(rows(tmp_path, 1)["count"].tolist()) == {1}
+
+
+def test_accumulation_may_change_where_an_update_keeps_its_samples(given, tmp_path):
+    train(given, tmp_path, "--max-steps", "3")
+    for more in ("--accumulate", "2"), ("--accumulate", "2", "--batch-size", "1"):
+        with pytest.raises(SystemExit, match="another run: accumulate 1 instead of 2, samples of an update 4 instead"):
+            recipe.main(arguments(given, tmp_path, "--resume", *more))
+    train(given, tmp_path, "--resume", "--accumulate", "2", "--batch-size", "2")
+    assert set(rows(tmp_path)["count"].tolist()) == {2}
+    est = compopt.SogCLREstimator(N)
+    compopt.load(est, tmp_path / "epoch_2.compopt")
+    assert est.t == 20  # windows begin where the state was
+
+
+def test_the_device_is_the_accelerator_if_there_is_one(monkeypatch):
+    assert recipe.parse(["--shards", "x"]).device == torch.device("cpu")
+    monkeypatch.setattr(compopt.accelerator, "available", lambda: torch.device("xpu"))
+    assert recipe.parse(["--shards", "x"]).device == torch.device("xpu")
+    assert recipe.parse(["--shards", "x", "--device", "cpu"]).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("flag", ["--shards", "--val-shards"])
+def test_a_remote_shard_that_cannot_be_reached_is_named(given, tmp_path, flag):
+    with socket.socket() as closed:  # a port that nobody listens on
+        closed.bind(("127.0.0.1", 0))
+        urls = [f"http://127.0.0.1:{closed.getsockname()[1]}/{shard:05d}.tar" for shard in range(4)]
+        compopt.data.ShardIndex(dict(zip(urls, SIZES, strict=True))).save(tmp_path / "sizes.json")
+        more = [flag, urls[0].replace("00000", "{00000..00003}")]
+        more += ["--sizes", str(tmp_path / "sizes.json")] if flag == "--shards" else []
+        with pytest.raises(
+            SystemExit, match=rf"{flag}: http://127.*/00000.tar cannot be read \(\w+Error: .*reach it\?"
+        ):
+            recipe.main(arguments(given, tmp_path / "out", *more))
+
+
 def test_pictures_are_augmented_anew_in_every_epoch_and_alike_after_a_resume(given):
-    name, _, (preprocess, _) = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
+    name, _, _, (preprocess, _) = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
     picture = {"png": next(given[0].glob("*.tar")).name.encode(), "txt": b"red", "index": 3}
     with io.BytesIO() as file:
         Image.fromarray(image_of(3)).save(file, "png")
@@ -456,9 +606,11 @@ def test_two_processes(given, tmp_path, way, request):
 
 @pytest.mark.launch
 def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
-    """Every micro-batch takes its share of the scale's gradient, for which DDP waits."""
+    """Every micro-batch takes its share of the scale's gradient, for which DDP waits; it reduces once per window."""
     more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
-    launch(2, given, tmp_path / "two", *more, "--batch-size", "2", "--estimator", "clip")
+    counted = [*more, "--batch-size", "2", "--estimator", "clip"]
+    run = launch(2, given, tmp_path / "two", *counted, module="tests.open_clip.counted")
+    assert run.stdout.count("reduced 5 times") == 2
     train(given, tmp_path / "one", *more, "--batch-size", "4", estimator="clip")
     two, one = weights(tmp_path / "two", 1), weights(tmp_path / "one", 1)
     assert abs(two["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
@@ -470,6 +622,44 @@ def test_one_process_takes_up_what_two_have_left(given, tmp_path):
     launch(2, given, tmp_path, "--batch-size", "2", "--max-steps", "13")
     train(given, tmp_path, "--resume")
     assert set(rows(tmp_path)["count"].tolist()) == {2}
+
+
+def on_two_nodes(given, outputs, disks, *more):
+    """An agent of torchrun for each; -> exit codes and what they said."""
+    port = str(free_port())
+    agents = []
+    for node, (output, disk) in enumerate(zip(outputs, disks, strict=True)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node)]
+        command += ["--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", port]
+        command += ["-m", "recipes.clip_webdataset", *arguments(given, output, *more, "--batch-size", "2")]
+        command += ["--offload", "disk", "--offload-dir", str(disk)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        agents.append(subprocess.Popen(command, env=environment(), start_new_session=True, **pipes))
+    try:
+        said = [agent.communicate(timeout=240)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+    return [agent.returncode for agent in agents], said
+
+
+@pytest.mark.launch
+def test_two_nodes(given, tmp_path):
+    """Each removes the stale rows of its own disk; a folder that they do not share is refused."""
+    disks, output = [tmp_path / "disk0", tmp_path / "disk1"], tmp_path / "out"
+    more = ("--offload", "disk", "--offload-dir")
+    stale = [recipe.rows_folder(recipe.parse(arguments(given, output, *more, str(disk)))) / "left" for disk in disks]
+    for file in stale:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    codes, said = on_two_nodes(given, [output, output], disks, "--epochs", "1")
+    assert codes == [0, 0], said
+    assert not any(file.exists() for file in stale)
+    assert set(rows(output, 1)["count"].tolist()) == {1}
+    (tmp_path / "unshared").mkdir()
+    codes, said = on_two_nodes(given, [output, tmp_path / "unshared"], disks, "--resume")
+    assert 0 not in codes and all("does not see what process 0 on" in text for text in said)
 
 
 # -- evaluated by others -----------------------------------------------------------------------------------------------

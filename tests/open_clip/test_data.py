@@ -14,7 +14,7 @@ import torch
 import webdataset
 
 import compopt
-from compopt.integrations.open_clip import pipeline
+from compopt.integrations.open_clip import options, pipeline
 from tests.open_clip import tiny
 
 
@@ -41,13 +41,28 @@ def assert_own_rows(watch, samples):
 def test_shards(tmp_path, shards, workers, resampled):
     """Workers, shuffling, epochs, and shards drawn with replacement."""
     pattern, index = shards
-    options = {"train_num_samples": 16, "workers": workers, "dataset_resampled": resampled, "batch_size": 4}
-    theirs = tiny.arguments(tmp_path, train_data=pattern, epochs=2, **options)
+    given = {"train_num_samples": 16, "workers": workers, "dataset_resampled": resampled, "batch_size": 4}
+    theirs = tiny.arguments(tmp_path, train_data=pattern, epochs=2, **given)
     watch = tiny.train(["--estimator", "sogclr", "--index", str(index)], theirs)
     assert_own_rows(watch, 32)
     assert watch.est.data_fingerprint == compopt.data.ShardIndex.load(index).fingerprint
     if not resampled:
         assert (watch.rows()["count"] == 2).all()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_is_recommended_knows_the_data_and_the_batch(tmp_path, accumulated, monkeypatch):
+    """It asks for no index; the memory is a quarter of the data."""
+    asked = []
+    original = options.recommended
+    method = options.Method(
+        lambda dim, n, batch_size: asked.append((dim, n, batch_size)) or original(dim, n, batch_size)
+    )
+    monkeypatch.setitem(options.METHODS, "recommended", method)
+    theirs = tiny.arguments(tmp_path, train_data=tiny.write_csv(tmp_path), batch_size=4, accum_freq=accumulated)
+    watch = tiny.train(["--estimator", "recommended"], theirs)
+    assert asked == [(16, 16, 4 * accumulated)] and watch.updates == 4 // accumulated
+    assert watch.est.normalizer.length == 4 and watch.est.n is None
 
 
 def test_keys(tmp_path, shards):

@@ -91,7 +91,9 @@ def test_gamma_of_fastclip_falls_with_the_run(tmp_path, data, decay, gamma):
     assert watch.est.sample_groups[0]["gamma"] == pytest.approx(gamma)
 
 
-@pytest.mark.parametrize("name", ["dcl", "infonce --tau model", "neuclip --prototypes 16 --updates 2", "residual"])
+@pytest.mark.parametrize(
+    "name", ["dcl", "infonce --tau model", "memory", "neuclip --prototypes 16 --updates 2", "residual", "recommended"]
+)
 def test_methods_without_rows_need_no_index(tmp_path, name):
     """On any data that open_clip reads; its loader is left alone."""
     watch = tiny.train(

@@ -126,9 +126,19 @@ def test_words_become_values():
 
 
 def test_every_preset_has_a_name():
-    assert {method.preset.__name__ for method in options.METHODS.values()} == set(presets.__all__)
+    assert {method.preset.__name__ for method in options.METHODS.values()} == {*presets.__all__, "recommended"}
     rows = {name for name, method in options.METHODS.items() if method.has_rows}
     assert rows == {"sogclr", "isogclr", "emc2", *(f"fastclip-v{k}" for k in range(4))}
+
+
+@pytest.mark.parametrize(
+    "samples, batch_size, kind, length", [(None, None, "Memory", 128), (64, 8, "Memory", 16), (9999, 1024, "DCL", None)]
+)
+def test_what_is_recommended_depends_on_the_data_and_the_batch(samples, batch_size, kind, length):
+    for n in (None, samples):  # with and without an index
+        est = flags.parse(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
+        assert type(est).__name__ == f"{kind}Estimator" and est.n is None
+        assert getattr(est.normalizer, "length", None) == length
 
 
 def test_an_open_clip_that_is_not_known():

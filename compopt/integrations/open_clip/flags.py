@@ -14,7 +14,7 @@ from compopt.integrations.open_clip.options import METHODS, MODEL, Method, Optio
 PROG = "compopt.integrations.open_clip"
 USAGE = f"python -m {PROG} --estimator NAME [options] -- <flags of open_clip>"
 # Of a preset's parameters: what the data, the model and the launcher decide.
-DECIDED = {"n", "mode", "version", "process_group", "sample_groups"}
+DECIDED = {"n", "batch_size", "mode", "version", "process_group", "sample_groups"}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from compopt import presets
 from compopt.contrastive import ContrastiveEstimator
+from compopt.presets.recommended import recommended
 
 MODEL = "model"
 
@@ -18,13 +19,13 @@ class Method:
     """A preset under a name.
 
     Attributes:
-        preset: the estimator.
+        preset: builds the estimator.
         fixed: arguments that the name stands for.
         defaults: values of flags that differ from the preset's.
         decays: gamma falls along a cosine, for which the length of the run is known here.
     """
 
-    preset: type[ContrastiveEstimator]
+    preset: Callable[..., ContrastiveEstimator]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     decays: bool = False
@@ -57,6 +58,7 @@ METHODS = {
     "isogclr": Method(presets.ISogCLREstimator),
     "memory": Method(presets.MemoryEstimator),
     "neuclip": Method(presets.NeuCLIPEstimator),
+    "recommended": Method(recommended),
     "residual": Method(presets.ResidualEstimator),
     "sogclr": Method(presets.SogCLREstimator),
 }
@@ -94,19 +96,25 @@ class Options:
         """The samples of this run need an index."""
         return self.method.has_rows or self.index is not None
 
-    def build(self, n: int | None, dim: int | None) -> ContrastiveEstimator:
-        """The estimator.
+    def build(
+        self, n: int | None, dim: int | None, samples: int | None = None, batch_size: int | None = None
+    ) -> ContrastiveEstimator:
+        """Build the estimator.
 
         Args:
             n: number of rows, if samples have an index.
             dim: of the model's features, if it is known.
+            samples: number of training samples, if it is known.
+            batch_size: samples of a call on all ranks, if it is known.
 
         Raises:
             ValueError, TypeError: values that the preset refuses; a temperature that nobody would learn.
         """
         method, parameters = self.method, self.method.parameters
         values = {**method.fixed, **{k: v for k, v in self.given.items() if v != MODEL or k != "tau"}}
-        if n is not None and "n" in parameters:
+        if "batch_size" in parameters:  # what is recommended depends on both, and keeps no rows
+            values |= {"n": samples if n is None else n, "batch_size": batch_size}
+        elif n is not None and "n" in parameters:
             values["n"] = n
         if "dim" in parameters and "dim" not in values:
             if dim is None:

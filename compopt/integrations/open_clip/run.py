@@ -107,10 +107,11 @@ class Run:
         n, fingerprint = None, None
         if self.options.wants_rows:
             n, fingerprint = add_index(data["train"], self.index, self.args)
-        est = self.est = self.window.est = self.options.build(n, self._dim())
+        loader, args = data["train"].dataloader, self.args
+        size = args.batch_size * args.world_size * args.accum_freq  # of an update, which is one call
+        est = self.est = self.window.est = self.options.build(n, self._dim(), loader.num_samples, size)
         est.data_fingerprint = fingerprint
         if n is not None:
-            loader = data["train"].dataloader
             if est.n is not None and "offload" in self.options.given and self.args.accum_freq == 1:
                 loader = est.prefetch(loader, index="index" if self.seams.rebuilt else -1)
             data["train"].dataloader = IndexedLoader(loader, self.window.indices)

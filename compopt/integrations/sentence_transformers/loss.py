@@ -167,11 +167,13 @@ class EstimatorLoss(nn.Module):
                 raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._dimensions)}")
             return self._all[self._dimensions.index(dimension)]
         (est,) = self._all
-        seen = next(iter(self._batches), dimension)
-        if dimension != seen and est.n is not None:
+        built = est.normalizer.structure().get("dim")  # a memory's, as of recommended: of one size
+        seen = next(iter(self._batches), dimension) if built is None else built
+        if dimension != seen and (built is not None or est.n is not None):
             raise ValueError(
-                f"embeddings have {dimension} dimensions and had {seen}; under MatryoshkaLoss give every "
-                f"dimension an estimator of its own, EstimatorLoss(model, {{{seen}: est, {dimension}: ...}})"
+                f"embeddings have {dimension} dimensions and {'had' if built is None else 'the estimator is for'} "
+                f"{seen}; under MatryoshkaLoss give every dimension an estimator of its own, EstimatorLoss(model, "
+                f"{{{seen}: est, {dimension}: ...}}), for example {{d: compopt.recommended(d) for d in dims}}"
             )
         return est
 

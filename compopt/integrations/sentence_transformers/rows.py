@@ -72,7 +72,9 @@ def add_index(
 
 def _check(data: Any) -> None:
     if not hasattr(data, "__len__"):
-        raise TypeError(f"a {type(data).__name__} has no length; add a column 'label' of positions where it is made")
+        raise TypeError(
+            f"data of type {type(data).__name__} has no length; add a column 'label' of positions where it is made"
+        )
     taken = [column for column in LABELS if column in data.column_names]
     if taken:
         raise ValueError(f"column {taken[0]!r} would be taken for the label; remove or rename it")
