@@ -31,11 +31,12 @@ def loss(obj, h1, h2, index):
         return ((log_g.detach() - log_u).exp() * log_g).mean()
     if isinstance(obj, compopt.TemperatureDual):  # the worst of DIM errors, within a KL ball
         errors = (h1 - h2).square().tanh()
-        tau = obj.value(None if obj.mode == "global" else index).reshape(-1, 1).to(h1)
+        own = None if obj.mode == "global" else index
+        tau = obj.value(own).reshape(-1, 1).to(h1)
         scaled = errors.detach() / tau
         share = scaled.softmax(1)
         gradient = scaled.logsumexp(1) - torch.tensor(DIM).log() + RHO - (share * scaled).sum(1)
-        new = obj.update(gradient, None if obj.mode == "global" else index).reshape(-1, 1).to(h1)
+        new = obj.update(gradient, own).reshape(-1, 1).to(h1)
         return ((errors.detach() / new).softmax(1) * errors).sum(1).mean()
     if isinstance(obj, compopt.NeuralNormalizer):  # log-partition functions over the words
         log_g = scores.detach().logsumexp(1) - torch.tensor(POOL).log()
@@ -45,16 +46,25 @@ def loss(obj, h1, h2, index):
     return ((drawn * scores).sum(1) - positive).mean()
 
 
+def call(obj, x, index):
+    """The object's operation on numbers that come from nowhere, ``(B, DIM)``."""
+    if isinstance(obj, compopt.NeuralNormalizer):
+        return obj.update(x, x[:, 0], TAU, x)
+    if isinstance(obj, compopt.MCMCNegativeSampler):
+        return obj.sample(x, index, torch.arange(DIM, device="cpu"))
+    return obj.update(x[:, 0], index) if obj.n else obj.update(x[:, 0])
+
+
 def state(obj):
     """Everything that is committed, in one vector, float64."""
     found = obj.state_dict()
     (extra,) = found["extra"].values()
     entries = {**found["rows"], **extra, "t": torch.tensor(found["t"])}
-    return torch.cat([entries[name].double().flatten().cpu() for name in sorted(entries)])
+    return torch.cat([entries[name].cpu().double().flatten() for name in sorted(entries)])
 
 
 def reference(kind, count, skipped=(), dtype=torch.float64):
-    """One process, windows of `count` micro-batches, AdamW; skipped windows change nothing. -> weights, state after each."""
+    """One process, windows of micro-batches, AdamW; skipped ones change nothing. -> (weights, state) after each."""
     model, obj = Encoders(dtype), KINDS[kind](dtype=dtype)
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
     trace, data = [], micro_batches(count, dtype=dtype)

@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -18,7 +18,7 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.engine import Alone, Engine, check_dtype
+from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.part import PartHooks
@@ -108,14 +108,14 @@ class Component(PartHooks, Estimator):
         if owner is not None:
             return owner._facts
         if self._core is None:
-            self._core = engine = Engine(
-                Alone(self),
-                mode="single",
-                dtype=self.dtype,
-                placement=self._placement,
-            )
-            self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
+            with FIRST_USE:
+                self._core = self._core or self._make_engine()
         return self._core
+
+    def _make_engine(self) -> Engine:
+        engine = Engine(Alone(self), mode="single", dtype=self.dtype, placement=self._placement)
+        self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
+        return engine
 
     def check_free(self) -> None:
         """Refuse to become a part, before anything is changed.
@@ -201,6 +201,9 @@ class Component(PartHooks, Estimator):
     @property
     def defaults(self) -> dict[str, Any]:
         return self.own_defaults if self._owner is not None else super().defaults
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.learned()
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         owner = self.owner
