@@ -147,6 +147,8 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
+    if getattr(est, "owner", None) is not None:
+        _ = est._engine  # raises, and names the owner
     if not state:
         return EstimatorModule(est)
     if est.split:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import compopt
+from tests import four
 from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, N, batch, one_step, same, same_rows, train
 from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
 
@@ -116,3 +117,34 @@ def test_evaluation_on_the_device(name):
         with quiet():
             found = there.eval()(*batch(7, DEVICE))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload"),
+    [
+        *((kind, None) for kind in four.KINDS),
+        *((kind, offload) for kind in four.WITH_ROWS for offload in ("cpu", "disk")),
+    ],
+)
+def test_an_object_alone(kind, offload, tmp_path):
+    """As on the CPU; nothing waits; the state follows the values, its offloaded rows do not."""
+    options = {"offload": offload} if offload else {}
+    options |= {"offload_dir": tmp_path} if offload == "disk" else {}
+    batches = [torch.randn(8, four.DIM, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    there, here = four.KINDS[kind](**options), four.KINDS[kind]()
+
+    def train(obj, inputs, seeds):
+        values = []
+        for seed in seeds:
+            values.append([four.call(obj, inputs[seed], torch.arange(8) + seed)])
+            obj.step()
+        return values
+
+    expected, inputs = train(here, batches, range(5)), [x.to(DEVICE) for x in batches]
+    found = train(there, inputs, range(2))
+    with quiet():
+        found += train(there, inputs, range(2, 5))
+    assert all(value.device.type == DEVICE.type for (value,) in found)
+    same([[value.cpu().double() for (value,) in found]], [[value.double() for (value,) in expected]])
+    torch.testing.assert_close(four.state(there), four.state(here), rtol=1e-4, atol=1e-5)
+    assert there.device.type == ("cpu" if offload else DEVICE.type)

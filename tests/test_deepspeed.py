@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from tests.four import KINDS, assert_alike, loss, state
+from tests.four import reference as reference_alone
 from tests.pool import the_pool
 from tests.test_integrations import counting
 from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, reference, rows, weights
@@ -23,8 +25,15 @@ def ours(function, *args):
     return the_pool(2, timeout=120).run(function, 2, *args)
 
 
-def engine_and_rows(stage, precision="fp32", dtype=torch.float32, universal=False):
+def engine_and_rows(stage, precision="fp32", universal=False):
     """An engine with two parameter groups, and the estimator attached to it."""
+    engine = new_engine(stage, precision, universal)
+    est = compopt.ISogCLREstimator(N, rho=0.5, shard=stage % 2 == 1)
+    est.attach(engine)
+    return engine, est
+
+
+def new_engine(stage, precision="fp32", universal=False):
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -40,10 +49,7 @@ def engine_and_rows(stage, precision="fp32", dtype=torch.float32, universal=Fals
     }
     model = Encoders(torch.float32)
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    est = compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype, shard=stage % 2 == 1)
-    est.attach(engine)
-    return engine, est
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def full_weights(engine):
@@ -183,6 +189,71 @@ def test_mistakes_are_named(tmp_path):
     for first, second, *others in ours(run_mistakes, str(tmp_path / "c")):
         assert "without rows" in first and "'compopt'" in second
         assert len(others) == 2 and all("DeepSpeed saves a state of its own" in each for each in others)
+
+
+def train_alone(engine, objects, data, overflow=()):
+    """As `train`, with objects whose values are in the loss."""
+    trace = []
+    for step, (x1, x2, index) in enumerate(data):
+        kind = next(engine.module.parameters()).dtype
+        h1, h2 = engine(x1.to(kind), x2.to(kind))
+        total = sum(loss(obj, h1, h2, index) for obj in objects)
+        if step // WINDOW in overflow and step % WINDOW == 1 and dist.get_rank() == 0:
+            total = total * torch.inf
+        engine.backward(total)
+        engine.step()
+        if step % WINDOW == WINDOW - 1:
+            trace.append((full_weights(engine), *map(state, objects)))
+    return trace
+
+
+def run_alone(group, kind, stage, folder):
+    from compopt.integrations import deepspeed as integration
+
+    def fresh():
+        engine, obj = new_engine(stage), KINDS[kind](shard=stage % 2 == 1)
+        obj.attach(engine)
+        return engine, obj
+
+    engine, obj = fresh()
+    commits, first, second = counting(obj), data(UPDATES)[: 2 * WINDOW], data(UPDATES)[2 * WINDOW :]
+    trace = train_alone(engine, [obj], first)
+    integration.save_checkpoint(engine, obj, folder)
+    trace += train_alone(engine, [obj], second)
+    counts = len(commits), obj.t, obj.pending
+    engine, obj = fresh()
+    integration.load_checkpoint(engine, obj, folder)
+    return trace, counts, obj.t, train_alone(engine, [obj], second)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_alone(kind, stage, tmp_path):
+    """One commit per update, the results of one process, and a resume to the bit from the engine's folder."""
+    for trace, counts, t, resumed in ours(run_alone, kind, stage, str(tmp_path / "c")):
+        assert counts == (UPDATES, UPDATES, 0) and t == 2
+        assert_alike(trace, reference_alone(kind, UPDATES * WINDOW), 1e-4)
+        assert_alike(resumed, trace[2:], 0)
+
+
+def run_alone_overflow(group, stage):
+    engine, objects = new_engine(stage, "bf16"), [make(shard=stage % 2 == 1) for make in KINDS.values()]
+    commits = []
+    for obj in objects:
+        obj.attach(engine)
+        commits.append(counting(obj))
+    trace = train_alone(engine, objects, data(4), overflow=(1, 2))
+    return trace, [len(own) for own in commits], [obj.pending for obj in objects], engine.skipped_steps
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_objects_alone_commit_nothing_of_a_skipped_window(stage):
+    for trace, commits, pending, skipped in ours(run_alone_overflow, stage):
+        assert skipped == 2 and commits == [2] * len(KINDS) and pending == [0] * len(KINDS)
+        first, second, third, fourth = trace
+        for values in zip(first, second, third, fourth, strict=True):
+            assert torch.equal(values[0], values[1]) and torch.equal(values[1], values[2])
+            assert not torch.equal(values[2], values[3])
 
 
 def run_accelerate(group, stage, folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compopt
+from tests import four
 from tests.helpers import features
 
 N, STEPS, UPDATES = 6000, 30, 2
@@ -43,11 +44,28 @@ def in_rows(**options):
     return est
 
 
+PLACED = {
+    "composed": build,
+    "average": in_rows,
+    "dual": lambda **options: compopt.TemperatureDual(N, **options),
+    "chains": lambda **options: compopt.MCMCNegativeSampler(N, **options),
+}
+WITHOUT_ROWS = {
+    "global dual": lambda: compopt.TemperatureDual(None, mode="global"),
+    "network": lambda: compopt.NeuralNormalizer(four.DIM, 8, updates=UPDATES, lr=0.01, optimizer=torch.optim.Adam),
+}
+CASES = [
+    *((make, offload) for make in PLACED for offload in (None, "cpu", "disk")),
+    *((make, None) for make in WITHOUT_ROWS),
+]
+
+
 def train(est, steps, step=None):
     """Commit `steps` times."""
-    if isinstance(est, compopt.MovingAverageEstimator):
+    if not isinstance(est, compopt.ContrastiveEstimator):
+        index = torch.arange(est.n or 8)
         for t in range(steps):
-            est.update(torch.full((N,), float(t)), torch.arange(N))
+            four.call(est, torch.full((len(index), four.DIM), float(t)), index)
             (step or est.step)()
         return
     z1, z2 = features(64, 4, 0, dtype=torch.float32)
@@ -59,7 +77,7 @@ def train(est, steps, step=None):
 def commits(state):
     """How many commits each piece of a state has seen."""
     seen = {"t": state["t"]}
-    count = state["rows"]["count"]
+    count = state["rows"].get("count", torch.full((1, 1), state["t"]))
     visited = count if len(count) == int((count > 0).any(1).sum()) else count[count.any(1)]
     seen |= {"least": int(visited.min()), "most": int(visited.max())} if len(visited) else {"least": 0, "most": 0}
     for role, extra in state["extra"].items():
@@ -95,10 +113,10 @@ def beside(est, action, step=None):
     return found
 
 
-@pytest.mark.parametrize("make", [in_rows, build])
-@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-def test_state_dict_in_a_thread(make, offload, tmp_path):
-    est = make(offload=offload, **({"offload_dir": tmp_path} if offload == "disk" else {}))
+@pytest.mark.parametrize(("kind", "offload"), CASES)
+def test_state_dict_in_a_thread(kind, offload, tmp_path):
+    place = {"offload": offload} if offload else {}
+    est = {**PLACED, **WITHOUT_ROWS}[kind](**place, **({"offload_dir": tmp_path} if offload == "disk" else {}))
     torn = [seen for seen in map(commits, beside(est, est.state_dict)) if len(set(seen.values())) > 1]
     assert not torn, torn[:3]
 
@@ -232,3 +250,22 @@ def test_a_copy_has_a_lock_of_its_own(duplicate):
         thread.join(30)
         assert not thread.is_alive()
     assert other.t == 1 and est.t == 0
+
+
+@pytest.mark.parametrize("kind", four.KINDS)
+def test_the_first_use_by_two_threads(kind):
+    """Whoever is first makes the engine and the rows, and only one."""
+    for _ in range(30):
+        obj, start = four.KINDS[kind](), threading.Barrier(2)
+
+        def copies(obj=obj, start=start):
+            start.wait()
+            obj.state_dict()
+
+        thread = threading.Thread(target=copies)
+        thread.start()
+        start.wait()
+        four.call(obj, torch.ones(4, four.DIM), torch.arange(4))
+        obj.step()
+        thread.join(30)
+        assert not thread.is_alive() and (obj.t, obj.pending) == (1, 0)

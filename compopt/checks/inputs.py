@@ -148,13 +148,13 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
 
 
 def check_pool(candidates: Any, scores: Tensor) -> Tensor:
-    """Positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64 on its device; none twice."""
+    """Positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64; none twice."""
     if scores.shape[1] == 0:
         raise ValueError("scores have no columns; a pool needs at least one candidate")
     names = check_vector("candidates", candidates, scores.shape[1], "scores of {} candidates")
     if names.device.type == "cpu" and (int(names.min()) < 0 or distinct_values(names) != len(names)):
         raise ValueError("candidates must be positions >= 0 that occur once each; merge or drop the others")
-    return names.to(scores.device)
+    return names
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:

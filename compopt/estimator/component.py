@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.engine import Alone, Engine, check_dtype
+from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.part import PartHooks
@@ -107,14 +107,14 @@ class Component(PartHooks, Estimator):
         if owner is not None:
             return owner._facts
         if self._core is None:
-            self._core = engine = Engine(
-                Alone(self),
-                mode="single",
-                dtype=self.dtype,
-                placement=self._placement,
-            )
-            self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
+            with FIRST_USE:
+                self._core = self._core or self._make_engine()
         return self._core
+
+    def _make_engine(self) -> Engine:
+        engine = Engine(Alone(self), mode="single", dtype=self.dtype, placement=self._placement)
+        self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
+        return engine
 
     def check_free(self) -> None:
         """Refuse to become a part, before anything is changed.
@@ -189,6 +189,9 @@ class Component(PartHooks, Estimator):
 
     def _described(self) -> dict[str, Any]:
         return self.described()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.learned()
 
     def __repr__(self) -> str:
         try:

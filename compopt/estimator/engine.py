@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
+FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
 
 
 class Engine:
@@ -89,18 +91,24 @@ class Engine:
     def open(self) -> Self:
         """Make the rows and their reader, once."""
         if self._reader is None:
-            if self.table is None:
-                self.table = self._make_table()
-            self._reader = BatchReader(
-                self.groups,
-                self.table,
-                self.handshake,
-                self.async_checks,
-                self.dtype,
-                self.columns(),
-                self._row_keys,
-            )
+            with FIRST_USE:
+                self._open()
         return self
+
+    def _open(self) -> None:
+        if self._reader is not None:  # another thread was first
+            return
+        if self.table is None:
+            self.table = self._make_table()
+        self._reader = BatchReader(
+            self.groups,
+            self.table,
+            self.handshake,
+            self.async_checks,
+            self.dtype,
+            self.columns(),
+            self._row_keys,
+        )
 
     @property
     def reader(self) -> BatchReader:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import checks, rng
+from compopt import accelerator, checks, rng
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_pool, check_values
@@ -262,7 +262,7 @@ class MCMCNegativeSampler(Normalizer):
         with engine.handshake.guard():
             scores = check_values("scores", scores, "(B, M)", 2)
             keys = {"index": self._index(index, len(scores))}
-            names = check_pool(candidates, scores)
+            names = accelerator.to_device(check_pool(candidates, scores), scores.device)
         batch = self._read(keys, {"scores": scores[:, :1]})
         hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
         with torch.no_grad():

@@ -201,8 +201,8 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        if self._owner is None:
-            assert self._facts  # used alone, it makes its state now
+        if "tau" not in self.state:
+            _ = self._facts  # used alone, it makes its state now
         return self.state["tau"]
 
     def constants(self) -> list[float] | None:

@@ -19,6 +19,7 @@ NAMED = {
     "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here",
     "estimator/async_checks.py": "what is known on the device first: features that are not finite, a bad index there",
     "contrastive.py": "positions of further candidates",
+    "negatives/sampler.py": "positions of a pool of candidates",
     "stores/offloaded.py": "rows read without prefetch; rows committed, and their numbers, on a side stream",
     "stores/fetched.py": "rows read ahead, and their numbers, on a side stream; of few rows when they are taken",
     "stores/table.py": "with shards: which of the batch's rows are here",

@@ -1,0 +1,142 @@
+"""The four objects alone, beside a model of the user's: accelerate, DDP, FSDP2, placements and numbers of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from tests.four import KINDS, WITH_ROWS, assert_alike, loss, reference, state
+from tests.pool import the_pool
+from tests.test_integrations import Samples, accelerator, counting, full_weights
+from tests.training import MICRO, WINDOW, Encoders, micro_batches, needs_fsdp2, weights
+
+pytestmark = pytest.mark.distributed
+COUNT, SAVED = 7, 4  # micro-batches in all: the last window is short; and before the save
+
+
+# accelerate ---------------------------------------------------------------------------------------
+
+
+def run_accelerate(group, kind, ranks, folder):
+    from compopt.integrations import accelerate as integration
+
+    def prepared(acc):
+        model = Encoders()
+        optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(Samples(COUNT, torch.float64), batch_size=MICRO // ranks)
+        model, optimizer, loader = acc.prepare(model, optimizer, loader)
+        obj = KINDS[kind](dtype=torch.float64, shard=ranks > 1)
+        integration.attach(obj, optimizer, acc)
+        integration.register_for_checkpointing(obj, acc)
+        return model, optimizer, loader, obj
+
+    def train(acc, parts, steps, save=False):
+        model, optimizer, loader, obj = parts
+        trace = []
+        for step, (x1, x2, index) in enumerate(obj.prefetch(loader)):
+            if step not in steps:
+                continue
+            with acc.accumulate(model):
+                acc.backward(loss(obj, *model(x1, x2), index))
+                optimizer.step()
+                optimizer.zero_grad()
+            if acc.sync_gradients:
+                trace.append((weights(model), state(obj)))
+            if save and step == SAVED - 1:
+                acc.save_state(folder)
+        return trace
+
+    with accelerator(gradient_accumulation_steps=WINDOW) as acc:
+        parts = prepared(acc)
+        commits = counting(parts[3])
+        trace = train(acc, parts, range(COUNT), save=True)
+        counts = len(commits), parts[3].t, parts[3].pending
+    with accelerator(gradient_accumulation_steps=WINDOW) as acc:
+        parts = prepared(acc)
+        train(acc, parts, range(SAVED - 1))  # something else; its last proposals are pending
+        assert parts[3].pending == 1
+        acc.load_state(folder)
+        parts[0].zero_grad()
+        return trace, counts, (parts[3].t, parts[3].pending), train(acc, parts, range(SAVED, COUNT))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accelerate(kind, ranks, tmp_path):
+    """One commit per update, the results of plain torch on one rank, and a resume to the bit."""
+    arguments = kind, ranks, str(tmp_path / "state")
+    run = the_pool(2, timeout=120).run
+    results = run(run_accelerate, 2, *arguments) if ranks > 1 else [run_accelerate(None, *arguments)]
+    expected = reference(kind, COUNT)
+    for trace, counts, loaded, resumed in results:
+        assert counts == (len(expected), len(expected), 0) and loaded == (SAVED // WINDOW, 0)
+        assert_alike(trace, expected, 1e-10)
+        assert_alike(resumed, trace[SAVED // WINDOW :], 0)
+
+
+# plain torch --------------------------------------------------------------------------------------
+
+
+def run_wrapped(group, kind, wrapper):
+    model = Encoders()
+    if wrapper == "ddp":
+        wrapped, find = DistributedDataParallel(model), weights
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        wrapped, find = fully_shard(model), full_weights
+    obj = KINDS[kind](dtype=torch.float64, shard=True)
+    optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
+    obj.attach(optimizer)
+    trace = []
+    for step, (x1, x2, index) in enumerate(micro_batches(2 * WINDOW, dist.get_rank(), 2)):
+        (loss(obj, *wrapped(x1, x2), index) / WINDOW).backward()
+        if step % WINDOW == WINDOW - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.append((find(model), state(obj)))
+    return trace
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_equal_one(kind, wrapper):
+    for trace in the_pool(2, timeout=120).run(run_wrapped, 2, kind, wrapper):
+        assert_alike(trace, reference(kind, 2 * WINDOW), 1e-10)
+
+
+# placements ---------------------------------------------------------------------------------------
+
+
+def run_saved(group, kind, folder, before):
+    """Train a little, save; or load what was saved, and go on. -> states"""
+    rank, size = dist.get_rank(), dist.get_world_size(group)
+    obj = KINDS[kind](process_group=group, shard=True, offload="disk", offload_dir=f"{folder}/rows-{size}-{before}")
+    if not before:
+        compopt.load(obj, f"{folder}/saved")
+    trace, model = [state(obj)], Encoders(torch.float32)
+    for x1, x2, index in micro_batches(6, seed=4)[:3] if before else micro_batches(6, seed=4)[3:]:
+        part = torch.arange(MICRO).tensor_split(size)[rank]
+        if kind in WITH_ROWS:
+            obj.prefetch(index[part])
+        loss(obj, *model(x1[part].float(), x2[part].float()), index[part])
+        obj.step()
+        trace.append(state(obj))
+    if before:
+        compopt.save(obj, f"{folder}/saved")
+    return trace, obj.split
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_on_disk_move_between_numbers_of_ranks(kind, tmp_path):
+    model, obj, expected = Encoders(torch.float32), KINDS[kind](), []
+    for x1, x2, index in micro_batches(6, seed=4):
+        loss(obj, *model(x1.float(), x2.float()), index)
+        obj.step()
+        expected.append(state(obj))
+    saved = the_pool().run(run_saved, 2, kind, str(tmp_path), True)
+    for ranks in (1, 3):
+        for (first, *later), _ in the_pool().run(run_saved, ranks, kind, str(tmp_path), False):
+            assert torch.equal(first, saved[0][0][-1])
+            torch.testing.assert_close(later, expected[3:], rtol=1e-5, atol=1e-5)
