@@ -106,6 +106,43 @@ def test_two_ranks_equal_one(kind, wrapper):
         assert_alike(trace, reference(kind, 2 * WINDOW), 1e-10)
 
 
+def run_distributed_checkpoint(group, kind, folder):
+    import torch.distributed.checkpoint as dcp
+
+    from compopt.integrations.dcp import Stateful
+
+    obj, other = (KINDS[kind](shard=True) for _ in range(2))
+    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
+        loss(obj, x1, x2, index)
+        obj.step()
+    dcp.save({"obj": Stateful(obj)}, checkpoint_id=folder)
+    dcp.load({"obj": Stateful(other)}, checkpoint_id=folder)
+    return torch.equal(state(obj), state(other)), other.t
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_checkpoints(kind, tmp_path):
+    assert the_pool(2, timeout=120).run(run_distributed_checkpoint, 2, kind, str(tmp_path / "c")) == [(True, 3)] * 2
+
+
+def run_orders(group):
+    obj = KINDS["network"]()
+    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
+        loss(obj, x1, x2, index)
+        obj.step()
+    saved = obj.state_dict()
+    entries = saved["extra"]["normalizer"]
+    order = sorted(entries, reverse=bool(dist.get_rank()))
+    obj.load_state_dict({**saved, "extra": {"normalizer": {name: entries[name] for name in order}}})
+    again = obj.state_dict()["extra"]["normalizer"]
+    return all(torch.equal(again[name], entries[name]) for name in entries)
+
+
+def test_ranks_may_load_entries_in_other_orders():
+    """Their split tensors are joined by name; safetensors gives each process an order of its own."""
+    assert the_pool(2, timeout=120).run(run_orders, 2) == [True, True]
+
+
 # placements ---------------------------------------------------------------------------------------
 
 
