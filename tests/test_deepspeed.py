@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from tests.four import KINDS, assert_alike, loss, reference as reference_alone, state
+from tests.four import KINDS, assert_alike, loss, state
+from tests.four import reference as reference_alone
 from tests.pool import the_pool
 from tests.test_integrations import counting
 from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, reference, rows, weights
