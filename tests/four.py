@@ -19,6 +19,7 @@ KINDS = {
     "chains": lambda **options: compopt.MCMCNegativeSampler(N, seed=1, **options),
 }
 WITH_ROWS = ["average", "dual", "chains"]
+PLACES = [*((kind, None) for kind in KINDS), *((kind, place) for kind in WITH_ROWS for place in ("cpu", "disk"))]
 
 
 def loss(obj, h1, h2, index):

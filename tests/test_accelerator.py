@@ -119,13 +119,7 @@ def test_evaluation_on_the_device(name):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "offload"),
-    [
-        *((kind, None) for kind in four.KINDS),
-        *((kind, offload) for kind in four.WITH_ROWS for offload in ("cpu", "disk")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "offload"), four.PLACES)
 def test_an_object_alone(kind, offload, tmp_path):
     """As on the CPU; nothing waits; the state follows the values, its offloaded rows do not."""
     options = {"offload": offload} if offload else {}

@@ -1,4 +1,4 @@
-"""The four objects alone, beside a model of the user's: accelerate, DDP, FSDP2, placements and numbers of ranks."""
+"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, workers of a loader."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from tests.four import KINDS, WITH_ROWS, assert_alike, loss, reference, state
+from tests.four import KINDS, PLACES, WITH_ROWS, assert_alike, call, loss, reference, state
 from tests.pool import the_pool
 from tests.test_integrations import Samples, accelerator, counting, full_weights
-from tests.training import MICRO, WINDOW, Encoders, micro_batches, needs_fsdp2, weights
+from tests.training import DIM, MICRO, WINDOW, Encoders, N, micro_batches, needs_fsdp2, weights
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.launch]
 COUNT, SAVED = 7, 4  # micro-batches in all: the last window is short; and before the save
 
 
@@ -106,6 +106,43 @@ def test_two_ranks_equal_one(kind, wrapper):
         assert_alike(trace, reference(kind, 2 * WINDOW), 1e-10)
 
 
+def run_distributed_checkpoint(group, kind, folder):
+    import torch.distributed.checkpoint as dcp
+
+    from compopt.integrations.dcp import Stateful
+
+    obj, other = (KINDS[kind](shard=True) for _ in range(2))
+    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
+        loss(obj, x1, x2, index)
+        obj.step()
+    dcp.save({"obj": Stateful(obj)}, checkpoint_id=folder)
+    dcp.load({"obj": Stateful(other)}, checkpoint_id=folder)
+    return torch.equal(state(obj), state(other)), other.t
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_checkpoints(kind, tmp_path):
+    assert the_pool(2, timeout=120).run(run_distributed_checkpoint, 2, kind, str(tmp_path / "c")) == [(True, 3)] * 2
+
+
+def run_orders(group):
+    obj = KINDS["network"]()
+    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
+        loss(obj, x1, x2, index)
+        obj.step()
+    saved = obj.state_dict()
+    entries = saved["extra"]["normalizer"]
+    order = sorted(entries, reverse=bool(dist.get_rank()))
+    obj.load_state_dict({**saved, "extra": {"normalizer": {name: entries[name] for name in order}}})
+    again = obj.state_dict()["extra"]["normalizer"]
+    return all(torch.equal(again[name], entries[name]) for name in entries)
+
+
+def test_ranks_may_load_entries_in_other_orders():
+    """Their split tensors are joined by name; safetensors gives each process an order of its own."""
+    assert the_pool(2, timeout=120).run(run_orders, 2) == [True, True]
+
+
 # placements ---------------------------------------------------------------------------------------
 
 
@@ -140,3 +177,42 @@ def test_shards_on_disk_move_between_numbers_of_ranks(kind, tmp_path):
         for (first, *later), _ in the_pool().run(run_saved, ranks, kind, str(tmp_path), False):
             assert torch.equal(first, saved[0][0][-1])
             torch.testing.assert_close(later, expected[3:], rtol=1e-5, atol=1e-5)
+
+
+# workers ------------------------------------------------------------------------------------------
+
+
+class Seen(torch.utils.data.Dataset):
+    """What a worker reads of an object that its data set holds."""
+
+    def __init__(self, obj):
+        self.obj = obj
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, at):
+        if isinstance(self.obj, compopt.NeuralNormalizer):
+            return self.obj.predict(torch.full((1, DIM), at + 1.0), 0.5)
+        if isinstance(self.obj, compopt.TemperatureDual):
+            return self.obj.value(torch.tensor([at])).reshape(1)
+        return torch.cat([column.double().flatten() for column in self.obj.read(torch.tensor([at])).values()])
+
+
+@pytest.mark.parametrize(("kind", "offload"), PLACES)
+def test_forked_workers_read_what_was_committed_before_them(kind, offload, tmp_path):
+    place = {"offload": offload} if offload else {}
+    obj = KINDS[kind](**place, **({"offload_dir": tmp_path} if offload == "disk" else {}))
+
+    def train():
+        for x, _, index in micro_batches(3, dtype=torch.float32):
+            call(obj, x, index)
+            obj.step()
+
+    train()
+    expected = torch.stack([Seen(obj)[at] for at in range(N)])
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
+    batches = iter(torch.utils.data.DataLoader(Seen(obj), batch_size=N // 4, **options))
+    found = [next(batches)]
+    train()  # this process goes on
+    assert torch.equal(torch.cat([*found, *batches])[: N // 4], expected[: N // 4]) and obj.t == 6

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from tests import four
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, features, make, run, snapshot
 from tests.pool import the_pool
 from tests.samplers import both
+from tests.training import micro_batches
 
 N = 23
 
@@ -73,6 +75,26 @@ def test_every_method(info, mode, context, tmp_path):
         elsewhere = life(info, mode, tmp_path / "elsewhere")
     for expected, got in zip(usual, elsewhere, strict=True):
         assert_same_bits(expected, got)
+
+
+@elsewhere
+@pytest.mark.parametrize("kind", four.KINDS)
+def test_objects_alone(kind, context):
+    data = micro_batches(4, dtype=torch.float32)
+
+    def trained():
+        obj, twin = four.KINDS[kind](), four.KINDS[kind]()
+        for x, _, index in data:
+            four.call(obj, x, index)
+            obj.step()
+        twin.load_state_dict(obj.state_dict())
+        return obj, twin
+
+    usual, _ = trained()
+    with context():
+        found = trained()
+    for obj in found:
+        assert torch.equal(four.state(obj), four.state(usual))
 
 
 @elsewhere

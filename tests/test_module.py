@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import compopt
+from tests import four
 from tests.helpers import assert_same_bits, snapshot
 from tests.pool import the_pool
 from tests.training import DIM, Encoders, N, micro_batches
@@ -200,6 +201,56 @@ def test_an_estimator_without_a_call_serves_as_state():
     assert module.state_dict()["_extra_state"]["rows"]["count"].sum() == 2
     with pytest.raises(TypeError, match="MovingAverageEstimator has no call"):
         module(torch.zeros(2))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", four.KINDS)
+def test_an_object_alone_in_a_model(kind, duplicate):
+    """Its state is the model's; copies of the model have objects of their own, known under all their names."""
+
+    def built():
+        model = nn.Module()
+        model.encoders, model.state = Encoders(DTYPE), compopt.as_module(four.KINDS[kind](dtype=DTYPE))
+        model.obj = model.state.est
+        return model
+
+    def train(model, data):
+        for x1, x2, index in data:
+            four.loss(model.obj, *model.encoders(x1, x2), index)
+            model.obj.step()
+
+    model, data, loaded = built(), micro_batches(4), built()
+    train(model, data[:2])
+    twin, before = duplicate(model), four.state(model.obj)
+    loaded.load_state_dict(model.state_dict())
+    assert twin.state.est is twin.obj is not model.obj
+    for other in (twin, loaded):
+        assert torch.equal(four.state(other.obj), before)
+        train(other, data[2:])
+    assert torch.equal(four.state(model.obj), before) and not torch.equal(four.state(twin.obj), before)
+    assert torch.equal(four.state(twin.obj), four.state(loaded.obj))
+    assert not model.eval().obj.training and model.train().obj.training
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("order", [("part", "est"), ("est", "part")])
+def test_copies_of_a_model_with_an_owner_and_its_part(order, duplicate):
+    est, model = estimator(), nn.Module()
+    for name in order:
+        setattr(model, name, est if name == "est" else est.normalizer)
+    twin = duplicate(model)
+    assert twin.part.owner is twin.est is not est and twin.est.normalizer is twin.part
+    twin.est(*Encoders(DTYPE)(*micro_batches(1)[0][:2]), torch.arange(8))
+    twin.est.step()
+    assert twin.part.read(torch.arange(8))["count"].sum() == 8 and est.t == 0
+
+
+def test_a_part_is_refused():
+    est = estimator()
+    for part, state in ((est.normalizer, True), (est.temperature, False)):
+        with pytest.raises(RuntimeError, match="part of.*ContrastiveEstimator"):
+            compopt.as_module(part, state)
+    assert list(est.normalizer.parameters()) == [] and list(est.temperature.parameters()) == list(est.parameters())
 
 
 def test_bad_arguments_are_refused():

@@ -321,7 +321,7 @@ class NeuralNormalizer(Normalizer):
             self._ranks.barrier()
         return {
             name: (self._ranks.join(value, self.prototypes, 1) if self._is_split(value) else value).clone()
-            for name, value in self.state.items()
+            for name, value in sorted(self.state.items())  # ranks that were loaded may have other orders
         }
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
