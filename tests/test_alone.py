@@ -1167,7 +1167,7 @@ def alone_on_ranks(group, name, options, window):
         found.append(kind.call(u, own))
         if step % window == window - 1:
             u.step()
-    if kind.name in ("momentum", "adam") and "shard" not in options and rank == 0:
+    if kind.name in ("momentum", "adam") and "shard" not in options and options.get("offload") != "disk" and rank == 0:
         u.value(torch.tensor([0]))  # by one rank alone
     looked = u.read(torch.tensor([rank, 5])) if kind.has_rows else None
     return found, state(u), looked, u.value(torch.tensor([rank, 3])) if "tau" in (looked or {}) else None

@@ -313,6 +313,6 @@ class RowTable:
         self.agree_partial()
 
     def agree_partial(self) -> None:
-        """Ranks read each other's shards, so that all know of the marks in any; collective where :attr:`split`."""
-        if self.split:
+        """Ranks read each other's shards, so that all know of the marks in any; collective on shards."""
+        if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

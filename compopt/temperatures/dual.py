@@ -201,7 +201,7 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        if "tau" not in self.state:
+        if self._owner is None:
             _ = self._facts  # used alone, it makes its state now
         return self.state["tau"]
 
