@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
@@ -319,6 +320,8 @@ class Temperature(Component):
             if callable(hook) and new not in cls.__dict__ and _is_hook(hook, old, arguments):
                 setattr(cls, new, hook)
                 warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
+            elif new in cls.__dict__ and not hasattr(cls, old):
+                setattr(cls, old, _former(old, cls.__dict__[new]))  # for super().value(...) of such classes
         super().__init_subclass__(**options)
 
     @property
@@ -356,11 +359,7 @@ class Temperature(Component):
         del visits
         own = self.constants()
         if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):
-            raise ValueError(
-                f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has "
-                f"tau={_tau_text(own)}, for which log u means something else; build it with that temperature, or load "
-                f"the state of the temperature first"
-            )
+            raise other_temperature(given, f"tau={_tau_text(own)}")
 
     def rho(self, hyper: Hyper) -> Any:
         """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
@@ -382,8 +381,27 @@ class Temperature(Component):
         return {}
 
 
+def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
+    """Return the refusal of rows that were averaged at other temperatures than those of this estimator."""
+    return ValueError(
+        f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which log "
+        f"u means something else; build it with that temperature, or load the state of the temperature first"
+    )
+
+
 def _tau_text(constants: Sequence[float] | None) -> str:
     return "one per sample" if constants is None else ", ".join(f"{tau:.6g}" for tau in constants)
+
+
+def _former(name: str, hook: Any) -> Any:
+    """Return a hook under its former name."""
+
+    @functools.wraps(hook)
+    def call(self: Temperature, *args: Any) -> Any:
+        warnings.warn(f"{name} is called {hook.__name__} now; rename the call", DeprecationWarning, stacklevel=2)
+        return hook(self, *args)
+
+    return call
 
 
 def _is_hook(function: Any, name: str, arguments: int) -> bool:

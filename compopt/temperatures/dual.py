@@ -17,7 +17,7 @@ from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Setting
-from compopt.estimator.component import Temperature
+from compopt.estimator.component import Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.state_dict import part_state_dict
 from compopt.stores.layout import Column
@@ -211,10 +211,13 @@ class TemperatureDual(Temperature):
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
         if self.mode == "global":
             return super().check_same(given, visits)
-        if given is not None and [group["tau_init"] for group in self.sample_groups] == given:
-            return  # every sample starts where the rows were averaged
+        starts = [group["tau_init"] for group in self.sample_groups]
+        if given == starts:  # every sample starts where the rows were averaged
+            return
+        if given is not None:
+            raise other_temperature(given, f"tau_init={', '.join(map(str, starts))}")
         met = part_state_dict(self._facts, self._role or self.role)["rows"][COUNT].to(visits.device) > 0
-        if given is not None or bool(((visits > 0) & ~met).any()):
+        if bool(((visits > 0) & ~met).any()):
             super().check_same(given, visits)
 
     @property
