@@ -1,4 +1,4 @@
-"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, workers of a loader."""
+"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, loaders."""
 
 import pytest
 import torch
