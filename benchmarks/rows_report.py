@@ -14,11 +14,10 @@ to third quartile) in microseconds. *First touch*: {cold} batches of a table nev
 is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, visited before and written, in a cycle; its
 pages are in memory, its rows mostly not in the processor's caches. On disk at n = 1e9 the pool has a million pages
 of 4 KiB, which the kernel keeps writing back: a scatter then marks most of its pages as changed anew, in the writer
-thread. *Evicted*: pages of the pool, written to the disk
-and dropped from memory before. `gather` and `scatter` are the store's, in the calling thread; on disk a scatter
-includes the redo record. `fetch`, `prefetch`, `take`, `commit` are what the training thread pays in a loop with
-{work} ms of matrix products between them, in which the reader and writer threads work beside it. Memory is what the
-process has at the end beyond what it had before the table: anonymous, and pages of the file."""
+thread. *Evicted*: pages of the pool, written to the disk and dropped from memory before. `gather` and `scatter` are
+the store's, in the calling thread. `fetch`, `prefetch`, `take`, `commit` are what the training thread pays in a loop
+with {work} ms of matrix products between them, in which the reader and writer threads work beside it. Memory is what
+the process has at the end beyond what it had before the table: anonymous, and pages of the file."""
 
 STEP_ABOUT = """\
 A step is {work} ms of matrix products in the training thread, then reading {batch} rows, then committing them, in a

@@ -22,19 +22,19 @@ def compositional_loss(
     plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles.
 
     Args:
-        g: unbiased samples of the inner functions with their graph, ``(B,)``, floating point, all > 0. With several
-            ranks each passes its own; the value is that of all of them, and gradients are multiplied by the number of
-            ranks.
+        g: unbiased samples of the inner functions with their graph, ``(B,)``, floating point; > 0 unless the estimator
+            has ``domain="linear"``. With several ranks each passes its own; the value is that of all of them, and
+            gradients are multiplied by the number of ranks.
         index: which ``i``, ``(B,)`` integers.
-        estimator: holds ``log u``; commit it with its ``step()`` or ``attach``. In training mode with gradients enabled
-            the new rows are deposited.
+        estimator: holds ``log u`` or ``u``; commit it with its ``step()`` or ``attach``. In training mode with
+            gradients enabled the new rows are deposited.
         f: the outer function, element-wise and differentiable.
 
     Returns:
         0-d loss, float64 if ``g`` or the rows are, else float32.
 
     Raises:
-        ValueError: ``g`` is not ``(B,)``, holds no values, or (on the CPU) has an entry <= 0: averages are kept as
+        ValueError: ``g`` is not ``(B,)``, holds no values, or (on the CPU) has an entry <= 0 where averages are kept as
             logarithms.
         TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``g`` holds no floating-point numbers,
             ``index`` no integers; ``f`` returns something without a graph.
@@ -74,16 +74,21 @@ def compositional_loss(
     refuse_transforms()
     refuse_tangent("g", g)
     inner = g.detach().to(working_dtype(g.dtype))
-    if inner.device.type == "cpu" and bool((inner <= 0).any()):
-        raise ValueError(f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}")
-    log_u, batch = estimator._average(inner.log(), index)
+    logs = estimator.domain == "log"
+    if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
+        raise ValueError(
+            f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}: build the estimator "
+            f'with domain="linear"'
+        )
+    average, batch = estimator._average(inner.log() if logs else inner, index)
     with torch.enable_grad():
-        u = batch.nan_if_bad(log_u[:, 0]).exp().requires_grad_()
+        u = batch.nan_if_bad(average[:, 0])
+        u = (u.exp() if logs else u).requires_grad_()
         value = f(u).mean()
         if not value.requires_grad:
             raise TypeError("f must be differentiable: what it returned has no graph")
         (slope,) = torch.autograd.grad(value, u)
-    estimator._deposit_average(log_u, batch)
+    estimator._deposit_average(average, batch)
     if not (torch.is_grad_enabled() and g.requires_grad):
         return value.detach()
     # frameworks average gradients over ranks; this rank's share of the global mean must survive that

@@ -104,10 +104,10 @@ class ContrastiveEstimator(Estimator):
             memory for one more matrix product.
         process_group: the ranks whose batches form the global batch; ``None``: the default group, if
             ``torch.distributed`` is initialised.
-        offload: where rows live: ``None``, on the features' device; ``"cpu"``, in host memory; ``"disk"``, in a file
-            that the ranks of a node share. Never changes a result.
-        offload_dir: folder of that file, on a local disk.
-        shard: each rank keeps ``n / K`` rows, whatever the placement, instead of all.
+        offload: where rows live: ``None``, on the features' device; ``"cpu"``, in host memory; ``"disk"``, in a
+            file, scratch space of one run. Never changes a result.
+        offload_dir: folder of that file, on a local disk; several ranks, each with a file of its own, may share it.
+        shard: each rank keeps ``n / K`` rows instead of all; implied by ``offload="disk"``.
         dtype: of the rows, float32 or float64.
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``, whose values go before those of the
             parts; sizes must be theirs.

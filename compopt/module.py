@@ -132,8 +132,8 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     Raises:
         TypeError: ``est`` is no estimator, or ``state`` neither True nor False.
         RuntimeError: ``est`` is a part of another estimator.
-        ValueError: ``state=True``, and ranks hold different parts of the state, or share one file of rows. To collect
-            it is collective, which ``state_dict()`` of a module is not: torch's users call it on one rank.
+        ValueError: ``state=True``, and ranks hold different parts of the state. To collect it is collective, which
+            ``state_dict()`` of a module is not: torch's users call it on one rank.
 
     Example:
         >>> import torch, compopt

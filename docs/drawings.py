@@ -143,9 +143,54 @@ def read_deposit_commit() -> str:
     return svg(760, 320, "Read, deposit, commit", description, parts)
 
 
+def row(x: float, y: float, cells: list[tuple[str, float]]) -> str:
+    """Columns of a table, side by side: name and width of each."""
+    drawn = []
+    for words, width in cells:
+        drawn.append(f'<rect class="state" x="{x}" y="{y}" width="{width}" height="38"/>')
+        drawn.append(text(x + width / 2, y + 24, words))
+        x += width
+    return "".join(drawn)
+
+
+def alone_or_part() -> str:
+    """One object by itself, and two as parts of an owner: who has the table, and what commits."""
+    parts = [
+        text(150, 34, "alone", "title"),
+        box(75, 50, 150, 46, ["optimizer"]),
+        arrow(150, 96, 150, 138),
+        text(160, 122, "step() commits", "small", "start"),
+        box(50, 140, 200, 112, ["TemperatureDual", "an estimator: update, value,", "attach, step, state_dict, ..."]),
+        arrow(150, 252, 150, 298),
+        row(50, 300, [("tau, m", 120), ("count", 80)]),
+        text(150, 362, "its own table", "small"),
+        '<line class="soft" x1="300" y1="24" x2="300" y2="366"/>',
+        text(530, 34, "as parts", "title"),
+        box(455, 50, 150, 46, ["optimizer"]),
+        arrow(530, 96, 530, 138),
+        text(540, 122, "step() commits", "small", "start"),
+        '<rect class="box" x="330" y="140" width="400" height="112" rx="8"/>',
+        text(530, 162, "ContrastiveEstimator, the owner", "title"),
+        box(345, 174, 180, 66, ["normalizer", "MovingAverageEstimator"], "card"),
+        box(535, 174, 180, 66, ["temperature", "TemperatureDual"], "card"),
+        arrow(435, 240, 435, 298),
+        arrow(605, 240, 605, 298),
+        text(520, 274, "read, state_dict", "small"),
+        row(350, 300, [("log_u", 170), ("tau, m", 110), ("count", 80)]),
+        text(530, 362, "one table, with the columns of all parts", "small"),
+    ]
+    description = (
+        "Two panels. On the left a TemperatureDual is used alone: it is an estimator with a table of its own, and the "
+        "optimizer's step commits to it. On the right a MovingAverageEstimator and a TemperatureDual are parts of a "
+        "ContrastiveEstimator, their owner. The optimizer's step commits through the owner to one table, which has the "
+        "columns of both parts and one count; each part shows and loads its own columns."
+    )
+    return svg(760, 380, "Alone, or as a part", description, parts)
+
+
 def main() -> None:
-    for name, draw in (("pair_weights", pair_weights), ("read_deposit_commit", read_deposit_commit)):
-        (FOLDER / f"{name}.svg").write_text(draw())
+    for draw in (pair_weights, read_deposit_commit, alone_or_part):
+        (FOLDER / f"{draw.__name__}.svg").write_text(draw())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, loaders."""
+"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, loader workers."""
 
 import pytest
 import torch

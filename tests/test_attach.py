@@ -5,9 +5,11 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import compopt
+from compopt.estimator import attach as attaching
 from tests.helpers import assert_same_bits, batches, run, snapshot
 
 N = 13
@@ -418,3 +420,331 @@ def test_ordinary_accumulation_is_not_warned_about():
             for _ in range(8):
                 deposit(est, parameter)
             optimizer.step()
+
+
+# -- the state in that of the optimizer --------------------------------------------------------------------------
+
+
+def neuclip():
+    return compopt.NeuCLIPEstimator(4, prototypes=8, lr=0.1, updates=2, restart_every=3)
+
+
+def global_dual():
+    normalizer, temperature = compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N, rho=0.5, mode="global")
+    return compopt.ContrastiveEstimator(normalizer, temperature)
+
+
+TRAVELLERS = {
+    "sogclr": lambda: compopt.SogCLREstimator(N, tau=0.1),
+    "global-dual": global_dual,
+    "neuclip": neuclip,
+    "emc2": lambda: compopt.EMC2Estimator(N, tau=0.3),
+    "dual": lambda: compopt.TemperatureDual(N),
+}
+
+
+class Run:
+    """A model of two layers with a parameter group each, a schedule, an estimator, and their checkpoint."""
+
+    def __init__(self, make, seed=0):
+        torch.manual_seed(seed)
+        self.model, groups = tower()
+        self.optimizer = torch.optim.AdamW(groups)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
+        self.est = make()
+
+    def train(self, data):
+        for z1, z2, index in data:
+            if isinstance(self.est, compopt.TemperatureDual):
+                tau = self.est.update((self.model(z1) * z2).sum(1).detach(), index)
+                loss = (self.model(z1).square().mean(1) * tau.flatten()).mean()
+            else:
+                loss = self.est(self.model(z1), z2, index)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+
+    def state(self):
+        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
+
+    def load(self, state):
+        for name, value in state.items():
+            getattr(self, name).load_state_dict(value)
+
+
+def differing(a, b, at="state"):
+    """Where two states differ."""
+    if isinstance(a, dict):
+        return [f"{at}: {[*a]}, {[*b]}"] * (a.keys() != b.keys()) + [
+            each for key in a.keys() & b.keys() for each in differing(a[key], b[key], f"{at}.{key}")
+        ]
+    if isinstance(a, list):
+        return [at] * (len(a) != len(b)) + [
+            each for i, (x, y) in enumerate(zip(a, b, strict=False)) for each in differing(x, y, f"{at}.{i}")
+        ]
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return [] if same else [at]
+
+
+@pytest.mark.parametrize("through", ["file", "deepcopy"])
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_the_state_travels_with_the_optimizer(name, through, tmp_path):
+    """A resumed run ends as the whole one, to the bit."""
+    data = batches(N, 6, seed=8, dtype=torch.float32)
+    whole, again = Run(TRAVELLERS[name]), Run(TRAVELLERS[name], seed=1)
+    whole.est.attach(whole.optimizer, checkpoint=True)
+    whole.train(data[:3])
+    assert whole.est.t == 3
+    if through == "file":
+        torch.save(whole.state(), tmp_path / "last.pt")
+        saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    else:
+        saved = copy.deepcopy(whole.state())
+    whole.train(data[3:])
+    again.est.attach(again.optimizer, checkpoint=True)
+    before = copy.deepcopy(saved)
+    again.load(saved)
+    assert again.est.t == 3 and not differing(saved, before)
+    assert all("compopt" not in group for group in again.optimizer.param_groups)
+    again.train(data[3:])
+    assert again.est.t == 6 and not differing(again.state(), whole.state())
+    assert not differing(again.est.state_dict(), whole.est.state_dict())
+
+
+class OfItsOwn(torch.optim.SGD):
+    """An optimizer with a format of its own."""
+
+    def state_dict(self):
+        return {"mine": super().state_dict()}
+
+
+class Deepspeed:
+    """Stands for an engine around a torch optimizer."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_each_estimator_of_an_optimizer_has_its_key():
+    _, optimizer, first = setting()
+    second, third = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N)
+    handle = first.attach(optimizer, checkpoint=True)
+    second.attach(optimizer, checkpoint=True)
+    state = optimizer.state_dict()
+    assert [*state] == ["state", "param_groups", "compopt", "compopt.1"]
+    handle.remove()
+    assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt.1"]
+    third.attach(optimizer)  # no entry
+    third.attach(optimizer, checkpoint=True)  # in the place that is free
+    third.attach(optimizer, checkpoint=True)
+    third.attach(optimizer)
+    assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt.1", "compopt"]
+
+
+class Proxy(Wrapper):
+    """What Lightning does: the attributes of the optimizer are its own too."""
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+def test_a_proxy_is_the_optimizer():
+    for first in (0, 1):
+        _, optimizer, est = setting()
+        both = [optimizer, Proxy(optimizer)]
+        assert est.attach(both[first], checkpoint=True) is est.attach(both[1 - first], checkpoint=True)
+        assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_the_second_estimator_gets_its_own_state():
+    parameter, optimizer, first = setting()
+    second = compopt.SogCLREstimator(2 * N)
+    for est in (first, second):
+        est.attach(optimizer, checkpoint=True)
+    for _ in range(2):
+        deposit(first, parameter)
+        optimizer.step()
+    state = optimizer.state_dict()
+    _, other, first_again = setting()
+    second_again = compopt.SogCLREstimator(2 * N)
+    for est in (first_again, second_again):
+        est.attach(other, checkpoint=True)
+    other.load_state_dict(state)
+    assert (first_again.t, second_again.t) == (2, 0)
+    assert_same_bits(snapshot(first_again, N), snapshot(first, N))
+
+
+def test_removing_the_handle_removes_the_entry():
+    _, optimizer, est = setting()
+    handle = est.attach(optimizer, checkpoint=True)
+    handle.remove()
+    handle.remove()
+    assert [*optimizer.state_dict()] == ["state", "param_groups"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_dead_estimator_leaves_no_entry():
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    del est
+    assert [*optimizer.state_dict()] == ["state", "param_groups"]
+    optimizer.load_state_dict(saved)
+    other = compopt.SogCLREstimator(N)
+    other.attach(optimizer, checkpoint=True)
+    assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
+
+
+def test_a_deep_copy_of_an_optimizer_has_no_hooks():
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    assert [*copy.deepcopy(optimizer).state_dict()] == ["state", "param_groups"]
+
+
+def test_a_state_without_the_entry_is_told():
+    parameter, optimizer, est = setting()
+    plain = optimizer.state_dict()
+    est.attach(optimizer, checkpoint=True)
+    deposit(est, parameter)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="SGD loads has no entry 'compopt': the SogCLREstimator stays") as seen:
+        optimizer.load_state_dict(plain)
+    assert seen[0].filename == __file__ and est.t == 1
+
+
+def test_a_load_before_attaching_is_told():
+    parameter, optimizer, est = setting()
+    first = compopt.SogCLREstimator(N)
+    for each in (first, est):
+        each.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    _, late, again = setting()
+    first.attach(late, checkpoint=True)
+    late.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=r"'compopt.1' .* dropped; attach before .*state\['compopt.1'\]") as seen:
+        again.attach(late, checkpoint=True)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.attach(late, checkpoint=True)
+        late.load_state_dict(saved)  # the remedy
+    assert not any("compopt" in key for group in late.param_groups for key in group)
+
+
+def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
+    parameter, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    deposit(est, parameter)
+    optimizer.step()
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
+    assert est.t == 1 and commits(est) == 6
+    optimizer.load_state_dict(saved)
+    assert est.t == 0 and commits(est) == 0
+
+
+def test_an_entry_of_another_estimator_is_refused():
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    _, other, _ = setting()
+    wider = compopt.SogCLREstimator(N + 1)
+    wider.attach(other, checkpoint=True)
+    with pytest.raises(ValueError, match="n differs"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def refusals(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    sgd = torch.optim.SGD([parameter], lr=0.1)
+    patched = torch.optim.SGD([parameter], lr=0.1)
+    patched.load_state_dict = lambda state: None
+    return {
+        "disk": (compopt.SogCLREstimator(N, offload="disk", offload_dir=tmp_path), sgd, "on the disk"),
+        "size": (compopt.SogCLREstimator(N), sgd, "takes 208 bytes, more than the limit of 100"),
+        "memory": (compopt.MemoryEstimator(4, 40), sgd, "more than the limit of 100"),
+        "own": (compopt.InfoNCEEstimator(), OfItsOwn([parameter], lr=0.1), r"OfItsOwn has its own state_dict\(\)"),
+        "patched": (compopt.InfoNCEEstimator(), patched, r"SGD has its own load_state_dict\(\)"),
+        "deepspeed": (compopt.InfoNCEEstimator(), Wrapper(Deepspeed(sgd)), "DeepSpeed saves"),
+    }
+
+
+@pytest.mark.parametrize("name", ["disk", "size", "memory", "own", "patched", "deepspeed"])
+def test_what_cannot_travel_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(attaching, "LIMIT", 100)
+    est, optimizer, message = refusals(tmp_path)[name]
+    with pytest.raises(ValueError, match=f"{message}.*compopt.save.*compopt.integrations.*Stateful"):
+        est.attach(optimizer, checkpoint=True)
+    assert est._engine.attachments.listening() is None
+    est.attach(optimizer)
+
+
+def test_a_part_travels_with_its_owner():
+    _, optimizer, est = setting()
+    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+        est.normalizer.attach(optimizer, checkpoint=True)
+    with pytest.raises(TypeError, match="checkpoint"):
+        est.attach(optimizer, checkpoint="yes")
+
+
+def test_torch_distributed_would_drop_the_entry():
+    model, groups = tower()
+    optimizer, est = torch.optim.AdamW(groups), compopt.SogCLREstimator(N)
+    handle = est.attach(optimizer, checkpoint=True)
+    with pytest.raises(ValueError, match=r"drops the rest.*compopt.save.*Stateful"):
+        get_optimizer_state_dict(model, optimizer)
+    handle.remove()
+    get_optimizer_state_dict(model, optimizer)
+
+
+def test_the_state_travels_through_dcp(tmp_path):
+    """Where it gets the optimizer itself."""
+    runs = [Run(TRAVELLERS["sogclr"], seed) for seed in (0, 1)]
+    for each in runs:
+        each.est.attach(each.optimizer, checkpoint=True)
+        each.train(batches(N, 2, seed=8, dtype=torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"optimizer": runs[0].optimizer}, checkpoint_id=tmp_path)
+        dcp.load({"optimizer": runs[1].optimizer}, checkpoint_id=tmp_path)
+    assert not differing(runs[1].optimizer.state_dict(), runs[0].optimizer.state_dict())
+
+
+def test_the_state_travels_through_accelerate(accelerator, tmp_path):
+    """In what save_state writes of the optimizer; attached before prepare, which loads the state that it finds."""
+
+    def prepared():
+        model, groups = tower()
+        optimizer, est = torch.optim.AdamW(groups), compopt.SogCLREstimator(N, tau=0.1)
+        est.attach(optimizer, checkpoint=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        est.attach(optimizer, checkpoint=True)
+        return model, optimizer, est
+
+    def train(model, optimizer, est, data):
+        for z1, z2, index in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(est(model(z1), z2, index))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    data = batches(N, 8, dtype=torch.float32)
+    whole = prepared()
+    train(*whole, data[:4])
+    accelerator.save_state(tmp_path / "last")
+    assert "compopt" in torch.load(tmp_path / "last" / "optimizer.bin", weights_only=True)
+    train(*whole, data[4:])
+    accelerator.free_memory()
+    again = prepared()
+    accelerator.load_state(tmp_path / "last")
+    assert again[2].t == 2
+    train(*again, data[4:])
+    assert again[2].t == whole[2].t == 4
+    assert not differing(again[2].state_dict(), whole[2].state_dict())
+    assert not differing(again[0].state_dict(), whole[0].state_dict())

@@ -544,15 +544,8 @@ def test_former_values_against_a_dictionary():
 LAYOUTS = {
     "whole": {},
     "shard": {"shard": True},
-    "shard-disk": {"shard": True, "offload": "disk"},
     "disk": {"offload": "disk"},
 }
-
-
-def settle(est, group):
-    """Every rank's commits are in the store, and in the file that they share."""
-    est._engine.table.rows.settle()
-    torch.distributed.barrier(group)
 
 
 def on_ranks(group, directory, options):
@@ -568,12 +561,12 @@ def on_ranks(group, directory, options):
         states.append(shown(est, N))
         with reading(1 if number == 2 else 1 + rank, after=bool(rank)) as gate:
             handle = compopt.save(est, os.path.join(directory, "c"), keep=3, blocking=False)
-            gate.reached.wait(0.3)  # of a file that ranks share only one reads
+            gate.reached.wait(0.3)
             for one in (est, twin):
                 for step in range(3):  # many chunks at first, then few
                     rows = list(range(size * step + rank, N if number == 0 else 20, 2 * size))
                     visit(one, rows, seed=100 * number + 10 * step + rank)
-            settle(est, group)
+            est._engine.table.rows.settle()
             assert not handle.done
             gate.go.set()
             written.append(str(handle.wait(WAIT)))

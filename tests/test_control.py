@@ -63,9 +63,9 @@ OPERATIONS = {
 }
 
 
-def one_rank_alone(group, folder, operation, options):
+def one_rank_alone(group, folder, operation):
     """Rank 0 does something else than the others; afterwards all do the same."""
-    est = build(group, **options)
+    est = build(group, shard=True)
     sampler = OrderedBatchSampler(N, 8, candidates=6, keep=2, process_group=group)
     call(est)
     compopt.save(est, folder)
@@ -83,10 +83,7 @@ def one_rank_alone(group, folder, operation, options):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "observe() of a sampler"])
 def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
-    options = {"shard": True}
-    if operation == "add_sample_group()":  # collective where ranks share a file
-        options = {"offload": "disk", "offload_dir": tmp_path / "rows"}
-    found = the_pool().run(one_rank_alone, ranks, tmp_path / "runs", operation, options)
+    found = the_pool().run(one_rank_alone, ranks, tmp_path / "runs", operation)
     first, others = operation, "the estimator's call"
     if operation == "observe() of a sampler":
         first, others = "compopt.save()", operation
@@ -263,21 +260,3 @@ def test_a_rank_that_waits_says_for_whom_and_in_what(tmp_path):
         assert "imed out" in cause
     assert "RuntimeError: rank 1 lost the connection to rank 0 in the estimator's call (commit 0)" in found["end"]
     assert "did it fail, or end?" in found["end"]
-
-
-def test_only_what_every_rank_has_written_counts_as_written():
-    """A rank that is behind still has to read those rows as they were."""
-    from compopt.distributed.handshake import WRITTEN, Handshake
-
-    ranks = mock.Mock(size=3, rank=0)
-    ranks.blank.side_effect = lambda: torch.zeros(64, dtype=torch.int64)
-    numbers = torch.tensor([7, 5, 9])
-
-    def open_(message, now):
-        table = message.repeat(3, 1)
-        table[:, WRITTEN] = numbers
-        return table
-
-    ranks.open.side_effect = open_
-    agreed = Handshake(ranks).exchange({"index": torch.arange(2)}, {}, prefetched=4, written=7)
-    assert agreed.written == 5 and agreed.prefetched == 4 and agreed.sizes == [2, 2, 2]

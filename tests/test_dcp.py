@@ -253,12 +253,12 @@ def on_ranks(group, action, directory, options, kind):
     return snapshot(est, N), est.t
 
 
-LAYOUTS = [{}, {"shard": True}, {"shard": True, "offload": "disk"}, {"offload": "disk"}]
+LAYOUTS = [{}, {"shard": True}, {"offload": "disk"}]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "disk"])
 def test_saved_by_two_ranks_loaded_by_any_number(options, kind, tmp_path):
     saved = the_pool().run(on_ranks, 2, "save", str(tmp_path), options, kind)
     for ranks in (1, 2, 3):

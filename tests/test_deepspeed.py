@@ -176,6 +176,8 @@ def run_mistakes(group, folder):
     for call in (
         lambda: integration.load_checkpoint(engine, est, folder),
         lambda: integration.save_checkpoint(engine, est, folder, client_state={"compopt": 1}),
+        lambda: compopt.InfoNCEEstimator().attach(engine, checkpoint=True),
+        lambda: compopt.InfoNCEEstimator().attach(engine.optimizer, checkpoint=True),
     ):
         with pytest.raises(ValueError) as caught:
             call()
@@ -184,8 +186,9 @@ def run_mistakes(group, folder):
 
 
 def test_mistakes_are_named(tmp_path):
-    for first, second in ours(run_mistakes, str(tmp_path / "c")):
+    for first, second, *others in ours(run_mistakes, str(tmp_path / "c")):
         assert "without rows" in first and "'compopt'" in second
+        assert len(others) == 2 and all("DeepSpeed saves a state of its own" in each for each in others)
 
 
 def train_alone(engine, objects, data, overflow=()):

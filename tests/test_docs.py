@@ -91,7 +91,7 @@ def test_the_drawings_are_what_their_script_draws():
     drawings = sorted((ROOT / "docs" / "concepts").glob("*.svg"))
     before = [drawing.read_text() for drawing in drawings]
     subprocess.run([sys.executable, ROOT / "docs" / "drawings.py"], check=True)
-    assert len(drawings) == 2 and [drawing.read_text() for drawing in drawings] == before
+    assert len(drawings) == 3 and [drawing.read_text() for drawing in drawings] == before
 
 
 def test_every_picture_has_a_text_alternative():
@@ -149,3 +149,19 @@ def test_the_normalizer_of_the_page_on_extending(mode):
     est(z1.requires_grad_(), z2, torch.arange(12)).backward()
     est.step()
     assert est.read(torch.arange(12))["count"].tolist() == [1] * 12
+
+
+def test_the_normalizer_of_the_page_on_extending_alone():
+    """It averages what it is told, is saved and loaded, and is refused as part."""
+    scope = {"__name__": "running_mean"}
+    exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
+    mean, again, index = scope["RunningMean"](9, offload="cpu"), scope["RunningMean"](9), torch.arange(3)
+    for value in (1.0, 2.0, 6.0):
+        returned = mean.update(torch.full((3,), value).log(), index)
+        mean.step()
+    torch.testing.assert_close(returned.exp(), torch.full((3,), 3.0))
+    again.load_state_dict(mean.state_dict())
+    assert torch.equal(again.read(index)["log_u"][:, 0], returned)
+    est = compopt.ContrastiveEstimator(scope["RunningMean"](9), compopt.FixedTemperature(0.5))
+    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+        est.normalizer.update(returned, index)

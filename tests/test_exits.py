@@ -126,7 +126,7 @@ print("right")
 @pytest.mark.launch
 @pytest.mark.distributed
 @pytest.mark.parametrize("end", ["destroyed", "kept"])
-@pytest.mark.parametrize("offload, shard", [("", "0"), ("cpu", "1"), ("disk", "0"), ("disk", "1")])
+@pytest.mark.parametrize("offload, shard", [("", "0"), ("cpu", "1"), ("disk", "0")])
 def test_two_ranks_end_well(offload, shard, end, tmp_path):
     """With rows under way that nobody takes; the process group destroyed, or not."""
     with socket.socket() as probe:

@@ -62,14 +62,14 @@ def block(count, value=1.0):
 # -- a table ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, calls", [("pwrite", 1), ("pwrite", 4), ("pwritev", 1)])
-def test_a_commit_on_a_full_disk_changes_nothing(name, calls, tmp_path, monkeypatch):
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_commit_on_a_full_disk_changes_nothing(calls, tmp_path, monkeypatch):
     store = DiskStore(tmp_path, "rows", N, 1, {})
     store.scatter(spread(0), block(STEP))
     before = store.block(0, N)
-    full_after(monkeypatch, name, calls)
+    full_after(monkeypatch, "pwrite", calls)
     with pytest.raises(
-        OSError, match=r"No space left.*free space there \(.*MB are left\).*rows\.(rows|redo)"
+        OSError, match=r"No space left.*free space there \(.*MB are left\).*no row was written.*rows\.rows"
     ) as raised:
         store.scatter(spread(1), block(STEP, 2.0))
     assert raised.value.errno == errno.ENOSPC
@@ -123,7 +123,6 @@ def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
 
 READS = """
 import sys, torch, compopt
-from compopt.stores import DiskStore, read_table
 est = compopt.SogCLREstimator(1 << 20, gamma=0.6, tau=0.1, offload="disk", offload_dir=sys.argv[1])
 print(est.read(torch.arange(0, 1 << 17, 256))["count"].sum().item())  # two of the eight MiB
 z1, z2 = torch.randn(2, 64, 4, requires_grad=True).unbind()
@@ -137,12 +136,10 @@ for number in range(1 << 12):
 est.discard()
 seen = est.state_dict()["rows"]["count"]  # of all rows, without room for one more
 print(int(seen.sum()), len(seen))
-reader = DiskStore(sys.argv[1], "rows", 1 << 20, 1, est._engine.table.store._description, writer=False)
 try:
-    reader.gather(torch.arange(1 << 19, 1 << 20, 256))
+    est.read(torch.arange(1 << 19, 1 << 20, 256))
 except OSError as error:
     print(error)
-print(int(read_table(sys.argv[1], "rows", torch.arange(0, 1 << 20, 256))["count"].sum()))
 """
 
 
@@ -155,14 +152,13 @@ def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
     assert "calls and commits fail once it is full" in done.stderr
-    first, full, state, reader, table = done.stdout.splitlines()
+    first, full, state, reading = done.stdout.splitlines()
     commits, said = full.split(" ", 1)
     assert first == "0" and 2 < int(commits) < 32, full
     assert "No space left" in said and "rows.rows" in said and ("OSError" in said or "commit" in said), full
     written, rows = map(int, state.split())
     assert 64 * (int(commits) - 1) <= written // 2 <= 64 * int(commits) and rows == 1 << 20
-    assert "No space left" in reader and "no row was read" in reader
-    assert table == str(written)
+    assert "No space left" in reading and "no row was read" in reading
 
 
 def in_memory():

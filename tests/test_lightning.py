@@ -253,6 +253,48 @@ def test_validating_loads_no_rows(tmp_path):
         assert module.est.t == 0
 
 
+class Travels(DualEncoder):
+    """Its rows are in the state of the optimizer."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def carry(self, where, optimizer):
+        if where == self.where:
+            self.est.attach(optimizer, checkpoint=True)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.carry("configure_optimizers", optimizer)
+        return optimizer
+
+    def on_fit_start(self):
+        self.carry("on_fit_start", self.trainer.optimizers[0])
+        self.carry("optimizers()", self.optimizers())
+
+    def on_train_start(self):
+        self.carry("on_train_start", self.trainer.optimizers[0])
+
+
+@pytest.mark.parametrize("callback", [False, None])
+@pytest.mark.parametrize("where", ["configure_optimizers", "on_fit_start", "optimizers()"])
+def test_rows_travel_with_the_optimizer(tmp_path, where, callback):
+    whole, _ = fit(tmp_path, Travels(where), callback)
+    module, _ = fit(tmp_path / "again", Travels(where), callback, ckpt_path=tmp_path / "step=2.ckpt")
+    assert module.seen == [2] and module.est.t == UPDATES
+    assert same(result(module), result(whole)) and same(result(whole), plain_loop())
+    (state,) = torch.load(tmp_path / "step=2.ckpt", weights_only=False)["optimizer_states"]
+    assert [*state] == ["state", "param_groups", "compopt"] and state["compopt"]["t"] == 2
+
+
+def test_rows_that_travel_are_missed_where_the_optimizer_was_loaded_before(tmp_path):
+    fit(tmp_path, Travels("configure_optimizers"), False)
+    with pytest.warns(UserWarning, match="loaded before attach"):
+        module, _ = fit(tmp_path, Travels("on_train_start"), False, ckpt_path=tmp_path / "step=2.ckpt")
+    assert module.seen == [0]
+
+
 # bad input ----------------------------------------------------------------------------------------
 
 

@@ -243,3 +243,62 @@ def test_a_view_without_negatives_has_no_share_of_the_mean():
     both(z1, z2, **keys), alone(z1, z2, **keys)
     assert both._last is not None and alone._last is not None
     torch.testing.assert_close(both._last.alpha[0], alone._last.alpha[0, :1].expand(2))
+
+
+# -- inner values of any sign ------------------------------------------------------------------------------------------
+
+
+def linear(**options):
+    return compopt.MovingAverageEstimator(6, gamma=0.3, eps=0.05, domain="linear", dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_inner_values_of_any_sign_are_averaged_as_they_are(offload):
+    ma, expected, choose = linear(offload=offload), {}, torch.Generator().manual_seed(0)
+    for _ in range(12):
+        g = torch.randn(4, generator=choose, dtype=torch.float64).mul(2).round()  # some are zero
+        index = torch.randint(6, (4,), generator=choose)
+        before = dict(expected)
+        new = [
+            0.7 * before[i] + 0.3 * (x + 0.05) if i in before else x + 0.05
+            for i, x in zip(*map(list, (index.tolist(), g.tolist())), strict=True)
+        ]
+        torch.testing.assert_close(ma.update(g, index), torch.tensor(new, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+        for i in set(index.tolist()):  # a sample that occurs twice gets the mean
+            own = [x for j, x in zip(index.tolist(), new, strict=True) if j == i]
+            expected[i] = sum(own) / len(own)
+        ma.step()
+    rows = ma.read(torch.tensor(sorted(expected)))
+    torch.testing.assert_close(
+        rows["u"][:, 0],
+        torch.tensor([expected[i] for i in sorted(expected)], dtype=torch.float64),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+
+
+def test_a_compositional_loss_of_inner_values_of_any_sign():
+    """F = mean of f(u_i) has the gradient f'(u_i) of its inner values."""
+    ma, index = linear(), torch.arange(3)
+    ma.update(torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64), index)
+    ma.step()
+    g = torch.tensor([-1.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    u = 0.7 * torch.tensor([1.05, -1.95, 0.05], dtype=torch.float64) + 0.3 * (g.detach() + 0.05)
+    loss = compopt.compositional_loss(g, index, ma, lambda x: x.square())
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), u.square().mean())
+    torch.testing.assert_close(g.grad, 2 * u / 3)
+    with pytest.raises(ValueError, match='domain="linear"'):
+        compopt.compositional_loss(g, index, compopt.MovingAverageEstimator(6), torch.log)
+
+
+def test_domains_do_not_mix():
+    with pytest.raises(ValueError, match="domain must be"):
+        compopt.MovingAverageEstimator(6, domain="root")
+    with pytest.raises(ValueError, match="losses of your own"):
+        compopt.ContrastiveEstimator(linear(), compopt.FixedTemperature(0.1))
+    other = compopt.MovingAverageEstimator(6, gamma=0.3, eps=0.05, dtype=torch.float64)
+    with pytest.raises(ValueError, match="log_u differs"):
+        other.load_state_dict(linear().state_dict())
+    again = linear()
+    again.load_state_dict(linear().state_dict())

@@ -126,11 +126,11 @@ def on_ranks(group, action, directory, options):
     return snapshot(est, N), est.t
 
 
-LAYOUTS = [{}, {"shard": True}, {"shard": True, "offload": "disk"}, {"offload": "disk"}]
+LAYOUTS = [{}, {"shard": True}, {"offload": "disk"}]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "disk"])
 def test_saved_by_four_ranks_loaded_by_any_number(options, tmp_path):
     saved = the_pool().run(on_ranks, 4, "save", str(tmp_path), options)
     for state, _ in saved:
@@ -188,7 +188,7 @@ def loaded_while_pruned(group, directory, newer, options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "shard-disk", "disk"])
+@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "disk"])
 def test_ranks_load_the_newest_beside_a_run_that_prunes(options, tmp_path):
     newest = trained(steps=4)
     compopt.save(newest, tmp_path / "newer")

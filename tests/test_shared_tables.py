@@ -1,7 +1,6 @@
-"""Ranks that share a table, with a slow writer; ranks that differ; ranks of which one fails. Nobody waits for ever."""
+"""Ranks that share a table, with slow disks; ranks that differ; ranks of which one fails. Nobody waits for ever."""
 
 import copy
-import functools
 import io
 import threading
 import time
@@ -35,40 +34,35 @@ def train(est, group, steps, seed=0):
     return losses
 
 
-class SlowWriter:
-    """The writer of a file needs 50 ms for every commit and every block."""
+def slow_down(monkeypatch):
+    """Every rank needs 50 ms for every commit and every block of its file."""
+    for name in ("scatter", "write_block", "grow"):
+        original = getattr(disk.DiskStore, name)
 
-    def __init__(self, monkeypatch):
-        for name in ("scatter", "write_block", "grow"):
-            original = getattr(disk.DiskStore, name)
+        def slow(store, *args, original=original):
+            time.sleep(0.05)
+            return original(store, *args)
 
-            def slow(store, *args, original=original):
-                if store.writer:
-                    time.sleep(0.05)
-                return original(store, *args)
-
-            monkeypatch.setattr(disk.DiskStore, name, slow)
+        monkeypatch.setattr(disk.DiskStore, name, slow)
 
 
-def shared(group, folder, shard=False):
-    return compopt.SogCLREstimator(N, offload="disk", offload_dir=f"{folder}/table", process_group=group, shard=shard)
+def on_disk(group, folder):
+    return compopt.SogCLREstimator(N, offload="disk", offload_dir=f"{folder}/table", process_group=group)
 
 
 def run_all(group, folder):
-    """Every method that touches the file past the commits, right after commits that are still being written."""
+    """Every method that touches the files past the commits, right after commits that are still being written."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        SlowWriter(monkeypatch)
+        slow_down(monkeypatch)
         monkeypatch.setattr(changes, "CHUNK_ROWS", 8)
         monkeypatch.setattr(table, "BLOCK_ROWS", 8)
-        near, far = compopt.SogCLREstimator(N, process_group=group), shared(group, folder)
+        near, far = compopt.SogCLREstimator(N, process_group=group), on_disk(group, folder)
+        assert far.split and not near.split
         train(near, group, 3), train(far, group, 3)
-        state = far.state_dict()
+        assert_same_bits(far.state_dict()["rows"], near.state_dict()["rows"])
         compopt.save(far, f"{folder}/c")
         loaded = compopt.SogCLREstimator(N, process_group=group)
         compopt.load(loaded, f"{folder}/c")
-        equal = [
-            torch.equal(a, b) for a, b in zip(state["rows"].values(), near.state_dict()["rows"].values(), strict=True)
-        ]
         assert_same_bits(snapshot(near, N), snapshot(loaded, N))
         train(far, group, 2, seed=1)  # away from it, and back, by either way
         compopt.load(far, f"{folder}/c")
@@ -80,13 +74,30 @@ def run_all(group, folder):
             est.add_sample_group({"n": 5})
         losses += [train(far, group, 1, seed=5), train(near, group, 1, seed=5)]
         assert_same_bits(snapshot(near, N + 5), snapshot(far, N + 5))
-        return equal, losses
+    return losses
 
 
-def test_a_shared_file_is_at_rest_when_it_is_saved_loaded_and_grown(tmp_path):
-    for equal, losses in on_two(run_all, str(tmp_path)):
-        assert all(equal)
+def test_ranks_on_disk_have_a_file_each_and_the_results_of_ranks_in_memory(tmp_path):
+    for losses in on_two(run_all, str(tmp_path)):
         assert losses[0::2] == losses[1::2]
+    files = {path.name: path.stat().st_size for path in (tmp_path / "table").glob("*.rows")}
+    assert files == {"rows-00000-of-00002.rows": 15 * 16, "rows-00001-of-00002.rows": 14 * 16}
+
+
+def folders_of_their_own(group, folder):
+    """Ranks on machines that share no folder."""
+    est = on_disk(group, f"{folder}/{dist.get_rank(group)}")
+    return train(est, group, 2), snapshot(est, N)
+
+
+def test_ranks_on_disk_need_not_share_a_folder(tmp_path):
+    (losses, state), (others, other) = on_two(folders_of_their_own, str(tmp_path))
+    assert losses == others
+    assert_same_bits(state, other)
+    assert [path.name for path in sorted(tmp_path.rglob("*.rows"))] == [
+        "rows-00000-of-00002.rows",
+        "rows-00001-of-00002.rows",
+    ]
 
 
 def growing_badly(group, folder, offload, shard, done):
@@ -121,15 +132,15 @@ def growing_badly(group, folder, offload, shard, done):
 
 
 @pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize(("offload", "shard"), [(None, True), ("cpu", True), ("disk", True), ("disk", False)])
+@pytest.mark.parametrize(("offload", "shard"), [(None, True), ("cpu", True), ("disk", False)])
 def test_rows_that_one_rank_cannot_append_are_appended_by_none(offload, shard, done, tmp_path):
     for one, other in on_two(growing_badly, str(tmp_path), offload, shard, done):
         assert one == other
 
 
-def failing_writer(group, folder, shard):
+def failing_writer(group, folder):
     """The disk of rank 0 fails; every rank learns it at its next call."""
-    est = shared(group, folder, shard)
+    est = on_disk(group, folder)
     train(est, group, 1)
     if dist.get_rank(group) == 0:
         est._engine.table.rows._journal.fail(OSError("disk full"))
@@ -139,9 +150,8 @@ def failing_writer(group, folder, shard):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_failed_writer_stops_every_rank(shard, tmp_path):
-    first, second = on_two(failing_writer, str(tmp_path), shard)
+def test_a_failed_writer_stops_every_rank(tmp_path):
+    first, second = on_two(failing_writer, str(tmp_path))
     assert "disk full" in first and "rank 0 refused" in second
 
 
@@ -271,78 +281,7 @@ def test_a_schedule_on_one_rank_only():
     assert first == second
 
 
-# the table at rest: a rank that shares a file with a slow writer -----------------------------------
-
-
-def slow_writer(group, directory, action):
-    """Two commits that rank 0 writes late; then what every rank sees and what it should."""
-    table.BLOCK_ROWS = changes.CHUNK_ROWS = 4  # every rank writes some blocks of a checkpoint
-    est = compopt.SogCLREstimator(N, process_group=group, offload="disk", offload_dir=f"{directory}/{action}")
-    near = compopt.SogCLREstimator(N, process_group=group)
-    data = batches(N, 5, batch=8, seed=24, dtype=torch.float32)
-    own = own_part(group, 8)
-
-    def both(steps):
-        for z1, z2, index in data[steps]:
-            for other in (est, near):
-                run(other, z1[own], z2[own], index[own])
-                other.step()
-
-    both(slice(0, 1))
-    before, path = near.state_dict(), compopt.save(est, f"{directory}/{action}-c")
-    if dist.get_rank(group) == 0:
-        slow_down(est._engine.table.store, "scatter", "grow", "write_block")
-    both(slice(1, 3))
-    if action == "save":
-        fresh = compopt.SogCLREstimator(N, process_group=group)
-        compopt.load(fresh, compopt.save(est, f"{directory}/{action}-c"))
-        return snapshot(fresh, N), snapshot(near, N)
-    if action == "state_dict":
-        return est.state_dict()["rows"], near.state_dict()["rows"]
-    if action == "grow":
-        for other in (est, near):
-            other.add_sample_group({"n": 2})
-    else:
-        near.load_state_dict(before)
-        est.load_state_dict(before) if action == "load_state_dict" else compopt.load(est, path)
-    now = snapshot(est, N), snapshot(near, N)
-    both(slice(1, 5))
-    return {**now[0], **est.state_dict()["rows"]}, {**now[1], **near.state_dict()["rows"]}
-
-
-def slow_down(store, *names):
-    """What a store does takes a while."""
-
-    def late(method, *args):
-        time.sleep(0.2)
-        return method(*args)
-
-    for name in names:
-        setattr(store, name, functools.partial(late, getattr(store, name)))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("action", ["save", "load", "state_dict", "load_state_dict", "grow"])
-def test_ranks_that_share_a_file_wait_for_its_writer(action, tmp_path):
-    for seen, expected in the_pool().run(slow_writer, 2, str(tmp_path), action):
-        assert_same_bits(seen, expected)
-
-
-def out_of_step(group, directory):
-    """One rank commits once more than the other."""
-    est = compopt.SogCLREstimator(N, process_group=group, offload="disk", offload_dir=directory)
-    z1, z2, index = batches(N, 1, batch=8, seed=25)[0]
-    own = own_part(group, 8)
-    run(est, z1[own], z2[own], index[own])
-    if dist.get_rank(group) == 0:
-        est.step()
-    with pytest.raises(RuntimeError, match=r"commits by rank: \[1, 0\]"):
-        est.state_dict()
-
-
-@pytest.mark.distributed
-def test_a_table_is_not_copied_between_the_commits_of_its_ranks(tmp_path):
-    the_pool().run(out_of_step, 2, str(tmp_path))
+# a load beside prefetching -------------------------------------------------------------------------
 
 
 def late_exchange(group, directory, action):
@@ -374,7 +313,6 @@ def late_exchange(group, directory, action):
     return [bits(run(other, *(x[own] for x in data[0]))[0]) for other in (est, near)]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("action", ["load", "load_state_dict"])
 def test_a_prefetch_whose_exchange_ends_during_a_load(action, tmp_path):
     for seen, expected in the_pool().run(late_exchange, 4, str(tmp_path), action):

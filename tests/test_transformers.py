@@ -196,6 +196,50 @@ def test_the_cross_entropy_is_logged_as_often_as_the_loss(tmp_path):
         assert logged[4] == made.est.metrics["info_nce"].item()
 
 
+def travelling(made):
+    """Let the state travel with the optimizer, as a subclass of the Trainer does."""
+    create = made.create_optimizer
+
+    def create_optimizer(*args):
+        made.est.attach(create(*args), checkpoint=True)
+        return made.optimizer
+
+    made.create_optimizer = create_optimizer
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_rows_travel_with_the_optimizer(tmp_path, callback):
+    """Attached when the optimizer is made, before the Trainer loads it."""
+    with trainer(tmp_path, callback=callback) as made:
+        travelling(made)
+        made.train()
+        expected = result(made)
+    assert same(expected, plain_loop())
+    with trainer(tmp_path, callback=callback) as made:
+        travelling(made)
+        made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+        assert made.est.t == UPDATES and same(result(made), expected)
+    for step in (1, 2):
+        assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt", weights_only=True)["compopt"]["t"] == step
+
+
+def test_rows_that_travel_are_missed_where_the_optimizer_was_loaded_before(tmp_path):
+    from transformers import TrainerCallback
+
+    class Late(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            made.est.attach(optimizer, checkpoint=True)
+
+    with trainer(tmp_path, callback=False) as made:
+        travelling(made)
+        made.train()
+    with (
+        trainer(tmp_path, callback=False, callbacks=[Late()]) as made,
+        pytest.warns(UserWarning, match="loaded before attach"),
+    ):
+        made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+
+
 # accumulation -------------------------------------------------------------------------------------
 
 
@@ -360,6 +404,25 @@ def test_two_ranks(tmp_path, shard):
         two_ranks, 2, str(tmp_path), shard
     ):
         assert commits == commits_again == UPDATES and loaded == 2
+        assert same(found, plain) and same(again, found)
+
+
+def travelling_on_two_ranks(group, folder):
+    """Rank 0 writes the optimizer; the rows of all ranks are in it. What is split is refused."""
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        with trainer(folder, callback=False) as made:
+            travelling(made)
+            made.train(resume_from_checkpoint=checkpoint)
+            found.append(result(made))
+    with pytest.raises(ValueError, match="ranks hold different parts of it"):
+        estimator(shard=True).attach(made.optimizer, checkpoint=True)
+    return (*found, plain_loop())
+
+
+@pytest.mark.distributed
+def test_rows_travel_with_the_optimizer_on_two_ranks(tmp_path):
+    for found, again, plain in the_pool(2, 120).run(travelling_on_two_ranks, 2, str(tmp_path)):
         assert same(found, plain) and same(again, found)
 
 

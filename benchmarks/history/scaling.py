@@ -195,7 +195,7 @@ def _memory(held: dict[str, float], n: float, row: dict[str, int], known: dict[s
     return [
         *lines,
         ["the same rows of iSogCLR", f"{isogclr:,.0f} MiB", f"n x {row['iSogCLR']} bytes / K"],
-        ["rows, not sharded", f"{whole / GIB:,.1f} GiB", 'on every rank; with `offload="disk"` one file per node'],
+        ["rows, not sharded", f"{whole / GIB:,.1f} GiB", "on every rank"],
         [
             "LibAUC's tables",
             f"{theirs / GIB:,.1f} GiB",

@@ -6,7 +6,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,29 +64,19 @@ class Cut:
 
 def write_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> list[File]:
     """Write or link this rank's row files, of the rows between two commits. Collective."""
-    with table.at_rest() as store:
-        cut = _cut(table, ranks, target, incremental, range(ranks.size))
-        files: list[File] = ranks.agree(lambda: cut.write(table, target, lambda chunks: on_host(copies(store, chunks))))
+    store, cut = table.at_rest(), _cut(table, ranks, target, incremental)
+    files: list[File] = ranks.agree(lambda: cut.write(table, target, lambda chunks: on_host(copies(store, chunks))))
     table.remember(cut.saved)
     return files
 
 
 def hold_rows(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> tuple[Cut, Snapshot]:
-    """Link row files, and hold the rows that are to be written as they are between two commits. Collective.
-
-    Of a file that ranks share its writer alone writes: it alone knows what its commits overwrite.
-    """
-    with ExitStack() as undo:
-        with table.at_rest() as store:
-            writers = [rank for rank, writes in enumerate(ranks.gather_objects(table.rows.writes)) if writes]
-            cut = _cut(table, ranks, target, incremental, writers)
-            snapshot = Snapshot(store, [chunk for pack in cut.packs.values() for chunk in pack])
-            undo.callback(snapshot.release)
-        undo.pop_all()
-    return cut, snapshot
+    """Link row files, and hold the rows that are to be written as they are between two commits. Collective."""
+    store, cut = table.at_rest(), _cut(table, ranks, target, incremental)
+    return cut, Snapshot(store, [chunk for pack in cut.packs.values() for chunk in pack])
 
 
-def _cut(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool, writers: Sequence[int]) -> Cut:
+def _cut(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool) -> Cut:
     """Agree on what is linked and who writes what; the rows are at rest."""
     changes = table.store.changes
     accelerator.synchronize(table.store.device)  # commits of other streams: a cut must not miss them
@@ -97,7 +87,7 @@ def _cut(table: RowTable, ranks: Ranks, target: Checkpoint, incremental: bool, w
         _unlink(kept, target)
         _warn_of_links(target)
         kept, write, known = _plan(table, ranks, None)
-    packs = _share(table, ranks.rank, writers, write)
+    packs = _share(table, ranks, write)
     return Cut(kept, packs, known, Saved(target.path.resolve(), target.t, target.save_id, period))
 
 
@@ -141,7 +131,7 @@ def _plan(table: RowTable, ranks: Ranks, base: Base | None) -> tuple[list[File],
     changes = table.store.changes
     period, files = (0, []) if base is None else (base.saved.period, base.files)
     changed = changes.since(period).numpy()
-    if not table.sharded:  # of a shared file, the ranks that only read it do not know
+    if not table.sharded:  # one plan of all ranks, also where one of them has loaded rows by itself
         changed = ranks.gather_objects(changed if ranks.rank == 0 else None)[0]
     size = changes.chunk_rows
     kept, write, known = ranks.agree(lambda: plan(Owners(files, size), changed, _full(size)))
@@ -186,14 +176,14 @@ def _warn_of_links(target: Checkpoint) -> None:
 # -- what is written -----------------------------------------------------------------------------------------------
 
 
-def _share(table: RowTable, rank: int, writers: Sequence[int], write: Chunks) -> dict[int, list[int]]:
+def _share(table: RowTable, ranks: Ranks, write: Chunks) -> dict[int, list[int]]:
     """The files that a rank writes: those of its shard, or, where every rank has all rows, its part of them."""
     chunks = np.flatnonzero(write)
     full = _full(table.store.changes.chunk_rows)
     packs = [chunks[first : first + full].tolist() for first in range(0, len(chunks), full)]
     if table.sharded:
         return dict(enumerate(packs))
-    return {number: pack for number, pack in enumerate(packs) if writers[number % len(writers)] == rank}
+    return {number: pack for number, pack in enumerate(packs) if number % ranks.size == ranks.rank}
 
 
 def _write_packs(table: RowTable, target: Checkpoint, cut: Cut, read: Read) -> list[File]:

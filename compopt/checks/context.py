@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -23,6 +23,8 @@ STATE_MAKERS = {
 }
 # Between such a function and a hook of the optimizer are a few frames of torch, of wrappers and of schedulers.
 STATE_MAKERS_DEPTH = 32
+# Modules that take parameters and groups from an optimizer's state dict, and leave the rest.
+STATE_FILTERS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp.fully_sharded_data_parallel")
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -99,14 +101,22 @@ def makes_optimizer_state() -> bool:
     Nothing else tells: a learning rate of zero may be the first one of a schedule, and whether gradients are zero is
     known to the device alone.
     """
+    return any(caller in STATE_MAKERS for caller in _callers())
+
+
+def drops_entries() -> bool:
+    """Whether ``state_dict()`` of an optimizer is for a module that drops what is neither state nor groups."""
+    return any(module in STATE_FILTERS for module, _ in _callers())
+
+
+def _callers() -> Iterator[tuple[str | None, str]]:
+    """Modules and names of the functions that are running, nearest first."""
     frame = inspect.currentframe()
     for _ in range(STATE_MAKERS_DEPTH):
         if frame is None:
-            return False
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in STATE_MAKERS:
-            return True
+            return
+        yield frame.f_globals.get("__name__"), frame.f_code.co_name
         frame = frame.f_back
-    return False
 
 
 def in_backward() -> bool:

@@ -28,8 +28,8 @@ FACTS = {
     "tau": "the value of tau= (its bits)",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
 }
-REFUSED, SIZE, KINDS, PREFETCHED, WRITTEN, MORE = range(1, 7)  # after the number of the operation
-HEADER = 7 + len(FACTS)
+REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)  # after the number of the operation
+HEADER = 6 + len(FACTS)
 assert HEADER <= FIRST_LENGTH
 
 
@@ -43,7 +43,6 @@ class Agreement:
         own: where this rank's are.
         more: further candidates of every rank.
         prefetched: number of the prefetched rows that every rank holds for these samples; 0: some do not.
-        written: commits that every rank has in its store.
     """
 
     keys: dict[str, Tensor]
@@ -51,7 +50,6 @@ class Agreement:
     own: slice
     more: list[int] = field(default_factory=lambda: [0])
     prefetched: int = 0
-    written: int = 0
 
 
 class Handshake:
@@ -88,7 +86,7 @@ class Handshake:
             raise error from other
 
     def exchange(
-        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, written: int = 0, more: int = 0
+        self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, more: int = 0
     ) -> Agreement:
         """Everybody's samples.
 
@@ -98,10 +96,10 @@ class Handshake:
         """
         size = len(keys["index"])
         if self.ranks.size == 1:
-            return Agreement(dict(keys), [size], slice(0, size), [more], prefetched, written)
+            return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
         keys = {name: key.cpu() for name, key in keys.items()}
         now = Doing(self.operation, facts.get("t"))
-        counts = (prefetched, written, more)
+        counts = (prefetched, more)
         table = self.ranks.open(self._message(keys, facts, counts), now)
         self._compare(table)
         most = int(table[:, SIZE].max())
@@ -117,7 +115,6 @@ class Handshake:
             slice(first, first + size),
             table[:, MORE].tolist(),
             prefetched if all(other == prefetched for other in numbers) else 0,
-            int(table[:, WRITTEN].min()),
         )
 
     def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], counts: tuple[int, ...]) -> Tensor:

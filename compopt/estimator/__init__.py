@@ -1,4 +1,4 @@
-"""The contract of every estimator, and what its parts are made of: all that a new method imports."""
+"""Contract of every estimator, and its parts: all that a new method imports."""
 
 from compopt.checks.values import Range
 from compopt.estimator.base import Estimator

@@ -1,4 +1,4 @@
-"""Facts learned on the device, acted on later: no call ever waits for the accelerator."""
+"""Checks of facts that a device learns, made later so that no call waits for it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _warn_features(bad: int) -> None:
 
 
 def warn_rho(groups: Sequence[Mapping[str, Any]], negatives: int) -> bool:
-    """Whether rho is too large for a batch with so many negatives per anchor; then a warning says so."""
+    """Warn if rho is too large for a batch with so many negatives per anchor, and return whether it is."""
     largest, limit = max((group.get("rho") or 0.0 for group in groups), default=0.0), math.log(negatives)
     if largest < limit:
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import makes_optimizer_state, outside_of_graphs
+from compopt.checks.context import drops_entries, makes_optimizer_state, outside_of_graphs
 
 Commit = Callable[[Tensor | None], None]
+
+KEY = "compopt"
+LIMIT = 1 << 30  # bytes of a state that goes into an optimizer's: a copy in memory, and in every file
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
@@ -21,9 +26,10 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     Covers ``AcceleratedOptimizer``, DeepSpeed's engine and its ZeRO and FP16 optimizers, and anything else
     built the same way.
     """
-    for inner in _chain(optimizer):
-        if isinstance(getattr(inner, "_optimizer_step_post_hooks", None), dict):
-            return inner
+    hooked = [each for each in _chain(optimizer) if isinstance(getattr(each, "_optimizer_step_post_hooks", None), dict)]
+    if hooked:  # a proxy, such as Lightning's, shows the hooks of what it wraps
+        hooks = hooked[0]._optimizer_step_post_hooks
+        return [each for each in hooked if each._optimizer_step_post_hooks is hooks][-1]
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
         f"{type(optimizer).__name__}. Call est.step() yourself after each real update instead"
@@ -31,7 +37,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """The object, what it wraps, what that wraps, ..., each once."""
+    """Yield the object, the object that it wraps, and so on, each once."""
     seen: list[Any] = []
     while optimizer is not None and not any(optimizer is other for other in seen):
         seen.append(optimizer)
@@ -69,8 +75,92 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     return handle
 
 
+class Entry:
+    """An estimator's state as an entry of an optimizer's; its hooks have the id of the handle, which removes them too.
+
+    The saved parameter groups say that there is an entry: an optimizer that is loaded without these hooks ignores the
+    entry, but keeps its groups, so that attaching later finds out.
+    """
+
+    est: ref[Any]
+    key: str
+
+    def __init__(self, est: Any, optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
+        families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
+        others = [getattr(hook, "__self__", None) for hook in tables[0].values()]
+        taken = {other.key for other in others if isinstance(other, Entry) and other.est() is not None}
+        self.est, self.loading = ref(est), None
+        self.key = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
+        for table, hook in zip(tables, (self.save, self.take, self.load), strict=True):
+            table[handle.id] = hook
+        handle.extra_dict_ref += tuple(ref(table) for table in tables)
+        if optimizer.param_groups[0].pop(self.key, False):
+            warnings.warn(
+                f"{type(optimizer).__name__} was loaded before attach(checkpoint=True), and the entry {self.key!r} of "
+                f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
+                f"now with est.load_state_dict(state[{self.key!r}])",
+                stacklevel=4,
+            )
+
+    def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put the entry into a state that the optimizer made."""
+        est = self.est()
+        if est is not None:
+            if drops_entries():
+                refuse_entry(est, "torch.distributed takes parameters and groups from that, and drops the rest")
+            state_dict[self.key] = est.state_dict()
+            state_dict["param_groups"][0][self.key] = True
+
+    def take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the entry until the optimizer has loaded its own state, a copy without it."""
+        groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
+        state_dict = {**state_dict, "param_groups": groups}
+        self.loading, est = state_dict.pop(self.key, None), self.est()
+        if self.loading is None and est is not None:
+            warnings.warn(
+                f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
+                f"stays as it is; load it with compopt.load() or est.load_state_dict()",
+                stacklevel=5,
+            )
+        return state_dict
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load what :meth:`take` has kept."""
+        est, state, self.loading = self.est(), self.loading, None
+        if est is not None and state is not None:
+            est.load_state_dict(state)
+
+
+def refuse_entry(est: Any, why: str) -> None:
+    """Raise: the state of an estimator cannot be an entry of the optimizer's."""
+    raise ValueError(
+        f"attach(checkpoint=True) makes the state of the {type(est).__name__} a part of optimizer.state_dict(), but "
+        f"{why}; attach without checkpoint=, and save with compopt.save(est, directory), with the callbacks and "
+        f"functions of compopt.integrations, or with compopt.integrations.dcp.Stateful(est)"
+    )
+
+
+def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
+    """Refuse a state that should not be copied into one file, and an optimizer that would not run the hooks."""
+    engine, torchs = est._engine, torch.optim.Optimizer
+    size = 0 if engine.table is None else engine.table.n * engine.table.layout.row_bytes
+    size += sum(value.nbytes for part in engine.parts.values() for value in part.state.values())
+    if est.split:
+        refuse_entry(est, "ranks hold different parts of it")
+    if engine.placement.offload == "disk":
+        refuse_entry(est, "its rows are on the disk")
+    if size > LIMIT:
+        refuse_entry(est, f"it takes {size:,} bytes, more than the limit of {LIMIT:,}")
+    if any(type(each).__module__.startswith("deepspeed") for each in _chain(optimizer)):
+        refuse_entry(est, "DeepSpeed saves a state of its own")
+    for name in ("state_dict", "load_state_dict"):
+        if getattr(getattr(inner, name, None), "__func__", None) is not getattr(torchs, name):
+            refuse_entry(est, f"{type(inner).__name__} has its own {name}(), which may not run torch's hooks")
+
+
 class SkipCounter:
-    """Notices afterwards that an engine skipped an update: DeepSpeed counts them, and runs no hook."""
+    """Counter of the updates that an engine skipped: DeepSpeed counts them, and runs no hook."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._seen = ref(engine), int(engine.skipped_steps)
@@ -83,23 +173,25 @@ class SkipCounter:
         return None if engine is None else SkipCounter(engine)
 
     def rose(self) -> bool:
-        """An update was skipped since the last time that this was asked."""
+        """Return whether an update was skipped since the last call of this method."""
         engine = self._engine()
         before, self._seen = self._seen, self._seen if engine is None else int(engine.skipped_steps)
         return self._seen > before
 
 
 class Attachments:
-    """The optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
+    """Optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
 
     def __init__(self) -> None:
         self._handles: dict[int, RemovableHandle] = {}
         self._optimizers: dict[int, tuple[str, ref[torch.optim.Optimizer]]] = {}
         self._skips: dict[int, SkipCounter] = {}
 
-    def add(self, optimizer: Any, commit: Commit) -> RemovableHandle:
-        """Attach once; see :meth:`Estimator.attach`."""
+    def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
+        """Attach once; see :meth:`Estimator.attach`. ``carried``: the estimator, where its state is to travel."""
         inner = unwrap(optimizer)
+        if carried is not None:
+            check_entry(carried, optimizer, inner)
         handle = self._handles.get(id(inner))
         if handle is None or handle.id not in inner._optimizer_step_post_hooks:
             handle = self._handles[id(inner)] = commit_after_step(inner, commit)
@@ -107,31 +199,33 @@ class Attachments:
             counter = SkipCounter.of(optimizer)
             if counter is not None:
                 self._skips[id(inner)] = counter
+        if carried is not None and handle.id not in inner._optimizer_state_dict_post_hooks:
+            Entry(carried, inner, handle)
         return handle
 
     def skipped(self) -> bool:
-        """Whether an engine has skipped an update since this was last asked."""
+        """Return whether an engine has skipped an update since the last call of this method."""
         rose = [counter.rose() for counter in self._skips.values()]  # every one must look
         return any(rose)
 
     def listening(self) -> str | None:
-        """Kind of an optimizer that lives and has the hook; ``None``: there is none."""
+        """Return the kind of a living optimizer that has the hook, or ``None``."""
         return next((type(optimizer).__name__ for optimizer in self._listening()), None)
 
     def gone(self) -> str | None:
-        """Kind of the last optimizer that was attached, if nothing is left of any that could run the hook."""
+        """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
         if any(alive() is not None for _, alive in self._optimizers.values()):
             return None
         return next((name for name, _ in reversed(self._optimizers.values())), None)
 
     def have(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether attached optimizers have all of these in their groups."""
+        """Return whether attached optimizers have all of these in their groups."""
         groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
         held = {id(parameter) for group in groups for parameter in group["params"]}
         return all(id(parameter) in held for parameter in parameters)
 
     def scalars_without_gradient(self) -> list[Tensor]:
-        """Parameters of one number that require a gradient and have none, beside others that have one."""
+        """Return parameters of one number that require a gradient and have none, beside others that have one."""
         groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         if all(parameter.grad is None for parameter in parameters):  # taken away already

@@ -1,4 +1,4 @@
-"""The contract of every estimator: groups, rows, read / deposit / commit, hooks, checkpoints."""
+"""Contract of every estimator: groups, rows, read / deposit / commit, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_index, check_vector
@@ -123,14 +124,19 @@ class Estimator(Hooks):
 
     @property
     def _engine(self) -> Engine:
-        """What this estimator acts on: rows, groups, pending deposits. A part of another estimator refuses."""
+        """Engine that methods act on; a part of another estimator refuses, and names its owner."""
         return self._facts
 
     @property
     def _facts(self) -> Engine:
-        """The same for properties that only look; of a part its owner's."""
+        """Engine that properties read; of a part its owner's."""
         assert self._core is not None
         return self._core
+
+    @property
+    def _role(self) -> str | None:
+        """The part of an owner whose groups, rows and state this object shows; ``None``: it shows all."""
+        return None
 
     @property
     def t(self) -> int:
@@ -139,15 +145,19 @@ class Estimator(Hooks):
 
     @property
     def training(self) -> bool:
-        """Whether calls deposit, see :meth:`train`."""
+        """True if calls deposit, see :meth:`train`."""
         return self._facts.training
 
     # -- groups ------------------------------------------------------------------------------------------------
 
     @property
     def sample_groups(self) -> Groups:
-        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter."""
-        return self._sample_groups()
+        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter.
+
+        Of a part of an estimator: its own hyper-parameters by their own names; edits count.
+        """
+        groups, role = self._facts.groups, self._role
+        return groups.groups if role is None else groups.of_part(role)
 
     @sample_groups.setter
     def sample_groups(self, value: Any) -> NoReturn:
@@ -156,13 +166,11 @@ class Estimator(Hooks):
             "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
         )
 
-    def _sample_groups(self) -> Groups:
-        return self._facts.groups.groups
-
     @property
     def defaults(self) -> dict[str, Any]:
-        """What fills a group that leaves a hyper-parameter out (``None``: by mode)."""
-        return self._facts.groups.defaults
+        """Values of the hyper-parameters that a group leaves out (``None``: by mode)."""
+        groups, role = self._facts.groups, self._role
+        return groups.defaults if role is None else groups.defaults_of(role)
 
     @property
     def n(self) -> int | None:
@@ -207,17 +215,17 @@ class Estimator(Hooks):
 
     @property
     def _row_keys(self) -> Sequence[str]:
-        """Which keys of a call name rows."""
+        """Names of the keys of a call that name rows."""
         return ROW_KEYS
 
     def _identity(self) -> object:
-        """What must be alike on all ranks."""
+        """Return the configuration that must be equal on all ranks."""
         table = self._engine.table
         return states.config(self._engine), table is not None and table.sharded
 
     @property
     def _remembers_index(self) -> bool:
-        """Whether samples of earlier batches are known by their index."""
+        """True if samples of earlier batches are known by their index."""
         return self.n is not None
 
     def _read(
@@ -228,7 +236,7 @@ class Estimator(Hooks):
         least: int = 1,
         more: int = 0,
     ) -> Batch:
-        """The global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
+        """Return the global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         engine = self._engine
         self._refuse_checkpoint()
         depositing = self.training and torch.is_grad_enabled()
@@ -245,7 +253,7 @@ class Estimator(Hooks):
         return batch
 
     def _index(self, index: Tensor | None, count: int) -> Tensor:
-        """The index of a call; where there are no rows it may be left out, and every sample is its own."""
+        """Check the index of a call; without rows it may be left out, and every sample has a name of its own."""
         if index is not None:
             return check_vector("index", index, count)
         if self.n is not None:
@@ -253,13 +261,13 @@ class Estimator(Hooks):
         return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Committed rows without a call, in the dtype and on the device of ``like``; collective only on shards."""
+        """Read committed rows without a call, in dtype and on the device of ``like``; collective only on shards."""
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self) -> None:
-        """Inside a checkpointed function: it runs again in backward, where a call would repeat what it did.
+        """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
 
-        Allowed where that is nothing: one rank, and a stateless estimator, ``eval()`` or ``torch.no_grad()``.
+        One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
         """
         engine = self._engine
         grad = torch.is_grad_enabled()
@@ -280,7 +288,7 @@ class Estimator(Hooks):
             raise RuntimeError(message)
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
-        """Committed values by column.
+        """Return committed values by column.
 
         Args:
             index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
@@ -288,26 +296,21 @@ class Estimator(Hooks):
         Returns:
             A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, on the rows'
             device, floats in the rows' dtype and integers as stored; ``count`` is ``(B,)`` int64, the visits of the
-            sample (0: never seen, its logarithms read 0).
+            sample (0: never seen, its logarithms read 0). Of a part of an estimator its own columns and visits.
 
         Raises:
             IndexError: outside the data set.
             TypeError, ValueError: the index is no 1-D tensor of integers.
-            RuntimeError: nothing is kept per sample; or this is a part of another estimator, which has the rows.
+            RuntimeError: nothing is kept per sample.
         """
-        return self._read_columns(index)
-
-    def _read_columns(self, index: Tensor, role: str | None = None) -> dict[str, Tensor]:
-        """See :meth:`read`; of one part, with its own number of visits."""
-        engine = self._engine
+        engine, role = self._facts.open(), self._role
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
-            who = self if role is None else engine.parts[role]
-            raise RuntimeError(f"{type(who).__name__} keeps nothing per sample; there are no rows to read")
+            raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), engine.lock.copying():
             rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
-            batch = self._look(rows, like)
+            batch = engine.reader.look(rows, like)
         columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
         count = batch.count if own is None else torch.where(batch.unseen(own[0]), 0, batch.count)
         return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
@@ -373,8 +376,8 @@ class Estimator(Hooks):
         engine.forgotten.pending(engine.pending, engine.attachments)
 
     def _begin_saving(self) -> None:
-        """What precedes a copy of the state, whoever takes it."""
-        engine = self._engine
+        """Run the checks and hooks that precede every copy of the state."""
+        engine = self._facts
         engine.forgotten.saving(self.t, engine.pending, engine.attachments)
         self._run("state_dict_pre")
 
@@ -422,15 +425,15 @@ class Estimator(Hooks):
 
     @outside_of_graphs
     def discard(self) -> None:
-        """Forget everything pending: call it when an update was skipped. Communicates nothing."""
+        """Drop everything pending, after an update that was skipped. Communicates nothing."""
         self._engine.discard()
 
     def _drop_skipped(self) -> None:
-        """What is pending belongs to an update that an attached engine has skipped since."""
+        """Discard what is pending if an attached engine has skipped the update."""
         if self._engine.attachments.skipped():
             self.discard()
 
-    def attach(self, optimizer: Any) -> RemovableHandle:
+    def attach(self, optimizer: Any, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
@@ -442,22 +445,36 @@ class Estimator(Hooks):
         optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
         alive.
 
+        With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
+        :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
+        order of attaching), and ``optimizer.load_state_dict()`` loads it once the optimizer has loaded its own. Attach
+        before you load. The entry is for states that one file may hold, up to 1 GiB.
+
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
+            checkpoint: whether the state travels with the optimizer's. Once it does, until ``remove()``.
 
         Returns:
             A handle with ``remove()``.
 
         Raises:
             TypeError: no torch optimizer is inside.
+            ValueError: ``checkpoint=True``, and the state is :attr:`split`, on the disk or larger than 1 GiB, or the
+                optimizer is DeepSpeed's or has a ``state_dict`` of its own. At ``optimizer.state_dict()``:
+                ``torch.distributed.checkpoint.state_dict`` or FSDP asks for it, and would drop the entry.
             RuntimeError: this is a part of another estimator; attach that.
+
+        Warns:
+            UserWarning: ``checkpoint=True``, and the optimizer was loaded before, so that an entry was dropped; or it
+                loads a state without the entry.
 
         Communicates: nothing, neither here nor when it commits.
         """
-        return self._engine.attachments.add(optimizer, self._commit)
+        checks.flag("checkpoint", checkpoint)
+        return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
-        """Inside, no other thread copies the state, and no commit runs: for changes of several values at once."""
+        """Context in which no other thread copies the state and no commit runs, to change several values at once."""
         return self._engine.lock.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
@@ -504,7 +521,7 @@ class Estimator(Hooks):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are, or, without rows, other state; the CPU without any."""
+        """Device of the rows or, without rows, of other state; the CPU without any."""
         engine = self._facts
         if engine.table is not None:
             return engine.table.store.device
@@ -517,18 +534,18 @@ class Estimator(Hooks):
 
     @property
     def split(self) -> bool:
-        """Ranks hold different parts of the state, or share one file of rows: :meth:`state_dict` is collective."""
+        """Ranks hold different parts of the state: :meth:`state_dict` is collective."""
         engine = self._facts
         parts = any(part.split_state for part in engine.parts.values())
-        return parts or (engine.table is not None and engine.table.split)
+        return parts or (engine.table is not None and engine.table.sharded)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What the user's optimizer must learn (a learned temperature); usually empty."""
+        """Yield the parameters that the user's optimizer must learn (a learned temperature); usually none."""
         for part in self._facts.parts.values():
             yield from part.learned()
 
     def learnables(self) -> dict[str, torch.nn.Module]:
-        """By role, the modules whose parameters the user's optimizer learns."""
+        """Return, by role, the modules whose parameters the user's optimizer learns."""
         return {role: part.learnable for role, part in self._facts.parts.items() if part.learnable is not None}
 
     @property
@@ -539,7 +556,7 @@ class Estimator(Hooks):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All committed state, copied: rows by column, groups, state that is not rows. Pending deposits are not.
+        """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
         In a thread beside training it is the state between two commits; but a temperature in the hands of the user's
         optimizer is taken as it is. State-dict hooks run.
@@ -547,22 +564,27 @@ class Estimator(Hooks):
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
             ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
-            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow.
+            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator
+            its own, with ``"meaning"``, what else its values depend on.
 
         Raises:
-            RuntimeError: this is a part of another estimator; with several ranks, another one failed or does something
-                else.
+            RuntimeError: with several ranks, another one failed or does something else.
 
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
-        every rank gets whole, and where ranks share a file. Otherwise nothing.
+        every rank gets whole. Otherwise nothing.
         """
         self._begin_saving()
-        with doing("state_dict()", self.t), self._engine.lock.copying():
-            state = states.state_dict(self._engine)
+        engine, role = self._facts.open(), self._role
+        with doing("state_dict()", self.t), engine.lock.copying():
+            state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
         return self._run_replacing("state_dict_post", state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
+
+        Of a part of an estimator: restore the state of a part of the same kind, from another composition for example.
+        The owner's hyper-parameters and :attr:`t` stay, and a sample's number of visits becomes the larger one. Other
+        parts take their next visit of a sample that only the loaded state has met as the first.
 
         dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
         fits. Not beside calls in another thread. State-dict hooks run.
@@ -574,16 +596,20 @@ class Estimator(Hooks):
             ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
                 names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
                 values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
+                Of a part: values that mean something else in this composition (another reference or temperature).
             TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
-        Communicates: collective where ranks share a file; otherwise nothing.
+        Communicates: nothing.
         """
-        engine = self._engine
+        engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.lock.writing():
-            states.load_state_dict(engine, state_dict)
+            if role is None:
+                states.load_state_dict(engine, state_dict)
+            else:
+                states.load_part(engine, role, state_dict)
         self._run("load_state_dict_post")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -596,7 +622,7 @@ class Estimator(Hooks):
             part.belong(self)
 
     def __copy__(self) -> Self:
-        """A copy is deep: two estimators never write the same rows."""
+        """Return a deep copy: two estimators never write the same rows."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
@@ -608,5 +634,5 @@ class Estimator(Hooks):
         return "\n".join([*lines, ")"])
 
     def _described(self) -> dict[str, Any]:
-        """What ``repr`` shows beside the sample groups, by name."""
+        """Return facts that ``repr`` shows beside the sample groups, by name."""
         return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

@@ -1,4 +1,4 @@
-"""What a call shows to the parts of an estimator, and what a normalizer answers."""
+"""Arguments and results of the hooks of parts: a call, its setting, and the estimate of a normalizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compopt.kernel.statistics import PairStatistics
 
 @dataclass
 class Call:
-    """What one forward pass shows to a component.
+    """One forward pass, as a component sees it.
 
     Attributes:
         batch: the samples of all ranks, their features ``(B, d)`` each and their committed rows.
@@ -55,18 +55,18 @@ class Call:
         return self.batch.count
 
     def unseen(self, column: str) -> Tensor:
-        """Where the part that keeps a column was never visited, in the shape of the columns."""
+        """Return where the part that keeps a column was never visited, in the shape of the columns."""
         return self.batch.unseen(column)
 
     @property
     def training(self) -> bool:
-        """What the call proposes may be committed."""
+        """True if proposals may be committed."""
         return self.batch.depositing
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a component may know of the estimator that it becomes a part of.
+    """Facts of the estimator that a component becomes a part of.
 
     Attributes:
         owner: the estimator.
@@ -87,7 +87,7 @@ class Setting:
 
 @dataclass
 class Estimate:
-    """A normalizer's answer.
+    """Result of a normalizer.
 
     Attributes:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.

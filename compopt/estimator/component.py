@@ -1,4 +1,4 @@
-"""The parts an estimator is composed of: normalizers and temperatures."""
+"""Parts of which an estimator is composed: normalizers and temperatures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from compopt.distributed.control import doing
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
-from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.part import PartHooks
 from compopt.stores.placement import Placement
@@ -51,7 +49,7 @@ class Component(PartHooks, Estimator):
         TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
             that defines a method under a name of before.
         ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
-        RuntimeError: as part, what the owner does is asked of it.
+        RuntimeError: as part, a method is called that only the owner has.
     """
 
     mode: str = "single"
@@ -79,7 +77,7 @@ class Component(PartHooks, Estimator):
 
     @property
     def owner(self) -> Estimator | None:
-        """The estimator of which this is a part; ``None``: it is used alone, or not yet.
+        """Estimator of which this is a part; ``None``: it is used alone, or not yet.
 
         Raises:
             RuntimeError: that estimator is gone, and the rows with it.
@@ -88,7 +86,8 @@ class Component(PartHooks, Estimator):
             return None
         owner = self._owner()
         if owner is None:
-            raise RuntimeError(f"the estimator of which this {type(self).__name__} was a part is gone; build a new one")
+            kind = type(self).__name__
+            raise RuntimeError(f"the estimator that this {kind} was a part of is gone; keep a reference to that")
         return owner
 
     @property
@@ -168,19 +167,16 @@ class Component(PartHooks, Estimator):
             self.belong(setting.owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a part by itself has no owner; that of an owner takes its parts along."""
+        """Return the state without the owner: only a copy of the owner takes its parts along."""
         return {**super().__getstate__(), "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     @property
-    def _in_owner(self) -> str:
-        """The role in which the owner has this part.
-
-        Raises:
-            RuntimeError: it belongs to another part.
-        """
+    def _role(self) -> str | None:
+        if self._owner is None:
+            return None
         for role, part in self._facts.parts.items():
             if part is self:
                 return role
@@ -191,63 +187,21 @@ class Component(PartHooks, Estimator):
             return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
         return super()._index(index, count)
 
-    def _sample_groups(self) -> Groups:
-        """This part's hyper-parameters by their own names; edits count."""
-        return super()._sample_groups() if self._owner is None else self._facts.groups.of_part(self._in_owner)
-
     def _described(self) -> dict[str, Any]:
         return self.described()
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.own_defaults if self._owner is not None else super().defaults
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return self.learned()
 
-    def read(self, index: Tensor) -> dict[str, Tensor]:
-        owner = self.owner
-        if owner is None:
-            return super().read(index)
-        return owner._read_columns(index, self._in_owner)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Estimator.state_dict`; as part, of this part's columns, groups and state alone.
-
-        ``"count"`` among the rows of a part is 0 where this part was never visited.
-        """
-        owner = self.owner
-        if owner is None:
-            return super().state_dict()
-        self._run("state_dict_pre")
-        with doing("state_dict()", owner.t), owner._engine.lock.copying():
-            state = states.part_state_dict(owner._engine, self._in_owner)
-        return self._run_replacing("state_dict_post", state)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As :meth:`Estimator.load_state_dict`; as part, into this part's columns and state alone.
-
-        As part, ``state_dict`` is that of a part of the same kind, of another composition for example.
-        Hyper-parameters and :attr:`t` of the owner stay, a sample's number of visits becomes
-        the larger one, what is pending is dropped, and other parts of a sample that only the loaded state has met take
-        their next visit as the first.
-
-        Raises:
-            ValueError: also values that mean something else in this composition; nothing was written.
-        """
-        owner = self.owner
-        if owner is None:
-            return super().load_state_dict(state_dict)
-        if isinstance(state_dict, Mapping):
-            state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
-        owner._engine.await_save()
-        with doing("load_state_dict()", owner.t), owner._engine.lock.writing():
-            states.load_part(owner._engine, self._in_owner, state_dict)
-        self._run("load_state_dict_post")
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except RuntimeError as error:  # the owner is gone, or another part stands between
+            return f"{type(self).__name__} ({error})"
 
 
 class Normalizer(Component):
-    """Decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs themselves.
+    """Base of what decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
     sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication and errors: as of
@@ -274,15 +228,15 @@ class Normalizer(Component):
 
     @property
     def averages_views(self) -> bool:
-        """In unimodal mode one ``alpha_i`` serves both views (SogCLR's objective V2, else V1): that of a ``log_u``.
+        """True if, in unimodal mode, one ``alpha_i`` serves both views (SogCLR's objective V2, else V1).
 
-        Diagnostics ask this. A normalizer that averages views and keeps something else says so.
+        Diagnostics ask this. A normalizer that averages views and has no column ``log_u`` overrides it.
         """
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
     @property
     def outside(self) -> int:
-        """Negatives of an anchor that come from outside the batch, at most."""
+        """Largest number of negatives that an anchor has from outside the batch."""
         return 0
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
@@ -307,10 +261,10 @@ class Normalizer(Component):
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:
-        """Log-normalizers of this batch and the rows they propose.
+        """Return log-normalizers of this batch and the rows that they propose.
 
-        It runs without a graph and writes no committed state; ``call.training`` says whether proposals may be
-        committed. With several ranks every rank gets the global batch and must answer the same.
+        It runs without a graph and writes no committed state; ``call.training`` is true if proposals may be committed.
+        With several ranks every rank gets the global batch and must return the same.
 
         Args:
             call: the batch, its pairs, temperatures and hyper-parameters.
@@ -319,7 +273,7 @@ class Normalizer(Component):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor | None:
-        """Log-normalizers as the committed state has them, for the features of now: what diagnostics judge.
+        """Return the log-normalizers of the committed state for given features, for diagnostics.
 
         Args:
             rows: committed columns of all samples, ``(n, D)`` each.
@@ -335,7 +289,7 @@ class Normalizer(Component):
 
 
 class Temperature(Component):
-    """Decides ``tau_i``.
+    """Base of what decides the temperatures ``tau_i``.
 
     A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`temperatures`; one that learns on the side
     also :attr:`learns`, :meth:`proposals` and :meth:`~compopt.estimator.Component.columns`. Arguments, state,
@@ -369,12 +323,12 @@ class Temperature(Component):
 
     @property
     def learns(self) -> bool:
-        """Whether :meth:`proposals` wants the gradients ``G``."""
+        """True if :meth:`proposals` wants the gradients ``G``."""
         return False
 
     @abstractmethod
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
-        """Temperatures of a batch.
+        """Return the temperatures of a batch.
 
         Args:
             rows: committed columns of the batch, ``(B, D)`` each.
@@ -386,7 +340,7 @@ class Temperature(Component):
         """
 
     def constants(self) -> list[float] | None:
-        """The committed temperature of each sample group; ``None`` where samples have temperatures of their own."""
+        """Return the committed temperature of each sample group; ``None`` if each sample has its own."""
         return None
 
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
@@ -409,12 +363,12 @@ class Temperature(Component):
             )
 
     def rho(self, hyper: Hyper) -> Any:
-        """Radius of the KL constraint in nats, added to ``alpha`` in the objective: a number, or one per row."""
+        """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
         del hyper
         return 0.0
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
-        """New values of this part's columns.
+        """Return new values of this part's columns.
 
         Args:
             call: the batch, with the temperature's hyper-parameters.
@@ -433,6 +387,6 @@ def _tau_text(constants: Sequence[float] | None) -> str:
 
 
 def _is_hook(function: Any, name: str, arguments: int) -> bool:
-    """Whether a method has the arguments of the hook that had this name, and not those of ``TemperatureDual``."""
+    """Return whether a method has the arguments of the hook of this name, and not those of ``TemperatureDual``."""
     parameters = list(inspect.signature(function).parameters)
     return len(parameters) == arguments and parameters[-1] != "index"

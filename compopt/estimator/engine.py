@@ -1,4 +1,4 @@
-"""What exists once per table of rows: groups, ranks, the table, its reader, and what waits for the next commit."""
+"""Engine of one table of rows: groups, ranks, the table, its reader, and deposits that wait for the commit."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Engine:
     Attributes:
         width: values per column and sample, ``D``.
         groups, ranks, table: hyper-parameters; who shares the batch; the rows, or ``None``.
+        placement: where rows live.
         device: for rows that are made later.
         t: commits so far.
         pending: calls whose proposals wait for the commit.
@@ -74,10 +75,10 @@ class Engine:
     ) -> None:
         self.parts, self.mode, self.dtype = parts, mode, dtype
         self.options = dict(options or {})
-        self._placement, self._row_keys = placement or Placement(), row_keys
+        self.placement, self._row_keys = placement or Placement(), row_keys
         self.width = min(directions, DIRECTIONS[mode])
         self.groups = SampleGroups(parts, mode, sample_groups)
-        self.ranks = Ranks(self._placement.process_group)
+        self.ranks = Ranks(self.placement.process_group)
         self.device = torch.device("cpu")
         self.table: RowTable | None = None
         self._reader: BatchReader | None = None
@@ -111,13 +112,13 @@ class Engine:
 
     @property
     def reader(self) -> BatchReader:
-        """From the keys of a call to its rows."""
+        """Reader of the rows of a call, which is made here if need be."""
         reader = self.open()._reader
         assert reader is not None
         return reader
 
     def columns(self) -> dict[str, list[Column]]:
-        """Columns that each part keeps per sample, by role."""
+        """Return the columns that each part keeps per sample, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def _make_table(self) -> RowTable | None:
@@ -128,7 +129,7 @@ class Engine:
         firsts = {own[0].name for own in by_role.values() if own}
         columns.append(Column(COUNT, self.width, torch.int32, values=Range(least=0)))
         with torch.inference_mode(False):  # rows made inside it could not be written outside
-            table = RowTable(columns, self.groups.n or 0, self._placement, self.ranks, firsts)
+            table = RowTable(columns, self.groups.n or 0, self.placement, self.ranks, firsts)
         table.store.to(self.device)
         return table
 
@@ -146,7 +147,7 @@ class Engine:
             self.saving.settle()
 
     def discard(self) -> None:
-        """Forget everything pending."""
+        """Drop everything pending."""
         with self.lock.writing():
             self.pending = 0
             if self.table is not None:
@@ -163,7 +164,7 @@ class Engine:
 
 
 class Alone(Mapping[str, PartHooks]):
-    """A part used alone, by its role; held weakly, since the part holds the engine that this belongs to."""
+    """Weak mapping of a part to itself, by its role; the part holds the engine that has this mapping."""
 
     def __init__(self, part: PartHooks) -> None:
         self._part = ref(part)

@@ -1,4 +1,4 @@
-"""Whoever writes an estimator's committed state, or copies it, does so alone."""
+"""Lock that keeps writers and copies of an estimator's committed state apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Exclusive:
-    """A lock around commits, copies and loads of one estimator, so that a state copied in a thread is of one commit.
+    """Lock around commits, copies and loads of one estimator, so that a state copied in a thread is of one commit.
 
     The thread that has it may take it again. Copies and pickles of an estimator have one of their own.
     """
@@ -20,7 +20,7 @@ class Exclusive:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Nobody writes meanwhile.
+        """Keep writers away.
 
         Raises:
             RuntimeError: this thread itself is in the middle of writing (a signal handler that saves).
@@ -35,7 +35,7 @@ class Exclusive:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Nobody copies or writes meanwhile."""
+        """Keep copies and other writers away."""
         with self._lock:
             before, self._writing = self._writing, True
             try:

@@ -1,4 +1,4 @@
-"""What a training loop may have forgotten: each is noticed without waiting for a device, and said once."""
+"""Warnings of mistakes in a training loop, given once each and without waiting for a device."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Forgotten:
         warn(f"{calls} calls have deposited{meanwhile} and none was committed: {_remedy(gone, silent)}")
 
     def _nobody_commits(self, attached: Attachments) -> bool:
-        """Nothing has committed yet, or what did is gone; elsewhere a loop commits by hand and knows when."""
+        """Return whether nothing has committed yet or what did is gone; else a loop commits by hand."""
         return self._longest == 0 or attached.gone() is not None
 
     def saving(self, t: int, calls: int, attached: Attachments) -> None:
@@ -106,12 +106,12 @@ class Forgotten:
     # -- a learned temperature ---------------------------------------------------------------------------------
 
     def updated(self, parameters: Sequence[Parameter]) -> None:
-        """An update was made; optimizers may take the gradients away right after it."""
+        """Note gradients at an update; optimizers may take them away right after it."""
         if self._graded is not None:
             self._graded_since |= _have_gradients(parameters)
 
     def learned(self, parameters: Sequence[Parameter], attached: Attachments, async_checks: AsyncChecks) -> None:
-        """A call; what it found in the parameters that the user's optimizer should learn."""
+        """Watch, at a call, the parameters that the user's optimizer should learn."""
         if self._graded is None or not (self._graded_since or _have_gradients(parameters)):
             return
         self._graded_since = False
@@ -130,7 +130,7 @@ class Forgotten:
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
-        """The index of a call, as this rank gave it.
+        """Watch for an index of positions in the batch, as this rank gave it.
 
         Args:
             index: ``(b,)``.
@@ -188,7 +188,7 @@ _hooks: list[Any] = []
 
 
 def _watch(updates: Updates) -> None:
-    """Torch has one hook for all optimizers; it stays, since it must not be removed while another thread runs it."""
+    """Register torch's hook for all optimizers, once; it must not be removed while another thread runs it."""
     _watching.add(updates)
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_note))
@@ -201,7 +201,7 @@ def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def warn(message: str) -> None:
-    """A warning that shows the user's own line."""
+    """Warn with the user's own line."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("compopt.", "torch.")):
         level, frame = level + 1, frame.f_back
@@ -223,7 +223,7 @@ def _remedy(gone: str | None, silent: str | None) -> str:
 
 
 def _awaited(parameters: Sequence[Tensor]) -> str | None:
-    """Name of the first of some parameters without gradient that ends the next call of a model in DDP.
+    """Return the name of the first of some parameters without gradient that ends the next call of a model in DDP.
 
     Every ``DistributedDataParallel`` of the process is looked through, because a parameter does not know who has it.
     """
@@ -246,7 +246,7 @@ def _have_gradients(parameters: Sequence[Parameter]) -> bool:
 
 
 def _idle(parameter: Parameter, before: Tensor) -> Tensor:
-    """Its value is what it was, although its gradient (if it is still there) is not zero; a flag on the device."""
+    """Return a flag on the device: the value is unchanged, although its gradient, if there is one, is not zero."""
     kept = (parameter == before.to(parameter.device)).all()
     return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
 

@@ -18,7 +18,7 @@ GroupSpec = int | Sequence[Mapping[str, Any]]
 
 
 class HasHyperParameters(Protocol):
-    """A component as its hyper-parameters see it."""
+    """Component with hyper-parameters."""
 
     own_defaults: dict[str, Any]
     own_groups: Groups
@@ -31,7 +31,7 @@ class HasHyperParameters(Protocol):
 
 
 def sizes(n: Any) -> Groups:
-    """``n`` or a list of groups -> the groups with nothing but their sizes."""
+    """Return groups with nothing but their sizes, of ``n`` or of a list of groups."""
     return [{"n": group["n"]} for group in parse(n)]
 
 
@@ -52,13 +52,13 @@ def parse(n: Any) -> Groups:
 
 
 def plain(group: dict[str, Any]) -> None:
-    """All values of a group as Python's own, see :func:`plain_value`, in place."""
+    """Make all values of a group Python's own, in place, see :func:`plain_value`."""
     for key, value in group.items():
         group[key] = plain_value(key, value)
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """A hyper-parameter of another library as Python's own, which JSON and ``torch.load(weights_only=True)`` keep.
+    """Return a hyper-parameter as a value of Python, which JSON and ``torch.load(weights_only=True)`` keep.
 
     Scalars of NumPy and torch become numbers, pairs become tuples that nobody else can edit. What is no hyper-parameter
     stays as it is, for the parts to refuse.
@@ -112,11 +112,11 @@ class Hyper:
         return self._spread(values)
 
     def of_first_group(self) -> Hyper:
-        """The same keys, read from the first group only: every value is that group's own."""
+        """Return the hyper-parameters of the first group only."""
         return Hyper(self._groups[:1], self._names, None, self._dtype)
 
     def choose(self, key: str, table: Mapping[Any, float]) -> Any:
-        """A named option as a number, or one per row, ``(B, R)``.
+        """Return a named option as a number, or one per row, ``(B, R)``.
 
         Args:
             key: the hyper-parameter.
@@ -150,7 +150,7 @@ def membership(groups: Groups, rows: Tensor) -> Tensor | None:
 
 
 class PartGroup(MutableMapping[str, Any]):
-    """A view of one group: ``n`` and the hyper-parameters of one component, by that component's names.
+    """View of one group: ``n`` and the hyper-parameters of one component, by that component's names.
 
     Args:
         group: with the hyper-parameters of all components.
@@ -183,7 +183,7 @@ class PartGroup(MutableMapping[str, Any]):
 
 
 class SampleGroups:
-    """The groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
+    """Groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
 
     A key that two components share is prefixed with the component's role (``temperature.lr``).
 
@@ -243,7 +243,7 @@ class SampleGroups:
         return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
     def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyper-parameters of one component, under its own names."""
+        """Return the hyper-parameters of one component, under its own names."""
         return {key: group[name] for key, name in self.names[role].items()}
 
     def _fill(self, group: dict[str, Any]) -> None:
@@ -290,11 +290,11 @@ class SampleGroups:
 
     @property
     def checked(self) -> Groups:
-        """The groups as of the last :meth:`check`; another list after every change."""
+        """Groups as of the last :meth:`check`; another list after every change."""
         return self._snapshot
 
     def saved(self) -> Groups:
-        """A copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
+        """Return a copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
         groups = [dict(group) for group in self.groups]
         for group in groups:
             plain(group)
@@ -344,10 +344,14 @@ class SampleGroups:
         del self.groups[-1]
         self._snapshot = self._snapshot[:-1]
 
+    def defaults_of(self, role: str) -> dict[str, Any]:
+        """What fills a group that leaves out a hyper-parameter of one component, by its own names."""
+        return {key: self.defaults[name] for key, name in self.names[role].items()}
+
     def of_part(self, role: str) -> Groups:
-        """The groups as one component sees them: its own names, each edit written through."""
+        """Return the groups by one component's own names; edits are written through."""
         return cast(Groups, [PartGroup(group, self.names[role]) for group in self.groups])
 
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
-        """Hyper-parameters of one component for these rows, ``(B, R)``."""
+        """Return the hyper-parameters of one component for these rows, ``(B, R)``."""
         return Hyper(self.groups, self.names[role], membership(self.groups, rows), dtype)

@@ -41,7 +41,7 @@ class Hooks:
             hook(self, *args)
 
     def _run_replacing(self, family: str, state: dict[str, Any]) -> dict[str, Any]:
-        """A hook may return a new state; ``None`` keeps the (possibly edited) one."""
+        """Run hooks that may return a new state; ``None`` keeps the (possibly edited) one."""
         for hook in list(self._hooks[family].values()):
             result = hook(self, state)
             state = state if result is None else result

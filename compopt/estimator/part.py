@@ -27,22 +27,15 @@ RENAMED = {
 
 
 class PartHooks(ABC):
-    """What an estimator asks of its parts; :class:`Component` adds how a part is used.
+    """Hooks that an estimator calls on its parts; :class:`Component` adds the use alone.
 
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
-    Its methods are called by the estimator, in the thread that calls that; users of an estimator need none of them.
-    They communicate nothing unless they or their class say so.
+    The estimator calls these methods, in the thread of its own call; users of an estimator need none of them. They
+    communicate nothing unless they or their class say so.
 
-    Args:
-        n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
-        defaults: hyper-parameters that groups may override.
-
-    Raises:
-        TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
-            that defines a method under a name of before.
-        ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
+    Args and errors: as of :class:`Component`.
 
     Attributes:
         role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
@@ -97,7 +90,7 @@ class PartHooks(ABC):
         del group, mode
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        """The columns this part keeps per sample; none by default.
+        """Return the columns that this part keeps per sample; none by default.
 
         Args:
             directions: values per sample and column, ``D``.
@@ -107,7 +100,7 @@ class PartHooks(ABC):
         return []
 
     def structure(self) -> dict[str, Any]:
-        """What decides the meaning of the state beside hyper-parameters and columns: plain values, by name.
+        """Return plain values, by name, that decide the meaning of the state beside hyper-parameters and columns.
 
         A checkpoint is refused by an estimator where they differ.
         """
@@ -118,7 +111,7 @@ class PartHooks(ABC):
         return self.structure()
 
     def learned(self) -> Iterator[torch.nn.Parameter]:
-        """Parameters that the user's own optimizer learns."""
+        """Yield the parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
@@ -131,12 +124,12 @@ class PartHooks(ABC):
         del groups, setting
 
     def belong(self, owner: object) -> None:
-        """Be a part of ``owner``; called at construction of the owner and of its copies."""
+        """Become a part of ``owner``; called at construction of the owner and of its copies."""
 
     # -- moving between compositions ---------------------------------------------------------------------------
 
     def meaning(self) -> dict[str, Any]:
-        """Facts of the composition without which this part's columns mean nothing, stored with a part's state."""
+        """Return facts of the composition that this part's columns depend on, stored with a part's state."""
         return {}
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
@@ -163,21 +156,21 @@ class PartHooks(ABC):
 
     @property
     def has_state(self) -> bool:
-        """Whether anything is kept, committed, that is not rows."""
+        """True if committed state that is not rows is kept."""
         return bool(self.state)
 
     @property
     def split_state(self) -> bool:
-        """Ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        """True if ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
         return False
 
     @property
     def has_pending_state(self) -> bool:
-        """A pending copy waits for :meth:`commit_state`."""
+        """True if a pending copy waits for :meth:`commit_state`."""
         return self._pending_state is not None
 
     def working_state(self, training: bool) -> dict[str, Tensor]:
-        """The pending copy if there is one (training), else the committed state."""
+        """Return the pending copy if there is one (training), else the committed state."""
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
@@ -215,20 +208,20 @@ class PartHooks(ABC):
         self._pending_state = None
 
     def move(self, device: torch.device) -> None:
-        """Take committed state to the features' device; dtypes stay."""
+        """Move committed state to the features' device; dtypes stay."""
         self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Committed state that is not rows, copied, whole; collective where ranks split it."""
+        """Return a copy of all committed state that is not rows; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Entries that ``state`` must have to be restored here; on the meta device, for their shapes and dtypes."""
+        """Return meta tensors of the names, shapes and dtypes that ``state`` must have to be restored here."""
         del state
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Values that saved entries may hold, by name; those that are left out may hold any.
+        """Return the values that saved entries may hold, by name; those that are left out may hold any.
 
         Args:
             names: of the entries that were saved.
@@ -297,7 +290,7 @@ class PartHooks(ABC):
             self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`saved_state` returned; keeps dtype and device.
+        """Restore what :meth:`saved_state` returned; dtype and device stay.
 
         Args:
             state: checked by :meth:`check_state`; tensors that this part may keep, see :meth:`take_state`.

@@ -1,4 +1,4 @@
-"""From the arguments of a call to the rows of the whole batch, on one rank or on many."""
+"""Reader from the arguments of a call to the rows of the whole batch, on one rank or on many."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_KEYS = KEYS[:2]  # index, index2; labels are no rows
 
 
 class BatchReader:
-    """Checks indices, learns the global batch and fetches its committed rows.
+    """Check indices, learn the global batch and fetch its committed rows.
 
     Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Handshake`), one
     all-gather of the call's values and the own rows; with shards one all-reduce of the global batch's rows instead of
@@ -97,8 +97,7 @@ class BatchReader:
             own = self._fetch_own(rows, host_rows, fetch, depositing)
         facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
         facts["configuration"] = self._fingerprint(identity) if self.ranks.size > 1 else 0
-        written = 0 if self.table is None else self.table.rows.written
-        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, written, more)
+        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
         if self.ranks.size > 1:
             there = _on(agreed.keys, device)
             rows, host_rows = self._stack(there), self._on_host(agreed.keys)
@@ -109,7 +108,7 @@ class BatchReader:
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
+        """Return committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
         keys = {"index": index}
         there = _on(keys, like.device)
         rows, bad = self.agree(lambda: self._in_range(keys, there))
@@ -131,13 +130,13 @@ class BatchReader:
             self.prefetcher.start(rows, self._device)
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Before ranks ask each other for rows, which they do on shards only, all of them must be able to."""
+        """Run an action; on shards, where ranks ask each other for rows next, refuse on all if one rank refuses."""
         return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _fingerprint(self, identity: Callable[[], object]) -> int:
-        """Fingerprint of what all ranks must have alike; computed anew when a sample group was changed."""
+        """Return a fingerprint of what must be equal on all ranks; computed anew when a sample group was changed."""
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
             self._crc = zlib.crc32(repr((identity(), values)).encode())
@@ -145,7 +144,7 @@ class BatchReader:
         return self._crc
 
     def _in_range(self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Row numbers ``(b, R)`` on the device, in range; a flag if some of an index on a device were not.
+        """Return row numbers ``(b, R)`` on the device, in range, and a flag if some on a device were not.
 
         Args:
             keys: as they were given.
@@ -162,11 +161,11 @@ class BatchReader:
         return rows, bad
 
     def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
-        """Row numbers ``(b, R)``, where the keys are, in memory of their own: the caller may change the keys."""
+        """Return row numbers ``(b, R)`` beside the keys, copied: the caller may change the keys."""
         return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
-        """Row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
+        """Return row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
         given = [keys[name] for name in self.row_keys if name in keys]
         return self._stack(keys) if all(key.device.type == "cpu" for key in given) else None
 
@@ -180,7 +179,7 @@ class BatchReader:
     def _fetch_own(
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
     ) -> Tensor | None:
-        """Rows of this rank's samples, ``(b, R * words)``; shards first need to know everybody's."""
+        """Return rows of this rank's samples, ``(b, R * words)``; ``None`` on shards, which need all indices first."""
         if self.table is None:
             return None
         self.table.rows.ready()
@@ -203,9 +202,7 @@ class BatchReader:
         own: Tensor | None,
         values: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Rows of the global batch and everybody's values."""
-        if self.table is not None:
-            self.table.rows.acknowledge(agreed.written)
+        """Return the rows of the global batch and the values of all ranks."""
         block: Tensor | None = None
         if own is None and self.table is not None:
             assert host_rows is not None  # several ranks have their keys on the CPU
@@ -226,7 +223,7 @@ class BatchReader:
         return self.table.fetch_sharded(rows, device, owned, mine)
 
     def _look_sharded(self, index: Tensor, device: torch.device) -> Tensor:
-        """Every rank may ask for other rows."""
+        """Read rows on shards, where each rank may ask for others."""
         indices = self.ranks.gather_objects(index.cpu())
         block = self._read_sharded(torch.cat(indices), None, device)
         return block.split([len(other) for other in indices])[self.ranks.rank]
@@ -288,10 +285,10 @@ class BatchReader:
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Keys on a device."""
+    """Move keys to a device."""
     return {name: accelerator.to_device(key, device) for name, key in keys.items()}
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """One flag of two, on the device."""
+    """Join two flags on the device."""
     return one if other is None else other if one is None else one | other

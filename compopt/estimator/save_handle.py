@@ -1,4 +1,4 @@
-"""What a save beside training hands to its caller."""
+"""Handle of a save beside training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _all: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 
 class SaveHandle:
-    """A checkpoint that is being written in a thread, see :func:`compopt.save`.
+    """Checkpoint that is being written in a thread, see :func:`compopt.save`.
 
     The interpreter's end waits for the thread. In a forked process there is none: the save is the parent's.
 
@@ -45,7 +45,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """The save has ended, well or with an error."""
+        """True if the save has ended, well or with an error."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Folder:
@@ -88,7 +88,7 @@ class SaveHandle:
             self._outcome.warn()
 
     def _forked(self) -> None:
-        """There is no such thread here; its locks may be held for ever."""
+        """Replace the thread, which a forked process has not, and its locks."""
         self._outcome.error = RuntimeError(f"{self.path} is written by the process of which this one is a fork")
         self._outcome.told = self._outcome.warned = True
         self._ended = threading.Event()
@@ -101,7 +101,7 @@ class SaveHandle:
 
 
 class _Outcome:
-    """How a save ended, and who knows."""
+    """Result of a save, and notes of who was told."""
 
     def __init__(self, path: Folder) -> None:
         self._path = path

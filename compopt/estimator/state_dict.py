@@ -1,4 +1,4 @@
-"""``state_dict`` of an estimator: complete, copied, refused as a whole when it does not fit."""
+"""``state_dict`` of an estimator or a part: complete, copied, refused as a whole if it does not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
 def config(engine: Engine, roles: Sequence[str] | None = None) -> dict[str, Any]:
-    """Facts that must agree between the writer and the reader of a checkpoint; of all parts, or of some roles."""
+    """Return facts that must be equal for the writer and the reader of a checkpoint; of all parts or some roles."""
     parts = {role: part for role, part in engine.parts.items() if roles is None or role in roles}
     own = [column for role, columns in engine.columns().items() if role in parts for column in columns]
     columns = {c.name: [c.width, str(c.dtype)] for c in own}
@@ -40,13 +40,13 @@ def compare(engine: Engine, given: Mapping[str, Any]) -> None:
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
-    """See :meth:`Estimator.state_dict`."""
+    """Return :meth:`Estimator.state_dict`."""
     rows = {} if engine.table is None else engine.table.state_dict()
     return {**rest(engine), "rows": rows}
 
 
 def rest(engine: Engine) -> dict[str, Any]:
-    """All of it but the rows."""
+    """Return all of it but the rows."""
     extra = {role: part.saved_state() for role, part in engine.parts.items()}
     entries = {role: sorted(extra[role]) for role, part in engine.parts.items() if part.state_grows}
     return {
@@ -62,7 +62,7 @@ def rest(engine: Engine) -> dict[str, Any]:
 def load_state_dict(
     engine: Engine, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
 ) -> None:
-    """See :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
+    """Run :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
     _check_keys(state)
     compare(engine, state["config"])
     t = commits(state["t"])
@@ -123,7 +123,7 @@ def _check_rows(engine: Engine, rows: Any) -> None:
 
 
 def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
-    """State of one part, see :meth:`Component.state_dict`."""
+    """Return the state of one part, see :meth:`Component.state_dict`."""
     part = engine.parts[role]
     columns = engine.columns()[role]
     rows = {}
@@ -175,7 +175,8 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
         )
-    for key in ("method", "n", "dtype", "columns"):
+    alone = given.get("mode") == "single"  # of an object that was used alone: one value per sample
+    for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
     groups = state["sample_groups"]
@@ -213,7 +214,7 @@ def _compare(where: str, expected: Any, given: Any) -> None:
 
 
 def _sizes_remedy(saved: Any, own: list[int | None]) -> str:
-    """How to load sample groups of other sizes: groups are only ever appended."""
+    """Return advice for loading sample groups of other sizes: groups are only ever appended."""
     if not isinstance(saved, list) or not all(isinstance(n, int) for n in [*saved, *own]):
         return ""
     if own == saved[: len(own)]:

@@ -176,7 +176,7 @@ class MCMCNegativeSampler(Normalizer):
         return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
-        """The seed stays on the host, which reads it in every call."""
+        """Leave the seed on the host, which reads it in every call."""
 
     def estimate(self, call: Call) -> Estimate:
         call.pairs.release()  # its gradients are not asked for
@@ -193,7 +193,7 @@ class MCMCNegativeSampler(Normalizer):
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
     def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, Metrics]:
-        """Samples, scores, a flag and metrics of the whole batch, from what every rank knows of its own anchors.
+        """Return samples, scores, a flag and metrics of the whole batch, from each rank's own anchors.
 
         The flag is NaN where something that was encoded is not finite, be it that no anchor has met it.
         """
@@ -221,7 +221,7 @@ class MCMCNegativeSampler(Normalizer):
         return sample, score, failed, metrics
 
     def _burn_in(self, call: Call) -> Scalar:
-        """A number, or ``(b, A)``."""
+        """Return the burn-in, a number or ``(b, A)``."""
         value = call.hyper("burn_in")
         return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
 
@@ -273,7 +273,7 @@ class MCMCNegativeSampler(Normalizer):
         return batch.nan_if_bad(weights)
 
     def _walk(self, scores: Tensor, names: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``(b, M)``, and where this rank's chains are now with their scores, ``(b, 1)`` each."""
+        """Return weights ``(b, M)``, and positions and scores of this rank's chains now, ``(b, 1)`` each."""
         own, engine = batch.own, self._engine
         pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
         seen = batch.seen("chain")[own][:, 0]

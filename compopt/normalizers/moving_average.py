@@ -1,10 +1,10 @@
-"""Per-sample moving averages of the normalizer: SogCLR, iSogCLR, FastCLIP."""
+"""Moving averages of each sample's normalizer: SogCLR, iSogCLR, FastCLIP."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from compopt.stores.layout import Column
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
+# Column of each domain, and how several proposals for a row become one value.
+DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
 
 
 class MovingAverageEstimator(Normalizer):
-    r"""A moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
+    r"""Moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
 
     .. math::
         u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, (\epsilon + g_i), \qquad
@@ -52,13 +54,16 @@ class MovingAverageEstimator(Normalizer):
         gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, the first included.
+        domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
+            (used alone only).
         process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
-    State, per sample: ``log_u`` (in nats, in the rows' dtype) and the number of visits (int32), one each per direction
-    (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views, objective V2). A row never
-    visited takes ``log(eps + g)`` itself. Rows belong to the estimator of which it is a part, or to it alone.
+    State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
+    (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views,
+    objective V2). A row never visited takes ``log(eps + g)`` itself. Rows belong to the estimator that this is a part
+    of, or to it alone.
 
     Communicates: as a part nothing of its own; alone see :meth:`update`.
 
@@ -72,10 +77,10 @@ class MovingAverageEstimator(Normalizer):
         ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
         TypeError: a hyper-parameter that is no number.
         MemoryError: at the first use alone, where the rows do not fit; name a placement.
-        RuntimeError: it is a part, and what only its owner does is asked of it: rows, commits, checkpoints.
+        RuntimeError: as a part, a method is called that only the owner has, such as ``update`` or ``step``.
 
     Warns:
-        UserWarning: it had commits of its own, and becomes a part: its rows are dropped.
+        UserWarning: it becomes a part, and drops the rows of commits of its own.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
@@ -99,12 +104,15 @@ class MovingAverageEstimator(Normalizer):
         reference: str = "none",
         eps: float = 0.0,
         *,
+        domain: Literal["log", "linear"] = "log",
         process_group: ProcessGroup | None = None,
         offload: str | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        checks.one_of("domain", domain, DOMAINS)
+        self.domain = domain
         super().__init__(
             parse(n),
             {"gamma": gamma, "reference": reference, "eps": eps},
@@ -119,6 +127,14 @@ class MovingAverageEstimator(Normalizer):
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
         checks.non_negative("eps", group["eps"])
         checks.one_of("reference", group["reference"], REFERENCES)
+
+    def structure(self) -> dict[str, Any]:
+        return {} if self.domain == "log" else {"domain": self.domain}  # checkpoints of before have none
+
+    def check_free(self) -> None:
+        super().check_free()
+        if self.domain == "linear":
+            raise ValueError('domain="linear" serves losses of your own; as normalizer it needs domain="log"')
 
     def meaning(self) -> dict[str, Any]:
         temperature = getattr(self.owner, "temperature", None)
@@ -137,7 +153,8 @@ class MovingAverageEstimator(Normalizer):
             temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        return [Column("log_u", directions, dtype, reduce="log_mean_exp")]
+        name, reduce = DOMAINS[self.domain]
+        return [Column(name, directions, dtype, reduce)]
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
@@ -152,7 +169,7 @@ class MovingAverageEstimator(Normalizer):
         return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
 
     def _positive_weight(self, call: Call, alpha: Tensor) -> Scalar | None:
-        """1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
+        """Return 1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
         outside = call.hyper.choose("reference", REFERENCES)
         if isinstance(outside, float):
             return 1.0 if outside else None
@@ -169,7 +186,7 @@ class MovingAverageEstimator(Normalizer):
         """Fold a batch of inner values into the rows and return the updated averages.
 
         In training mode with gradients enabled the new rows are deposited and wait for :meth:`step`; otherwise
-        nothing is.
+        nothing is. With ``domain="linear"`` arguments and results are ``g_i`` and ``u_i`` themselves, of any sign.
 
         Args:
             log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, floating
@@ -193,17 +210,19 @@ class MovingAverageEstimator(Normalizer):
         return batch.nan_if_bad(log_u[:, 0])[batch.own]
 
     def _average(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
-        """Updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
+        """Return updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
         refuse_transforms()
         with self._engine.handshake.guard():
             log_g = check_values("log_g", log_g, "(B,)", 1)
             keys = {"index": check_vector("index", index, len(log_g))}
         batch = self._read(keys, {"log_g": log_g})
         hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        new = F.add_eps(batch.values["log_g"].to(batch.dtype)[:, None], hyper("eps"))
-        return F.moving_average(batch.columns["log_u"], new, hyper("gamma"), first=batch.unseen("log_u")), batch
+        new, gamma, eps = batch.values["log_g"].to(batch.dtype)[:, None], hyper("gamma"), hyper("eps")
+        if self.domain == "linear":
+            return torch.where(batch.unseen("u"), new + eps, torch.lerp(batch.columns["u"], new + eps, gamma)), batch
+        return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, first=batch.unseen("log_u")), batch
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
-        """Where the call deposits at all."""
+        """Deposit new averages, if the call deposits."""
         if batch.depositing:
-            self._deposit(batch, {"log_u": log_u})
+            self._deposit(batch, {DOMAINS[self.domain][0]: log_u})

@@ -11,7 +11,7 @@ from compopt.stores.disk import DiskStore
 from compopt.stores.host import HostStore
 from compopt.stores.memory import DirectRows, MemoryStore
 from compopt.stores.offloaded import OffloadedRows
-from compopt.stores.tablefile import describe, read_table
+from compopt.stores.tablefile import describe
 
 __all__ = [
     "DirectRows",
@@ -25,7 +25,6 @@ __all__ = [
     "check_offload",
     "describe",
     "open_rows",
-    "read_table",
 ]
 
 
@@ -49,7 +48,6 @@ def open_rows(
     offload_dir: str | os.PathLike[str] | None = None,
     name: str = "rows",
     description: Mapping[str, Any] | None = None,
-    writer: bool = True,
 ) -> RowAccess:
     """The rows of one process, placed where ``offload`` says.
 
@@ -60,7 +58,6 @@ def open_rows(
         offload_dir: of the table file.
         name: of the table file.
         description: what a row holds, for the table file; see :func:`describe`.
-        writer: of the table file: ``False`` for the ranks of a node that leave writing to another one.
 
     Raises:
         ValueError: an unknown placement, a directory missing or to no use, a table file that does not fit.
@@ -71,4 +68,4 @@ def open_rows(
     if offload == "cpu":
         return OffloadedRows(HostStore(n, words))
     assert offload_dir is not None
-    return OffloadedRows(DiskStore(offload_dir, name, n, words, description or {}, writer), writer)
+    return OffloadedRows(DiskStore(offload_dir, name, n, words, description or {}))

@@ -132,25 +132,6 @@ class RowAccess(ABC):
         equal values.
         """
 
-    @property
-    def written(self) -> int:
-        """How many commits are in the store."""
-        return 0
-
-    def acknowledge(self, commits: int) -> None:
-        """Learn that the store holds this many commits; the rank that writes the store knows."""
-        del commits
-
-    @property
-    def committed(self) -> int:
-        """How many commits were made."""
-        return 0
-
-    @property
-    def writes(self) -> bool:
-        """``False``: another process writes the store, from the same commits."""
-        return True
-
     def ready(self) -> None:
         """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
 

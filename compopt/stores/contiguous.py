@@ -25,17 +25,17 @@ def columns(table: RowTable) -> dict[str, Tensor]:
     result = {c.name: torch.empty(own.size, c.width, dtype=c.dtype, device="cpu") for c in table.layout.columns}
     if table.sharded:
         ranks.barrier()
-    with table.at_rest() as store:
-        for start in range(0, table.n if table.sharded else own.size, tables.BLOCK_ROWS):
-            if table.sharded:
-                first, block = start, _gathered(table, start, min(start + tables.BLOCK_ROWS, table.n))
-            else:
-                first = own.start + start
-                block = store.block(first, min(first + tables.BLOCK_ROWS, own.stop)).cpu()
-            low, high = max(first, own.start), min(first + len(block), own.stop)
-            if low < high:
-                for name, view in table.layout.unpack(block).items():
-                    result[name][low - own.start : high - own.start] = view[low - first : high - first]
+    store = table.at_rest()
+    for start in range(0, table.n if table.sharded else own.size, tables.BLOCK_ROWS):
+        if table.sharded:
+            first, block = start, _gathered(table, start, min(start + tables.BLOCK_ROWS, table.n))
+        else:
+            first = own.start + start
+            block = store.block(first, min(first + tables.BLOCK_ROWS, own.stop)).cpu()
+        low, high = max(first, own.start), min(first + len(block), own.stop)
+        if low < high:
+            for name, view in table.layout.unpack(block).items():
+                result[name][low - own.start : high - own.start] = view[low - first : high - first]
     return result
 
 

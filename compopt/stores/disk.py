@@ -36,12 +36,11 @@ _contents: dict[tuple[int, int], str] = {}
 
 
 class DiskStore(TensorStore):
-    """The placement ``offload="disk"``: a sparse file, mapped, shared by the ranks of one node.
+    """The placement ``offload="disk"``: a sparse file, mapped.
 
     The file is scratch space of one run, not a checkpoint. A table that an earlier run left is refused at its first
-    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row;
-    :func:`compopt.stores.read_table` shows what it holds. What a commit guarantees when the process is killed, and
-    the format, is said in :mod:`compopt.stores.tablefile`.
+    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row. The format is
+    that of :mod:`compopt.stores.tablefile`.
 
     A commit sets room on the disk aside before it touches a row, and on a file system in memory a read does too, see
     :class:`compopt.stores.space.Space`. Before each use the file's length is compared: to touch a mapped page that is
@@ -53,8 +52,6 @@ class DiskStore(TensorStore):
         n: rows.
         words: 16-byte words per row.
         description: what a row holds, as JSON; :func:`compopt.stores.describe` makes it of a layout.
-        writer: the one process of the node that writes. The others map the same file read-only, after the writer
-            has created it (the caller's barrier); their :meth:`scatter` and :meth:`write_block` do nothing.
 
     Raises:
         ValueError: the file belongs to a table of another n, width or description; the directory is no directory;
@@ -70,24 +67,14 @@ class DiskStore(TensorStore):
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        name: str,
-        n: int,
-        words: int,
-        description: Mapping[str, Any],
-        writer: bool = True,
+        self, directory: str | os.PathLike[str], name: str, n: int, words: int, description: Mapping[str, Any]
     ) -> None:
-        self.n, self.words, self.writer, self.stale = n, words, writer, False
+        self.n, self.words = n, words
         self._description = json.loads(json.dumps(description))
         self._directory, self._name = Path(directory), name
-        self._number, self._overwriting, self._pid = 0, False, os.getpid()
+        self._overwriting, self._pid = False, os.getpid()
         self._removed = False
-        if writer:
-            self._open_writer()
-        else:
-            self._check_existing()
-        self._open_rows()
+        self._open()
         self._map()
         self.changes = Changes(n)
 
@@ -100,7 +87,7 @@ class DiskStore(TensorStore):
     def _bytes(self, n: int) -> int:
         return max(1, n) * self.words * 16  # a file of no bytes cannot be mapped
 
-    def _open_writer(self) -> None:
+    def _open(self) -> None:
         self._make_directory()
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         claim = locks.Claim(self.path("lock"), self._directory, remedy)
@@ -111,11 +98,14 @@ class DiskStore(TensorStore):
                 self._check_existing()
             else:
                 self._create()
-            fd = os.open(self.path("redo"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(self.path(), os.O_RDWR | os.O_CLOEXEC)
         except BaseException:
             self._release()
             raise
-        self._redo, self._close_redo = fd, weakref.finalize(self, os.close, fd)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._space = Space(self._fd, self.path())
+        if not self.stale:
+            self._register()
 
     def _make_directory(self) -> None:
         try:
@@ -128,8 +118,6 @@ class DiskStore(TensorStore):
 
     def _check_existing(self) -> None:
         """The file is that of a table like this one."""
-        if not self.path().exists():
-            raise ValueError(f"{self.path()} does not exist; a process with writer=True must have created it before")
         found = tablefile.read_json(self.path("json"))
         for key, wanted in (("n", self.n), ("words", self.words), ("description", self._description)):
             if found[key] != wanted:
@@ -138,7 +126,7 @@ class DiskStore(TensorStore):
                     f"offload_dir or delete {self._name}.*"
                 )
         size, needed = self.path().stat().st_size, self._bytes(self.n)
-        if size < needed and self.writer and found["state"] == LOADING:  # killed while it was emptied
+        if size < needed and found["state"] == LOADING:  # killed while it was emptied
             os.truncate(self.path(), needed)
         elif size < needed:
             raise ValueError(f"{self.path()} has {size} bytes, needs {needed}: it was truncated; delete {self._name}.*")
@@ -146,7 +134,6 @@ class DiskStore(TensorStore):
 
     def _create(self) -> None:
         """Description first, rows last and by renaming: a rows file is never without its description."""
-        self.path("redo").unlink(missing_ok=True)
         fresh = self.path("rows.new")
         try:
             with open(fresh, "wb") as file:
@@ -183,14 +170,6 @@ class DiskStore(TensorStore):
                 stacklevel=2,
             )
 
-    def _open_rows(self) -> None:
-        flags = os.O_RDWR if self.writer or in_memory(self.path()) else os.O_RDONLY  # there, reads claim room
-        self._fd = os.open(self.path(), flags | os.O_CLOEXEC)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._space = Space(self._fd, self.path())
-        if self.writer and not self.stale:
-            self._register()
-
     def _register(self) -> None:
         """The file has this table from here on; its inode may have been that of another one, long removed."""
         status = os.fstat(self._fd)
@@ -198,17 +177,13 @@ class DiskStore(TensorStore):
 
     def _map(self) -> None:
         """Map the file as long as it is now."""
-        access = mmap.PROT_READ | mmap.PROT_WRITE if self.writer else mmap.PROT_READ
         try:
-            mapping = mmap.mmap(self._fd, self._bytes(self.n), mmap.MAP_SHARED, access)
+            mapping = mmap.mmap(self._fd, self._bytes(self.n))
         except (OSError, OverflowError, ValueError) as error:
             self._refuse_size(error)
         # Without it the kernel reads megabytes around every row: the first gather of a large file takes 20 to 40 s.
         mapping.madvise(mmap.MADV_RANDOM)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a reader's memory is not writable, and is never written
-            table = torch.frombuffer(mapping, dtype=WORD)[: self.n * self.words]
-        self._table = table.view(self._shape(self.n))
+        self._table = torch.frombuffer(mapping, dtype=WORD)[: self.n * self.words].view(self._shape(self.n))
         self._space.resize(self._bytes(self.n))
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -231,7 +206,7 @@ class DiskStore(TensorStore):
                 f"checkpoint into an estimator with another offload_dir",
                 str(self.path()),
             )
-        if self.writer and _contents.get((status.st_dev, status.st_ino), self._id) != self._id:
+        if _contents.get((status.st_dev, status.st_ino), self._id) != self._id:
             raise RuntimeError(
                 f"{self.path()} has rows of another estimator of this process, which has loaded them since: give each "
                 f"an offload_dir of its own"
@@ -264,21 +239,17 @@ class DiskStore(TensorStore):
             os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
 
     def check_process(self) -> None:
-        if self.writer and os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows, atomically against a kill of the process."""
+        """Write a block to rows; on a full disk to none of them."""
         self.ready()
-        if not self.writer or not len(rows):
+        if not len(rows):
             return
         self.check_process()
         self._check_file()
-        rows, block = rows.contiguous(), block.contiguous()
         self._space.for_rows(rows.numpy(), 16 * self.words)
-        self._number += 1
-        with failures.named(self.path("redo"), "the rows are those before this commit"):
-            tablefile.write_redo(self._redo, self._id, self._number, rows, block)
         super().scatter(rows, block)
 
     # -- whole tables ------------------------------------------------------------------------------------------
@@ -301,8 +272,6 @@ class DiskStore(TensorStore):
         return block
 
     def write_block(self, start: int, block: Tensor) -> None:
-        if not self.writer:
-            return
         if not self._overwriting:
             self.ready()
         self._check_file()
@@ -313,18 +282,11 @@ class DiskStore(TensorStore):
     def overwriting(self) -> Iterator[None]:
         """Make an empty file of it, then this run's table.
 
-        What ends in between, by a kill or an error, leaves it stale, and :func:`read_table` refuses it.
+        A kill or an error in between leaves it stale.
         """
-        if not self.writer:
-            self.changes = Changes(self.n)
-            try:
-                yield
-            finally:
-                self._space.forget()  # the writer has made holes
-            return
         former, self._id = self._id, secrets.token_hex(16)
         try:
-            self._describe(LOADING)  # with a new id: the old redo record is no longer this table's
+            self._describe(LOADING)
         except BaseException:
             self._id = former
             raise
@@ -343,24 +305,20 @@ class DiskStore(TensorStore):
 
     def grow(self, n: int) -> None:
         self.n = n
-        if self.writer:
-            try:
-                os.ftruncate(self._fd, self._bytes(n))
-            except (OSError, OverflowError, ValueError) as error:
-                self._refuse_size(error)
-            self._describe(self._state)
-        else:
-            self._check_existing()  # the writer has grown the file: the caller's barrier
+        try:
+            os.ftruncate(self._fd, self._bytes(n))
+        except (OSError, OverflowError, ValueError) as error:
+            self._refuse_size(error)
+        self._describe(self._state)
         self.changes.grow(n)
         self._map()
 
     def shrink(self, n: int) -> None:
         self.n = n
-        if self.writer:
-            os.ftruncate(self._fd, self._bytes(n))
-            with suppress(OSError, ValueError):  # on a full disk: a table that says another n is refused
-                if tablefile.read_json(self.path("json"))["n"] != n:
-                    self._describe(self._state)
+        os.ftruncate(self._fd, self._bytes(n))
+        with suppress(OSError, ValueError):  # on a full disk: a table that says another n is refused
+            if tablefile.read_json(self.path("json"))["n"] != n:
+                self._describe(self._state)
         self.changes.shrink(n)
         self._map()
 
@@ -370,9 +328,7 @@ class DiskStore(TensorStore):
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         self._close_fd()
         self._fd = -1
-        if self.writer:
-            self._close_redo()
-            self._release()
+        self._release()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

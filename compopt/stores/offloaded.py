@@ -41,21 +41,18 @@ class OffloadedRows(RowAccess):
 
     Args:
         store: where rows live; on the CPU.
-        writer: ``False``: another process of the node writes the same store, from the same commits. Commits are
-            then kept until :meth:`acknowledge` tells that the writer's :attr:`written` has reached them.
         limit: of the journal.
 
     Errors of the writer thread are raised by the next call, and by every later one: what was committed since is
     lost. Copies and pickles wait for the writer and copy the store.
     """
 
-    def __init__(self, store: RowStore, writer: bool = True, limit: int = JOURNAL_LIMIT) -> None:
-        self.store, self._writing = store, writer
-        self._journal = Journal(limit)
+    def __init__(self, store: RowStore, limit: int = JOURNAL_LIMIT) -> None:
+        self.store, self._journal = store, Journal(limit)
         self._start()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
+        self._pid, self._writing = os.getpid(), True
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="compopt-writer")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="compopt-reader")
         self._tickets: list[weakref.ref[Fetched]] = []
@@ -108,25 +105,15 @@ class OffloadedRows(RowAccess):
     def commit(self, rows: Tensor, block: Tensor) -> None:
         self.ready()
         self.store.check_process()
-        self._make_room()
+        if self._journal.full():
+            self._journal.wait(self._journal.limit - 1)
+            self.check()
         with self._lock:
             entry = self._journal.append(rows, block)
             for ticket in self._under_way():
                 ticket.add(entry, self._journal.limit)
-        if self._writing:
-            self._stage(entry)
-            self._writers.submit(_write, self.store, entry, self._journal, tuple(self._tickets))
-
-    def _make_room(self) -> None:
-        if not self._journal.full():
-            return
-        if not self._writing:
-            raise RuntimeError(
-                f"{self._journal.limit} commits wait for the process that writes {self.store!r}, which acknowledged "
-                f"{self.written} of {self.committed}: call acknowledge() with its `written`"
-            )
-        self._journal.wait(self._journal.limit - 1)
-        self.check()
+        self._stage(entry)
+        self._writers.submit(_write, self.store, entry, self._journal, tuple(self._tickets))
 
     def _stage(self, entry: Entry) -> None:
         """Start copying a commit to pinned host memory, behind the work that computes it."""
@@ -142,32 +129,12 @@ class OffloadedRows(RowAccess):
         for tensor in (entry.rows, entry.block):
             tensor.record_stream(side)
 
-    @property
-    def writes(self) -> bool:
-        return self._writing
-
-    @property
-    def committed(self) -> int:
-        """Commits made so far."""
-        return self._journal.committed
-
-    @property
-    def written(self) -> int:
-        """Every commit up to this number is in the store; a writer publishes it to the readers of its store."""
-        return self._journal.written
-
-    def acknowledge(self, number: int) -> None:
-        """Another process has written every commit up to this number; a writer knows by itself and ignores it."""
-        if not self._writing:
-            self._journal.retire(number)
-
     # -- lifetime ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until this process's commits are in the store and nothing reads it.
+        """Wait until every commit is in the store and nothing reads it; a forked process keeps its parent's.
 
-        Tickets under way will read anew. A reader of another process's store keeps its unacknowledged commits: it
-        cannot know by itself what the writer has done.
+        Tickets under way will read anew.
         """
         self.check()
         if self._writing:
@@ -193,11 +160,11 @@ class OffloadedRows(RowAccess):
         """Raise what went wrong in the writer thread; in a forked process start threads of its own."""
         if self._pid != os.getpid():
             self._restart()
-        error = self._journal.error
+        error, written = self._journal.error, self._journal.written
         if error is not None:
             raise RuntimeError(
-                f"commit {self.written + 1} of {self.committed} could not be written ({type(error).__name__}: "
-                f"{error}); the rows end with commit {self.written}: load a checkpoint into a new estimator"
+                f"commit {written + 1} of {self._journal.committed} could not be written ({type(error).__name__}: "
+                f"{error}); the rows end with commit {written}: load a checkpoint into a new estimator"
             ) from error
 
     def ready(self) -> None:
@@ -219,7 +186,7 @@ class OffloadedRows(RowAccess):
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {"store": self.store, "_writing": self._writing, "_journal": self._journal}
+        return {"store": self.store, "_journal": self._journal}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +21,7 @@ class Placement:
         process_group: the ranks that form the global batch; ``None``: the default group, if there is one.
         offload: ``None``, on the features' device; ``"cpu"``, host memory; ``"disk"``, a file.
         offload_dir: folder of that file, on a local disk.
-        shard: each rank keeps ``n / K`` rows instead of all.
+        shard: each of K ranks keeps ``n / K`` rows instead of all; always so with ``"disk"``.
     """
 
     process_group: ProcessGroup | None = None
@@ -35,6 +32,7 @@ class Placement:
     def __post_init__(self) -> None:
         checks.flag("shard", self.shard)
         check_offload(self.offload, self.offload_dir)
+        object.__setattr__(self, "shard", self.shard or self.offload == "disk")
         if self.offload_dir is not None:  # a later chdir moves nothing
             object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
 
@@ -43,34 +41,19 @@ class Placement:
         return {**self.__dict__, "process_group": None}
 
     def open(self, n: int, layout: RowLayout, ranks: Ranks) -> RowAccess:
-        """The rows of this process; collective for ``"disk"``.
+        """The rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
 
-        Shards have a file each. Otherwise the ranks that see the same folder of the same machine share one file,
-        which the first of them creates and writes.
-        """
-
-        def rows(name: str = "rows", writer: bool = True) -> RowAccess:
+        def rows() -> RowAccess:
             return open_rows(
                 n,
                 layout.words,
                 offload=self.offload,
                 offload_dir=self.offload_dir,
-                name=name,
+                name="rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}",
                 description=describe(layout),
-                writer=writer,
             )
 
-        if self.offload != "disk" or ranks.size == 1:
+        if self.offload != "disk":
             return rows()
         with doing("the construction of an estimator"):
-            return self._open_files(ranks, rows)
-
-    def _open_files(self, ranks: Ranks, rows: Callable[..., RowAccess]) -> RowAccess:
-        if self.shard:
-            return ranks.agree(lambda: rows(f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"))
-        assert self.offload_dir is not None
-        places = ranks.gather_objects((uuid.getnode(), socket.gethostname(), os.path.realpath(self.offload_dir)))
-        first = places.index(places[ranks.rank])
-        opened = ranks.agree(lambda: rows() if first == ranks.rank else None)
-        reader = ranks.agree(lambda: rows(writer=False) if opened is None else None)
-        return reader if opened is None else opened
+            return ranks.agree(rows)

@@ -67,21 +67,14 @@ class RowTable:
         self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
         self.rows: RowAccess = placement.open(self._local_count(self.n), self.layout, ranks)
-        # A file of which another rank may be the writer; on shards every rank has its own.
-        self._shared = placement.offload == "disk" and not self.sharded and ranks.size > 1
         self._deposits: list[Deposit] = []
         self.saved: list[Saved] = []
         self.partial: set[str] = set()
 
     @property
     def sharded(self) -> bool:
-        """This process holds only a part of the rows."""
+        """This process holds only a part of the rows, so that :meth:`state_dict` is collective."""
         return self.stride > 1
-
-    @property
-    def split(self) -> bool:
-        """Ranks hold different parts of the rows, or share one file, so that :meth:`state_dict` is collective."""
-        return self.sharded or self._shared
 
     @property
     def store(self) -> RowStore:
@@ -101,48 +94,29 @@ class RowTable:
     def _local_count(self, n: int) -> int:
         return max(0, -(-(n - self.first) // self.stride))  # len(range()) ends at 2^63
 
-    @contextmanager
-    def at_rest(self) -> Iterator[RowStore]:
-        """The store, while nothing else touches it: every commit of every rank is in it, and no read is under way.
-
-        Whoever reads or writes a store past the rows, as checkpoints do, does it in here. Collective where ranks
-        share a file: a rank that does not write it learns here that its commits are there, and leaves only when
-        the writer has left.
-        """
-        if not self._shared:
-            self.rows.settle()
-            yield self.store
-            return
-        self._ranks.agree(self.rows.settle)
-        committed = self._ranks.gather_objects(self.rows.committed)
-        if len(set(committed)) > 1:
-            raise RuntimeError(f"every rank must call step() after the same updates; commits by rank: {committed}")
-        self.rows.acknowledge(self.rows.committed)  # every rank has made the same ones, and the writer has settled
-        try:
-            yield self.store
-        finally:
-            self._ranks.barrier()
+    def at_rest(self) -> RowStore:
+        """Return the store once every commit is in it and no read is under way, as checkpoints need it."""
+        self.rows.settle()
+        return self.store
 
     @contextmanager
     def overwriting(self) -> Iterator[RowStore]:
         """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
-        with self.at_rest() as store:
-            self.saved.clear()
-            self.partial.clear()
-            with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
-                yield store
+        store = self.at_rest()
+        self.saved.clear()
+        self.partial.clear()
+        with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
+            yield store
 
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
-        local = self._local_count(n)
-        with self.at_rest() as store:
-            before = store.n
-            try:
-                self._ranks.agree(lambda: store.grow(local) if self.rows.writes else None)
-                self._ranks.agree(lambda: None if self.rows.writes else store.grow(local))  # readers after their writer
-            except BaseException:
-                store.shrink(before)
-                raise
+        local, store = self._local_count(n), self.at_rest()
+        before = store.n
+        try:
+            self._ranks.agree(lambda: store.grow(local))
+        except BaseException:
+            store.shrink(before)
+            raise
         self.n = n
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -225,14 +199,11 @@ class RowTable:
         self.saved = [*others, checkpoint][-REMEMBERED:]
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """A copy of every column (or of those in ``names``) of every row, ``(n, D)``.
-
-        Collective on shards and on a shared file.
-        """
+        """A copy of every column (or of those in ``names``) of every row, ``(n, D)``. Collective on shards."""
         if self.sharded:
             self._ranks.barrier()
-        with self.at_rest():
-            return self._columns([c for c in self.layout.columns if names is None or c.name in names])
+        self.at_rest()
+        return self._columns([c for c in self.layout.columns if names is None or c.name in names])
 
     def _columns(self, columns: Sequence[Column]) -> dict[str, Tensor]:
         device = torch.device("cpu") if self.sharded else self.store.device
@@ -291,7 +262,7 @@ class RowTable:
             self.layout.check_values(block, self.n, first + start)
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
-        """Overwrite all rows that this process holds; collective on a shared file."""
+        """Overwrite all rows that this process holds."""
         with self.overwriting() as store:
             for start, values in self._blocks(columns, store):
                 count = len(values[COUNT])
@@ -313,7 +284,7 @@ class RowTable:
                 self.partial.add(name)
 
     def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
-        """Overwrite the columns of one part in all rows that this process holds; collective on a shared file.
+        """Overwrite the columns of one part in all rows that this process holds; collective on shards.
 
         Args:
             columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
@@ -322,7 +293,8 @@ class RowTable:
             adapt: changes rows in place whose visits are others than before; gets row numbers, ``(R,)``, all columns,
                 the visits that were loaded and those before.
         """
-        with self.at_rest() as store, torch.inference_mode(False):
+        store = self.at_rest()
+        with torch.inference_mode(False):
             for start, values in self._blocks(columns, store):
                 visits = values.pop(COUNT)
                 block = store.block(start, start + len(visits))
@@ -341,6 +313,6 @@ class RowTable:
         self.agree_partial()
 
     def agree_partial(self) -> None:
-        """Ranks read each other's shards, so that all know of the marks in any; collective where :attr:`split`."""
-        if self.split:
+        """Ranks read each other's shards, so that all know of the marks in any; collective on shards."""
+        if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -36,7 +36,7 @@ VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0)
 
 
 class TemperatureDual(Temperature):
-    r"""Each sample's ``tau_i`` is the multiplier of a KL constraint on its pair weights, learned on the side.
+    r"""Temperatures ``tau_i`` as multipliers of a KL constraint on each sample's pair weights, learned on the side.
 
     .. math::
         G(\tau_i) &= \alpha_i + \rho - \sum_j w_{ij} h_{ij} / \tau_i \qquad\text{clipped to } \pm\text{max\_grad}\\
@@ -194,14 +194,14 @@ class TemperatureDual(Temperature):
 
     @property
     def tau(self) -> Tensor:
-        """The committed global temperature, 0-d float64.
+        """Committed global temperature, 0-d float64.
 
         Raises:
             AttributeError: temperatures are individual, which are rows.
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        if "tau" not in self.state:
+        if self._owner is None:
             _ = self._facts  # used alone, it makes its state now
         return self.state["tau"]
 
@@ -213,7 +213,7 @@ class TemperatureDual(Temperature):
             return super().check_same(given, visits)
         if given is not None and [group["tau_init"] for group in self.sample_groups] == given:
             return  # every sample starts where the rows were averaged
-        met = part_state_dict(self._facts, self._in_owner)["rows"][COUNT].to(visits.device) > 0
+        met = part_state_dict(self._facts, self._role or self.role)["rows"][COUNT].to(visits.device) > 0
         if given is not None or bool(((visits > 0) & ~met).any()):
             super().check_same(given, visits)
 
@@ -248,7 +248,7 @@ class TemperatureDual(Temperature):
         return self._moved_rows(call.batch, call.hyper, gradient)
 
     def _moved_rows(self, batch: Batch, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
-        """One step of every sample's temperature: new columns."""
+        """Return new columns after one step of every sample's temperature."""
         rows, new = batch.columns, batch.blank.get("tau")
         second = rows.get("tau_exp_avg_sq")
 
@@ -276,7 +276,7 @@ class TemperatureDual(Temperature):
             self._rescale(rows, hyper, steps, torch.where(rows[COUNT] > 0, rows["visits"], steps))
 
     def _moved_state(self, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
-        """One step of the global temperature on the mean of ``gradient``: new state."""
+        """Return new state after one step of the global temperature on the mean of ``gradient``."""
         state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
         updates = state["updates"] + 1
         tau, m, v = self._move(
@@ -288,7 +288,7 @@ class TemperatureDual(Temperature):
 
     @outside_of_graphs
     def update(self, gradient: Tensor, index: Tensor | None = None) -> Tensor:
-        r"""Take one step of projected momentum or Adam on a gradient of the caller's, and return the new temperatures.
+        r"""Take one step of projected momentum or Adam on a given gradient, and return the new temperatures.
 
         .. math::
             m_i \leftarrow (1 - \beta)\, m_i + \beta\, \text{clip}(g_i), \qquad
@@ -358,7 +358,7 @@ class TemperatureDual(Temperature):
     def _move(
         self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One step of the rule on any shape: new ``tau``, ``m`` and ``v``."""
+        """Return new ``tau``, ``m`` and ``v`` after one step of the rule, on any shape."""
         limit = hyper("max_grad")
         gradient = F.clip(gradient.to(m.dtype), -limit, limit)
         if v is None:

@@ -1,5 +1,6 @@
 """Naive float64 twins of every estimator, written from DESIGN.md and never from the library."""
 
+from tests.reference.alone import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork
 from tests.reference.contrastive import Reference
 from tests.reference.dense import (
     dense_global_gradient,
@@ -18,6 +19,11 @@ from tests.reference.temperatures import (
 )
 
 __all__ = [
+    "AloneAverage",
+    "AloneChains",
+    "AloneDual",
+    "AloneGlobalDual",
+    "AloneNetwork",
     "BatchReference",
     "DualReference",
     "FixedReference",

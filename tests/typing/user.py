@@ -1,6 +1,7 @@
 """What a user writes, checked by `make lint` with `mypy --strict`; never run. assert_type pins what types must say."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ def train(path: str) -> dict[str, float]:
     model = nn.Linear(8, 4)
     optimizer = torch.optim.AdamW([*model.parameters(), *est.parameters()])
     assert_type(est.attach(optimizer), RemovableHandle)
+    assert_type(est.attach(optimizer, checkpoint=True), RemovableHandle)
     model.add_module("loss", compopt.as_module(est).train())
     est.register_step_post_hook(lambda *_: None).remove()
     schedule = compopt.schedules.CosineGamma(est, decay_steps=100)
@@ -67,3 +69,34 @@ def train(path: str) -> dict[str, float]:
     risk = compopt.compositional_loss(torch.rand(4), torch.arange(4), u, torch.log)
     assert_type(risk, Tensor)
     return {name: value.item() for name, value in est.metrics.items()}
+
+
+def alone(path: str, optimizer: torch.optim.Optimizer, index: Tensor, x: Tensor) -> None:
+    """Each of the four objects by itself, one as a part, and what all of them have."""
+    u = compopt.MovingAverageEstimator(100)
+    tau = compopt.TemperatureDual(100, offload="cpu")
+    network = compopt.NeuralNormalizer(8, dtype=torch.float64)
+    chains = compopt.MCMCNegativeSampler([{"n": 60, "burn_in": 2}, {"n": 40}])
+    assert_type(u.update(x, index), Tensor)
+    assert_type(tau.update(x, index), Tensor)
+    assert_type(tau.value(index), Tensor)
+    assert_type(network.update(x, x[:, 0], 0.1, candidates=x), Tensor)
+    assert_type(network.predict(x, tau.value(index)), Tensor)
+    assert_type(chains.sample(x, index, index), Tensor)
+    each: compopt.Estimator
+    for each in (u, tau, network, chains):
+        assert_type(each.attach(optimizer), RemovableHandle)
+        each.step()
+        each.discard()
+        each.load_state_dict(each.state_dict())
+        compopt.load(each, compopt.save(each, path))
+        assert_type(each.sample_groups[0]["n"], Any)
+    assert_type(u.train().eval(), compopt.MovingAverageEstimator)
+    assert_type(u.to("cpu").read(index)["log_u"], Tensor)
+    assert_type(u.owner, compopt.Estimator | None)
+    u.prefetch(index)
+    u.add_sample_group({"n": 10, "gamma": 0.5})
+    u.register_step_post_hook(lambda *_: None).remove()
+    est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(100), compopt.FixedTemperature(0.1))
+    est.normalizer.load_state_dict(est.normalizer.state_dict())
+    assert_type(est.temperature.read(index), dict[str, Tensor])
