@@ -233,6 +233,10 @@ class TemperatureDual(Temperature):
             *(Column(name, directions, dtype, values=VALUES[name.removeprefix("tau_")]) for name in names),
         ]
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """In float64, also from a device that has none."""
+        return {name: v if v.dtype == torch.float64 else v.cpu().double() for name, v in super().saved_state().items()}
+
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         return {name: VALUES[name] for name in names if name in VALUES}
 

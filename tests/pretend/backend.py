@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 
+from compopt.checks import values
 from tests.pretend import memory, streams, tensor
 from tests.pretend.ledger import LEDGER
 
@@ -105,7 +106,18 @@ def install(like: str = "cuda") -> torch.device:
     _register_factories()
     _register_autocast()
     torch.__future__.set_swap_module_params_on_conversion(True)  # module.to(): tensors of another class
+    _accept_in_checkpoints()
     return tensor.device()
+
+
+def _accept_in_checkpoints() -> None:
+    """A real device's tensors are plain; of these the library sees the wrapper."""
+    dense = values.dense
+
+    def accepting(what: str, value: Any, like: Any = None) -> None:
+        dense(what, value, value if isinstance(value, tensor.PretendTensor) else like)
+
+    values.dense = accepting
 
 
 def _register_factories() -> None:
