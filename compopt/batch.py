@@ -55,7 +55,7 @@ class Batch:
     blank: dict[str, Tensor] = field(default_factory=dict)
 
     def unseen(self, column: str) -> Tensor:
-        """Where the part that keeps a column was never visited, ``(B, D)``."""
+        """Return where the part that keeps a column was never visited, ``(B, D)``."""
         new = self.count == 0
         return new | self.blank[column] if column in self.blank else new
 

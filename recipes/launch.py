@@ -73,7 +73,7 @@ def is_main() -> bool:
 
 
 def is_local_main() -> bool:
-    """Whether this process does what one of each node must do."""
+    """Return whether this process does what one of each node must do."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 

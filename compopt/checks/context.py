@@ -96,7 +96,7 @@ def in_checkpoint() -> bool:
 
 
 def makes_optimizer_state() -> bool:
-    """Whether ``step()`` of an optimizer runs only to make its state, for ``torch.distributed.checkpoint``.
+    """Return whether ``step()`` of an optimizer runs only to make its state, for ``torch.distributed.checkpoint``.
 
     Nothing else tells: a learning rate of zero may be the first one of a schedule, and whether gradients are zero is
     known to the device alone.
@@ -105,7 +105,7 @@ def makes_optimizer_state() -> bool:
 
 
 def drops_entries() -> bool:
-    """Whether ``state_dict()`` of an optimizer is for a module that drops what is neither state nor groups."""
+    """Return whether ``state_dict()`` of an optimizer is for a module that drops all but state and groups."""
     return any(module in STATE_FILTERS for module, _ in _callers())
 
 

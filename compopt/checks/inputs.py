@@ -60,7 +60,7 @@ def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
 
 
 def _remedy(name: str, value: Any) -> str:
-    """What to do with numbers that are in no tensor."""
+    """Return the remedy for numbers that are in no tensor."""
     return f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
 
 

@@ -345,7 +345,7 @@ class SampleGroups:
         self._snapshot = self._snapshot[:-1]
 
     def defaults_of(self, role: str) -> dict[str, Any]:
-        """What fills a group that leaves out a hyper-parameter of one component, by its own names."""
+        """Return the defaults of one component's hyper-parameters, by its own names."""
         return {key: self.defaults[name] for key, name in self.names[role].items()}
 
     def of_part(self, role: str) -> Groups:

@@ -20,7 +20,7 @@ IN_MEMORY = ("tmpfs", "devtmpfs")
 
 
 def in_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path lies on a file system in memory; False where the system does not tell."""
+    """Return whether a path lies on a file system in memory; False where the system does not tell."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError), open("/proc/self/mountinfo", errors="replace") as mounts:
