@@ -384,8 +384,8 @@ class Temperature(Component):
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
     """Return the refusal of rows that were averaged at other temperatures than those of this estimator."""
     return ValueError(
-        f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which log "
-        f"u means something else; build it with that temperature, or load the state of the temperature first"
+        f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which "
+        f"log u means something else; build it with that temperature, or load the state of the temperature first"
     )
 
 
