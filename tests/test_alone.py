@@ -1156,17 +1156,6 @@ def test_hooks_of_temperatures_under_their_former_names():
     assert est.read(torch.tensor([0, 9]))["mine"].tolist() == [[pytest.approx(0.01)] * 2, [0.0, 0.0]]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_former_hooks_of_a_subclass_call_those_of_its_base():
-    class Twice(compopt.FixedTemperature):
-        def value(self, rows, hyper, training):
-            return 2 * super().value(rows, hyper, training)
-
-    z1, z2 = torch.randn(2, 6, DIM, dtype=torch.float64, generator=generator(0))
-    est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Twice(0.1))
-    assert torch.equal(est(z1, z2), compopt.DCLEstimator(tau=0.2)(z1, z2))
-
-
 # -- several ranks -----------------------------------------------------------------------------------
 
 

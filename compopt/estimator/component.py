@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import warnings
@@ -320,8 +319,6 @@ class Temperature(Component):
             if callable(hook) and new not in cls.__dict__ and _is_hook(hook, old, arguments):
                 setattr(cls, new, hook)
                 warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
-            elif new in cls.__dict__ and not hasattr(cls, old):
-                setattr(cls, old, _former(old, cls.__dict__[new]))  # for super().value(...) of such classes
         super().__init_subclass__(**options)
 
     @property
@@ -391,17 +388,6 @@ def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
 
 def _tau_text(constants: Sequence[float] | None) -> str:
     return "one per sample" if constants is None else ", ".join(f"{tau:.6g}" for tau in constants)
-
-
-def _former(name: str, hook: Any) -> Any:
-    """Return a hook under its former name."""
-
-    @functools.wraps(hook)
-    def call(self: Temperature, *args: Any) -> Any:
-        warnings.warn(f"{name} is called {hook.__name__} now; rename the call", DeprecationWarning, stacklevel=2)
-        return hook(self, *args)
-
-    return call
 
 
 def _is_hook(function: Any, name: str, arguments: int) -> bool:
