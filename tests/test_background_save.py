@@ -629,7 +629,7 @@ def one_fails(group, directory, failing, how):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["full", "silent"])
+@pytest.mark.parametrize("how", ["full", pytest.param("silent", marks=pytest.mark.slow)])  # others wait for it
 def test_a_rank_that_fails(how, failing, tmp_path):
     results = the_pool().run(one_fails, 3, str(tmp_path), failing, how)
     for rank, (_, told, seconds, present, after, state) in enumerate(results):

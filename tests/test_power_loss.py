@@ -86,7 +86,14 @@ def saved_under_watch(tmp_path, before, **options):
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
-@pytest.mark.parametrize("before", [0, 1, 3], ids=["the-first", "the-second", "one-is-removed"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(0, id="the-first"),
+        pytest.param(1, id="the-second"),
+        pytest.param(3, id="one-is-removed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_power_loss_leaves_the_earlier_one_or_the_new_one(before, blocking, tmp_path):
     disk, states = saved_under_watch(tmp_path, before, blocking=blocking)
     found = judged(disk, tmp_path, states)
