@@ -387,8 +387,10 @@ class ContrastiveEstimator(Estimator):
         if index2 is not None and self.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         one_name(labels, group)
-        given = {"index": index, "index2": index2, "group": group, "labels": labels}
-        keys = {name: check_vector(name, key, len(z1)) for name, key in given.items() if key is not None}
+        keys = {"index": index}
+        for name, key in (("index2", index2), ("group", group), ("labels", labels)):
+            if key is not None:
+                keys[name] = check_vector(name, key, len(z1))
         if "group" in keys:
             keys["labels"] = keys.pop("group")
         if tau is not None:

@@ -125,7 +125,8 @@ class Estimator(Hooks):
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
-        return self._facts
+        assert self._core is not None
+        return self._core
 
     @property
     def _facts(self) -> Engine:
