@@ -164,7 +164,7 @@ def summary() -> str:
 
 
 def sparse_saves() -> str:
-    """What checkpoints of a large table take after few visits, in order and uniform."""
+    """Return a table of the room of checkpoints after few visits of a large table, in order and uniform."""
     body = [[line[0], line[1], line[2], line[5]] for line in stored("saving_sparse")["results"]]
     head = ["rows are visited", "the table's file, MiB", "the first checkpoint, MiB", "the second one adds, MiB"]
     return table(head, body)

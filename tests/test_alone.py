@@ -37,7 +37,7 @@ def _folder_for_tables(tmp_path):
 
 
 class Total(Component):
-    """What a user may write: a sum per sample."""
+    """Sum per sample, as a user may write one."""
 
     role = "total"
 
@@ -812,7 +812,7 @@ def test_rows_of_sogclr_start_isogclr(mode, optimizer):
 
 
 def test_a_load_keeps_what_adam_has_averaged():
-    """Where it changes the number of visits of a row, be it that of a temperature or of a normalizer."""
+    """A load may change the number of visits of a row, be it that of a temperature or of a normalizer."""
     source, est = isogclr(), isogclr()
     for seed, index in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 4, 5)]):
         call(source, index, seed), source.step()
@@ -888,7 +888,7 @@ def test_rows_that_would_mean_something_else_are_refused():
 
 
 def test_what_was_trained_alone_becomes_part_of_an_estimator():
-    """Where one value per sample is kept there too; its hyper-parameters stay."""
+    """The part keeps one value per sample too; its hyper-parameters stay."""
     tau, d = compopt.TemperatureDual(N, tau_init=TAU, tau_max=1.0, lr=0.1), data()[0]
     tau.update(d["gradient"].float(), d["index"]), tau.step()
     for options in ({"mode": "unimodal"}, {"directions": "forward"}):

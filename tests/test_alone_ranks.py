@@ -183,7 +183,7 @@ def test_shards_on_disk_move_between_numbers_of_ranks(kind, tmp_path):
 
 
 class Seen(torch.utils.data.Dataset):
-    """What a worker reads of an object that its data set holds."""
+    """Rows that a worker reads of an object that its data set holds."""
 
     def __init__(self, obj):
         self.obj = obj

@@ -474,7 +474,7 @@ class Run:
 
 
 def differing(a, b, at="state"):
-    """Where two states differ."""
+    """Return the places where two states differ."""
     if isinstance(a, dict):
         return [f"{at}: {[*a]}, {[*b]}"] * (a.keys() != b.keys()) + [
             each for key in a.keys() & b.keys() for each in differing(a[key], b[key], f"{at}.{key}")
@@ -545,7 +545,7 @@ def test_each_estimator_of_an_optimizer_has_its_key():
 
 
 class Proxy(Wrapper):
-    """What Lightning does: the attributes of the optimizer are its own too."""
+    """Proxy as Lightning has one: the attributes of the optimizer are its own too."""
 
     def __getattr__(self, name):
         return getattr(self.optimizer, name)

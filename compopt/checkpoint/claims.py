@@ -17,7 +17,7 @@ REMEDY = "two runs that save there remove each other's checkpoints; end that one
 
 
 class _Claims:
-    """Those of one estimator, the latest last; a remote directory has no lock.
+    """Claims of one estimator, the latest last; a remote directory has no lock.
 
     Attributes:
         loaded: the directory that the estimator was last loaded from, until another one saves there.

@@ -42,7 +42,7 @@ class Contents:
         engine = est._engine
         content, files = manifest.read(source)
         try:
-            states.compare(est._engine, content["config"])
+            states.compare(engine, content["config"])
         except ValueError as error:
             raise ValueError(f"{source.path / manifest.MANIFEST}: {error}") from None
         check_data(est, str(source.path / manifest.MANIFEST), content.get("data_fingerprint"))

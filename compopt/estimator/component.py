@@ -316,7 +316,7 @@ class Temperature(Component):
         """Take hooks under their former names, ``value`` and ``update``, from classes of before."""
         for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
             hook = cls.__dict__.get(old)
-            if callable(hook) and new not in cls.__dict__ and _is_hook(hook, old, arguments):
+            if callable(hook) and new not in cls.__dict__ and _is_hook(hook, arguments):
                 setattr(cls, new, hook)
                 warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
         super().__init_subclass__(**options)
@@ -390,7 +390,7 @@ def _tau_text(constants: Sequence[float] | None) -> str:
     return "one per sample" if constants is None else ", ".join(f"{tau:.6g}" for tau in constants)
 
 
-def _is_hook(function: Any, name: str, arguments: int) -> bool:
+def _is_hook(function: Any, arguments: int) -> bool:
     """Return whether a method has the arguments of the hook of this name, and not those of ``TemperatureDual``."""
     parameters = list(inspect.signature(function).parameters)
     return len(parameters) == arguments and parameters[-1] != "index"

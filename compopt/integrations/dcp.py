@@ -76,7 +76,7 @@ class Stateful:
         engine = est._engine
         est._begin_saving()
         with doing("state_dict()", est.t), engine.lock.copying():
-            about = states.rest(est._engine)
+            about = states.rest(engine)
             parts = {} if engine.table is None else contiguous.columns(engine.table)
         extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
         with doing("state_dict()", est.t):
@@ -100,7 +100,7 @@ class Stateful:
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
-            states.load_state_dict(est._engine, state, load_rows=lambda table: contiguous.load(table, parts))
+            states.load_state_dict(engine, state, load_rows=lambda table: contiguous.load(table, parts))
         est._run("load_state_dict_post")
 
 

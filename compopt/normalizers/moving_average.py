@@ -137,8 +137,13 @@ class MovingAverageEstimator(Normalizer):
             raise ValueError('domain="linear" serves losses of your own; as normalizer it needs domain="log"')
 
     def meaning(self) -> dict[str, Any]:
+        temperature = self._beside()
+        return {} if temperature is None else {"tau": temperature.constants()}
+
+    def _beside(self) -> Temperature | None:
+        """Return the temperature of the same owner, at which the rows are averaged."""
         temperature = getattr(self.owner, "temperature", None)
-        return {"tau": temperature.constants()} if isinstance(temperature, Temperature) else {}
+        return temperature if isinstance(temperature, Temperature) else None
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         own = [group["reference"] for group in self.sample_groups]
@@ -148,8 +153,8 @@ class MovingAverageEstimator(Normalizer):
                 f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
                 f"quantity; build it with reference={given[0]!r}"
             )
-        temperature = getattr(self.owner, "temperature", None)
-        if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
+        temperature = self._beside()
+        if temperature is not None and "tau" in state.get("meaning", {}):
             temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:

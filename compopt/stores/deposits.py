@@ -79,9 +79,10 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = layout.pack(proposals, base=old)
     layout.unpack(new)[COUNT].add_(1 if valid is None else valid)
-    for values, read in zip(layout.floats(new), layout.floats(old), strict=True):
+    read = layout.floats(old) if partial else []
+    for number, values in enumerate(layout.floats(new)):
         # what was read is finite, or a mark: a value that is not was proposed
-        finite = (values.isfinite() | (values == read)).all(dim=1) if partial else all_finite(values, dim=1)
+        finite = (values.isfinite() | (values == read[number])).all(dim=1) if partial else all_finite(values, dim=1)
         kept = finite if kept is None else kept & finite
     return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
 
