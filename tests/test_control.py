@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import compopt
-from compopt.distributed import collectives, control
+from compopt.distributed import collectives
 from compopt.distributed.ranks import Ranks
 from compopt.samplers import OrderedBatchSampler
 from tests.helpers import features, generator
@@ -112,7 +112,7 @@ def test_a_rank_s_own_mistake_comes_first(tmp_path):
 def openings(group):
     """Collectives of a call once the batch is known, and of one with a larger batch."""
     est, counts = build(group), []
-    est._engine.ranks._control.length = control.FIRST_LENGTH  # as in a new process: others have used this group
+    est._engine.ranks._control.length = 32  # as in a new process: others have used this group
     for own in (4, 4, 8, 8, 4):
         with mock.patch.object(collectives, "tell", wraps=collectives.tell) as told:
             call(est, own, own)

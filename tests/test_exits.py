@@ -64,11 +64,9 @@ def test_no_python_code_runs_where_a_tensor_is_dropped():
 
 
 def test_what_is_remembered_does_not_grow():
-    kept = [collectives._lend(torch.zeros(3)) for _ in range(10)]
     for _ in range(5 * collectives.MANY):
         collectives._lend(torch.zeros(3))
-    assert len(collectives._lent) <= collectives.MANY + 1
-    assert sum(held() is not None for held in collectives._lent.values()) == len(kept)
+    assert len(collectives._lent) <= collectives.MANY
 
 
 def what_collectives_get(group):
@@ -77,7 +75,7 @@ def what_collectives_get(group):
 
     def recording(original):
         def call(*tensors, **options):
-            lent = [held() for held in list(collectives._lent.values())]
+            lent = [held() for held in list(collectives._lent)]
             seen.extend(any(tensor is alias for alias in lent) for tensor in tensors)
             return original(*tensors, **options)
 

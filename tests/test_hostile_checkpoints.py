@@ -62,7 +62,7 @@ def edit(path, change):
 
 
 def test_no_module_unpickles_a_file():
-    """What ranks send each other is pickled; nothing else is."""
+    """torch pickles what ranks send each other; nothing else is pickled."""
     suspects = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     found = set()
     for path in LIBRARY.rglob("*.py"):
@@ -73,7 +73,7 @@ def test_no_module_unpickles_a_file():
             pickles = isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only")
             if suspects & {name.split(".")[0] for name in names} or loads or pickles:
                 found.add(path.relative_to(LIBRARY).as_posix())
-    assert found == {"distributed/collectives.py"}
+    assert not found
 
 
 @pytest.mark.parametrize("name", ["state", "rows", "manifest"])

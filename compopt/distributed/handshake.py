@@ -1,4 +1,4 @@
-"""Before any computation all ranks learn who brings which samples, or that somebody cannot take part."""
+"""Handshake before a call: all ranks learn whose samples the batch has, or that a rank cannot take part."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compopt.distributed.control import CALL, FIRST_LENGTH, Doing
+from compopt.distributed.control import CALL, Doing
 from compopt.distributed.ranks import Ranks
 
 KEYS = ("index", "index2", "labels")
-# What must be equal on all ranks, and what to say when it is not.
+# Facts that must be equal on all ranks, and how an error describes them.
 FACTS = {
     "width": "the feature dimension",
     "dtype": "the features' dtype",
@@ -28,19 +28,19 @@ FACTS = {
     "tau": "the value of tau= (its bits)",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
 }
-REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)  # after the number of the operation
+# Layout of a message: the operation, these five, the facts, and as much room for each of the keys.
+REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
 HEADER = 6 + len(FACTS)
-assert HEADER <= FIRST_LENGTH
 
 
 @dataclass
 class Agreement:
-    """What the ranks know of each other's samples in one call, in the order of the ranks.
+    """Samples of all ranks in one call, in the order of the ranks.
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64.
         sizes: samples of every rank.
-        own: where this rank's are.
+        own: slice of this rank's samples.
         more: further candidates of every rank.
         prefetched: number of the prefetched rows that every rank holds for these samples; 0: some do not.
     """
@@ -68,27 +68,23 @@ class Handshake:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
+        """Wrap what this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
         try:
             yield
         except Exception as error:
             if self.ranks.size > 1:
-                self._refuse(error)
+                message = self.ranks.blank()
+                message[REFUSED] = 1
+                try:
+                    self.ranks.open(message, Doing(self.operation))
+                except RuntimeError as other:  # the others are in another operation, or gone: our own error comes first
+                    raise error from other
             raise
-
-    def _refuse(self, error: Exception) -> None:
-        """Tell the others; what they are doing instead, or that they do not come, is less than the error itself."""
-        message = self.ranks.blank()
-        message[REFUSED] = 1
-        try:
-            self.ranks.open(message, Doing(self.operation))
-        except RuntimeError as other:
-            raise error from other
 
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, more: int = 0
     ) -> Agreement:
-        """Everybody's samples.
+        """Tell this rank's samples and learn those of all ranks.
 
         Raises:
             RuntimeError: a rank refused its arguments, or ranks are out of step.
@@ -98,57 +94,52 @@ class Handshake:
         if self.ranks.size == 1:
             return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
         keys = {name: key.cpu() for name, key in keys.items()}
+        kinds = sum(1 << KEYS.index(name) for name in keys)
+        header = [0, 0, size, kinds, prefetched, more, *(facts.get(name, 0) for name in FACTS)]
         now = Doing(self.operation, facts.get("t"))
-        counts = (prefetched, more)
-        table = self.ranks.open(self._message(keys, facts, counts), now)
-        self._compare(table)
-        most = int(table[:, SIZE].max())
-        if most > _room(table):
-            self.ranks.make_room(HEADER + len(KEYS) * most)
-            table = self.ranks.open(self._message(keys, facts, counts), now)
+        table = self.ranks.open(self._message(header, keys), now)
+        _compare(table)
         sizes = table[:, SIZE].tolist()
-        first = sum(sizes[: self.ranks.rank])
-        numbers = table[:, PREFETCHED].tolist()
+        if max(sizes) > _room(table):
+            self.ranks.make_room(HEADER + len(KEYS) * max(sizes))
+            table = self.ranks.open(self._message(header, keys), now)
+        blocks = dict(zip(KEYS, table[:, HEADER:].split(_room(table), dim=1), strict=False))
+        first, numbers = sum(sizes[: self.ranks.rank]), table[:, PREFETCHED].tolist()
         return Agreement(
-            {name: self._unpack(table, sizes, KEYS.index(name)) for name in keys},
+            {name: torch.cat([row[:count] for row, count in zip(blocks[name], sizes, strict=True)]) for name in keys},
             sizes,
             slice(first, first + size),
             table[:, MORE].tolist(),
-            prefetched if all(other == prefetched for other in numbers) else 0,
+            prefetched if set(numbers) == {prefetched} else 0,
         )
 
-    def _message(self, keys: Mapping[str, Tensor], facts: Mapping[str, int], counts: tuple[int, ...]) -> Tensor:
+    def _message(self, header: list[int], keys: Mapping[str, Tensor]) -> Tensor:
+        """Return a message with the keys of this rank's samples, if there is room for them."""
         message = self.ranks.blank()
-        size, kinds = len(keys["index"]), sum(1 << KEYS.index(name) for name in keys)
-        header = [0, 0, size, kinds, *counts, *(facts.get(name, 0) for name in FACTS)]
         message[:HEADER] = torch.tensor(header, device="cpu")
         room = _room(message)
-        if size <= room:
-            for name, key in keys.items():
-                start = HEADER + KEYS.index(name) * room
-                message[start : start + size] = key
+        for name, key in keys.items() if header[SIZE] <= room else ():
+            start = HEADER + KEYS.index(name) * room
+            message[start : start + len(key)] = key
         return message
 
-    def _unpack(self, table: Tensor, sizes: list[int], number: int) -> Tensor:
-        start = HEADER + number * _room(table)
-        return torch.cat([table[rank, start : start + size] for rank, size in enumerate(sizes)])
 
-    def _compare(self, table: Tensor) -> None:
-        """Refuse together what one rank refused, or what would silently differ."""
-        refused = table[:, REFUSED].nonzero().flatten().tolist()
-        if refused:
-            raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
-        kinds = table[:, KINDS].tolist()
-        if len(set(kinds)) > 1:
-            names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
-            raise ValueError(f"all ranks must pass the same arguments (labels= is group=), got by rank {names}")
-        for number, (name, meaning) in enumerate(FACTS.items()):
-            values = table[:, HEADER - len(FACTS) + number].tolist()
-            if len(set(values)) > 1:
-                kind = RuntimeError if name in ("t", "pending", "depositing") else ValueError
-                raise kind(f"the ranks differ in {meaning}: by rank {values}")
+def _compare(table: Tensor) -> None:
+    """Refuse on every rank what one rank refused, or what would silently differ."""
+    refused = table[:, REFUSED].nonzero().flatten().tolist()
+    if refused:
+        raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
+    kinds = table[:, KINDS].tolist()
+    if len(set(kinds)) > 1:
+        names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
+        raise ValueError(f"all ranks must pass the same arguments (labels= is group=), got by rank {names}")
+    for number, (name, meaning) in enumerate(FACTS.items(), start=HEADER - len(FACTS)):
+        values = table[:, number].tolist()
+        if len(set(values)) > 1:
+            kind = RuntimeError if name in ("t", "pending", "depositing") else ValueError
+            raise kind(f"the ranks differ in {meaning}: by rank {values}")
 
 
 def _room(messages: Tensor) -> int:
-    """For so many samples there is room in each."""
+    """Return for how many samples there is room in each message."""
     return (messages.shape[-1] - HEADER) // len(KEYS)

@@ -1,10 +1,13 @@
-"""The ranks of one process group, or the single process without one: who I am, and the few collectives we use."""
+"""Ranks of one process group, or the single process without one, and their collectives."""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,19 +15,20 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.distributed import collectives, control
-from compopt.distributed.control import Caller, Control, Doing, ProcessGroup
+from compopt.distributed.collectives import ProcessGroup
+from compopt.distributed.control import Doing
 
 
 @dataclass(frozen=True)
 class Part:
-    """The contiguous part ``start`` to ``stop`` that one rank has of something all ranks share."""
+    """Contiguous part ``start`` to ``stop`` that one rank has of something that all ranks share."""
 
     start: int
     stop: int
 
     @classmethod
     def share(cls, count: int, rank: int, size: int) -> Part:
-        """What rank ``rank`` of ``size`` has of ``count`` things, in pieces whose sizes differ by one at most."""
+        """Return the part of rank ``rank`` of ``size`` in ``count`` things; sizes differ by one at most."""
         return cls(rank * count // size, (rank + 1) * count // size)
 
     @property
@@ -33,8 +37,27 @@ class Part:
         return self.stop - self.start
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of a tensor that is whole, a view."""
+        """Return this rank's part of a whole tensor, a view."""
         return whole.narrow(dim, self.start, self.size)
+
+
+class Control:
+    """Facts of one process group that all objects of this process share which communicate over it.
+
+    Attributes:
+        host: group of control messages, where the group itself has no backend for CPU tensors.
+        length: integers in an opening message. Every rank takes part in every opening, so that the length is the same
+            on all of them, whatever they are doing: backends end the process when lengths differ.
+        doing: operation of the last opening.
+    """
+
+    def __init__(self) -> None:
+        self.host: ProcessGroup | None = None
+        self.length = 32  # until a call needs more
+        self.doing = Doing()
+
+
+_controls: WeakKeyDictionary[Any, Control] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -53,26 +76,27 @@ class Ranks:
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
             raise ValueError("process_group was given but torch.distributed is not initialised")
-        self.group = group if group is not None or not ready else dist.group.WORLD
-        self.rank = dist.get_rank(self.group) if ready else 0
-        self.size = dist.get_world_size(self.group) if ready else 1
+        group = group if group is not None or not ready else dist.group.WORLD
+        self._join(group, dist.get_rank(group) if ready else 0, dist.get_world_size(group) if ready else 1)
         if self.rank < 0:
             raise ValueError("this process is not in process_group; build the estimator on the group's ranks only")
-        self._host: ProcessGroup | None = None
-        self._control = control.control_of(self.group) if self.size > 1 else Control()
-        self._caller = Caller()
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process by itself, whatever groups there are."""
+        """Return this process by itself, whatever groups there are."""
         ranks = cls.__new__(cls)
-        ranks.group, ranks.rank, ranks.size, ranks._host = None, 0, 1, None
-        ranks._control, ranks._caller = Control(), Caller()
+        ranks._join(None, 0, 1)
         return ranks
+
+    def _join(self, group: ProcessGroup | None, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self._control = _controls.setdefault(group, Control()) if size > 1 else Control()
+        self._host: ProcessGroup | None = None
+        self._caller: threading.Thread | None = None
 
     @property
     def host(self) -> ProcessGroup:
-        """The group for control messages, formed at the first of them: parts of an estimator never send any."""
+        """Group of control messages, formed at the first of them: parts of an estimator never send any."""
         if self._host is None:
             if _works_on_cpu(self.group):
                 self._host = self.group
@@ -86,14 +110,12 @@ class Ranks:
         return self._host
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Another CPU group of the same ranks, for collectives from a thread of their own (collective).
+        """Form another CPU group of the same ranks, for collectives from a thread of their own (collective).
 
         ``None`` if there is one rank, or if torch cannot form it: the name that it gives to a group formed by its
         members alone depends on how many groups each member already has.
         """
-        if self.size == 1:
-            return None
-        return collectives.answered(self._form_host_group, self.group, control.now())
+        return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, control.now())
 
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
@@ -115,60 +137,61 @@ class Ranks:
         return Ranks, ()  # a process group cannot travel: the reader's own default group
 
     def check_alive(self) -> None:
-        """Refuse to compute alone what a group formed later would expect of all its ranks."""
-        if self.size == 1 and self._alone_by_accident():
+        """Refuse to compute alone what a group that was formed later would expect of all its ranks."""
+        by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
+        if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"this estimator was built before torch.distributed was initialised with {dist.get_world_size()} "
                 f"ranks; build it afterwards, or pass process_group= with this rank alone"
             )
 
-    def _alone_by_accident(self) -> bool:
-        return self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
     # -- host ---------------------------------------------------------------------------------------------------
 
     def blank(self) -> Tensor:
-        """An opening message to fill from its second integer on; as long as everybody's."""
+        """Return an opening message to fill from its second integer on; as long as that of every rank."""
         return torch.zeros(self._control.length, dtype=torch.int64, device="cpu")
 
     def make_room(self, length: int) -> None:
-        """From here on opening messages have so many integers; on every rank after the same opening."""
+        """Lengthen opening messages from here on; on every rank after the same opening."""
         self._control.length = max(self._control.length, length)
 
     def open(self, message: Tensor | None = None, now: Doing | None = None) -> Tensor:
-        """The first message of an operation: all ranks say which one they are in. Messages of all, ``(K, length)``.
+        """Send the first message of an operation, which names it, and return those of all ranks, ``(K, length)``.
 
         Args:
             message: :meth:`blank`, filled.
             now: the operation; ``None``: that of :func:`compopt.distributed.control.doing`.
 
         Raises:
-            RuntimeError: on every rank, if they are in different ones; a rank did not come.
+            RuntimeError: on every rank, if they are in different operations; another rank did not come; calls come from
+                another thread, whose messages these would be mixed up with.
         """
-        now = now or control.now()
-        self._caller.check(now)
-        self._control.doing = now
+        self._control.doing = now = now or control.now()
+        thread, caller = threading.current_thread(), self._caller
+        if now.operation in (control.CALL, control.OBSERVE):
+            self._caller = thread
+        elif caller is not None and caller is not thread and caller.is_alive():
+            raise RuntimeError(
+                f"{now} communicates with other ranks in thread {thread.name!r} while thread {caller.name!r} calls the "
+                f"estimator: their messages would be mixed up. Do it in that thread; what it returns may be written to "
+                f"a file in another one"
+            )
         message = self.blank() if message is None else message
         message[0] = control.OPERATIONS.index(now.operation)
-        table = collectives.tell(message, self.host, self.size, self._control)
+        table = collectives.tell(message, self.host, self.size, now)
         control.refuse_different(table[:, 0].tolist())
         return table
 
     def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
-        """Small CPU tensors of one shape ``(...)`` from all ranks over a group of their own, ``(K, ...)``."""
+        """Gather small CPU tensors of one shape ``(...)`` over a group of their own into ``(K, ...)``."""
         return message[None] if self.size == 1 else collectives.tell(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Small picklable values of all ranks, by rank. Slow; for construction and checkpoints."""
+        """Gather small picklable values, by rank. Slow; for construction and checkpoints."""
         if self.size == 1:
             return [value]
-        return collectives.gather_objects(value, self.host, self.size, self._control, sizes=self._everybodys)
-
-    def _everybodys(self, count: int) -> list[int]:
-        """A number of each rank."""
-        message = self.blank()
-        message[1] = count
-        return self.open(message)[:, 1].tolist()
+        self.open()
+        return collectives.gather_objects(value, self.host, self.size, control.now())
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -190,7 +213,7 @@ class Ranks:
         except RuntimeError as other:
             if error is None:
                 raise
-            raise error from other  # what this rank has to say itself tells more
+            raise error from other  # this rank's own error tells more
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -201,7 +224,7 @@ class Ranks:
     # -- device -------------------------------------------------------------------------------------------------
 
     def gather(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Rows of several tensors from all ranks in one message, concatenated in the order of the ranks.
+        """Gather rows of several tensors in one message of bytes, concatenated in the order of the ranks.
 
         Args:
             tensors: each ``(b, ...)`` with this rank's own ``b``; same trailing shapes and dtypes on all ranks.
@@ -213,33 +236,29 @@ class Ranks:
         if self.size == 1:
             return list(tensors)
         rows, most = len(tensors[0]), max(sizes)
-        parts = [t.detach().contiguous().view(rows, -1).view(torch.uint8) if rows else None for t in tensors]
-        widths = [t[0:1].numel() * t.itemsize if rows else _row_bytes(t) for t in tensors]
-        message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)
-        start = 0
-        for part, width in zip(parts, widths, strict=True):
-            if part is not None:
-                message[:rows, start : start + width] = part
-            start += width
-        gathered = collectives.all_gather(message, self.group, self.size, self._control)
+        widths = [math.prod(t.shape[1:]) * t.itemsize for t in tensors]
+        message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)  # ranks send equally many rows
+        if rows:
+            parts = [t.detach().contiguous().view(rows, -1).view(torch.uint8) for t in tensors]
+            torch.cat(parts, dim=1, out=message[:rows])
+        gathered = collectives.all_gather(message, self.group, self.size, self._control.doing)
         if all(size == most for size in sizes):
             gathered = gathered.view(-1, gathered.shape[-1])
         else:
             gathered = torch.cat([gathered[k, :size] for k, size in enumerate(sizes)])
-        result, start = [], 0
-        for tensor, width in zip(tensors, widths, strict=True):
+        result = []
+        for tensor, own in zip(tensors, gathered.split(widths, dim=1), strict=True):
             # a copy even of a single row, which counts as contiguous at any stride but has the wrong one for view
-            own = gathered[:, start : start + width].clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            own = own.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
             result.append(own.view(len(gathered), *tensor.shape[1:]))
-            start += width
         return result
 
     def part(self, count: int) -> Part:
-        """This rank's share of ``count`` things, in pieces whose sizes differ by one at most."""
+        """Return this rank's share of ``count`` things, in parts whose sizes differ by one at most."""
         return Part.share(count, self.rank, self.size)
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
-        """The whole of what :meth:`part` split along ``dim``; collective."""
+        """Return the whole of what :meth:`part` split along ``dim``; collective."""
         if self.size == 1:
             return own
         sizes = [Part.share(count, rank, self.size).size for rank in range(self.size)]
@@ -247,16 +266,14 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control)
+        return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control.doing)
 
     def sum_in_doubles(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, added as doubles (on the host, where a device has none); with one rank the tensor itself."""
-        if self.size == 1:
-            return tensor
-        return self.sum(self._doubles(tensor)).to(tensor.dtype).to(tensor.device)
+        return tensor if self.size == 1 else self.sum(_doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
-        """``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
+        """Return ``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
 
         Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
 
@@ -264,31 +281,23 @@ class Ranks:
             logs: ``-inf`` where a rank has nothing to add.
             centre: known to all ranks; ``|logs - centre|`` must stay below 700.
         """
-        doubles, centre = self._doubles(logs), self._doubles(centre)
+        doubles, centre = _doubles(logs), _doubles(centre)
         return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
 
-    @staticmethod
-    def _doubles(tensor: Tensor) -> Tensor:
-        """In doubles; on the host, where a device has none."""
-        device = tensor.device if accelerator.supports(tensor.device, torch.float64) else torch.device("cpu")
-        return tensor.to(device).double()
-
     def sum_bits(self, words: Tensor) -> Tensor:
-        """Sum over ranks, in place, of blocks that are zero on all ranks but one per entry: bit for bit."""
+        """Sum over ranks, in place, blocks that are zero on all ranks but one per entry: bit for bit."""
         self.sum(words.view(torch.int64))
         return words
 
 
-def _row_bytes(tensor: Tensor) -> int:
-    """Bytes of one row of a tensor that may have none."""
-    count = 1
-    for size in tensor.shape[1:]:
-        count *= size
-    return count * tensor.itemsize
+def _doubles(tensor: Tensor) -> Tensor:
+    """Convert to doubles; on the host, where a device has none."""
+    device = tensor.device if accelerator.supports(tensor.device, torch.float64) else torch.device("cpu")
+    return tensor.to(device).double()
 
 
 def _works_on_cpu(group: ProcessGroup | None) -> bool:
-    """Whether the group has a backend for CPU tensors (gloo or mpi, alone or beside nccl)."""
+    """Return whether the group has a backend for CPU tensors (gloo or mpi, alone or beside nccl)."""
     try:
         return any(name in dist.get_backend_config(group).lower() for name in ("gloo", "mpi"))
     except (AttributeError, RuntimeError, ValueError):
