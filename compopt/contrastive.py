@@ -46,11 +46,10 @@ from compopt.checks.inputs import (
     tau_facts,
 )
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator import Estimator
 from compopt.estimator.async_checks import warn_rho
+from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
-from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients

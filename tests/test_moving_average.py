@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.estimator.part import PartHooks
+from compopt.estimator.engine import PartHooks
 from tests.helpers import bits, near
 
 N = 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakMethod, ref
 
 import torch
@@ -18,6 +18,14 @@ Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
 LIMIT = 1 << 30  # bytes of a state that goes into an optimizer's: a copy in memory, and in every file
+
+
+class HasOptimizer(Protocol):
+    """Wrapper or engine around an optimizer."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Optimizer, or another wrapper."""
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:

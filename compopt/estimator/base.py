@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
@@ -20,22 +20,48 @@ from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
-from compopt.estimator.engine import Engine, check_dtype
-from compopt.estimator.fixed import fixed
+from compopt.estimator.attach import HasOptimizer
+from compopt.estimator.engine import Engine, PartHooks, check_dtype
 from compopt.estimator.groups import Groups
-from compopt.estimator.hooks import Hooks
 from compopt.estimator.reader import ROW_KEYS
 from compopt.stores.placement import Placement
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-    from compopt.estimator.part import PartHooks
-
 T = TypeVar("T")
+Hook = Callable[..., Any]
+FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Estimator(Hooks):
+class Fixed:
+    """Attribute of an estimator that decides what its rows mean: setting it a second time is an ``AttributeError``.
+
+    It has no ``__get__``, so that reading the attribute costs as much as reading any other.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, est: object, value: Any) -> None:
+        if self._name in est.__dict__:
+            old, new = (
+                repr(each) if each is None or isinstance(each, str | bool | int | torch.dtype) else type(each).__name__
+                for each in (est.__dict__[self._name], value)
+            )
+            raise AttributeError(
+                f"{self._name} of {type(est).__name__} is fixed at {old}, since its state depends on it: build another "
+                f"estimator with {self._name}={new}"
+            )
+        est.__dict__[self._name] = value
+
+
+def fixed() -> Any:
+    """Return a :class:`Fixed` attribute; ``Any``, so that a class may annotate it with the type of its value."""
+    return Fixed()
+
+
+class Estimator:
     r"""State per sample beside any torch optimizer, with the manners of ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
@@ -109,7 +135,7 @@ class Estimator(Hooks):
         sample_groups: Groups | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
         self.mode, self.dtype = mode, check_dtype(dtype)
         self._core: Engine | None = Engine(
             components,
@@ -125,8 +151,7 @@ class Estimator(Hooks):
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
-        assert self._core is not None
-        return self._core
+        return self._facts
 
     @property
     def _facts(self) -> Engine:
@@ -136,7 +161,7 @@ class Estimator(Hooks):
 
     @property
     def _role(self) -> str | None:
-        """The part of an owner whose groups, rows and state this object shows; ``None``: it shows all."""
+        """Part of an owner whose groups, rows and state this object shows; ``None``: it shows all."""
         return None
 
     @property
@@ -204,8 +229,8 @@ class Estimator(Hooks):
         with doing("add_sample_group()", self.t), engine.lock.writing():
             engine.groups.add(group)
             try:
+                engine.forget_prefetched()
                 if engine.table is not None:
-                    engine.forget_prefetched()
                     with torch.inference_mode(False):  # rows made inside it could not be written outside
                         engine.table.grow(self.n or 0)
             except BaseException:
@@ -270,23 +295,22 @@ class Estimator(Hooks):
 
         One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
         """
-        engine = self._engine
-        grad = torch.is_grad_enabled()
+        engine, grad = self._engine, torch.is_grad_enabled()
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and self.training and grad
         meets = engine.ranks.size > 1 and (grad or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
-        message = (
+        error = RuntimeError(
             f"{type(self).__name__} was called inside a checkpointed function (torch.utils.checkpoint, or "
             f"DeepSpeed's), which runs again in backward and would {'deposit' if deposits else 'gather'} the batch "
             f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
             f"matrix for backward"
         )
         if in_backward():  # the other ranks may not be
-            raise RuntimeError(message)
+            raise error
         with engine.handshake.guard():
-            raise RuntimeError(message)
+            raise error
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
         """Return committed values by column.
@@ -413,6 +437,7 @@ class Estimator(Hooks):
                 self.discard()
                 return
         self._run("step_pre", (), {})
+        # On an accelerator nobody waits for the flag: rows and state keep their values there where it is positive.
         with engine.lock.writing(), torch.no_grad():
             if engine.table is not None:
                 engine.table.commit(found_inf)
@@ -434,7 +459,7 @@ class Estimator(Hooks):
         if self._engine.attachments.skipped():
             self.discard()
 
-    def attach(self, optimizer: Any, *, checkpoint: bool = False) -> RemovableHandle:
+    def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
@@ -613,8 +638,61 @@ class Estimator(Hooks):
                 states.load_part(engine, role, state_dict)
         self._run("load_state_dict_post")
 
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    # They run before or after the estimator locks its state, never meanwhile: a hook may read, save, or wait for a
+    # thread that does.
+
+    def _register(self, family: str, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        handle = RemovableHandle(self._hooks[family])
+        self._hooks[family][handle.id] = hook
+        if prepend:
+            self._hooks[family].move_to_end(handle.id, last=False)
+        return handle
+
+    def _run(self, family: str, *args: Any) -> None:
+        for hook in list(self._hooks[family].values()):
+            hook(self, *args)
+
+    def _run_replacing(self, family: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Run hooks that may return a new state; ``None`` keeps the (possibly edited) one."""
+        for hook in list(self._hooks[family].values()):
+            result = hook(self, state)
+            state = state if result is None else result
+        return state
+
+    def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook(estimator, args, kwargs)`` before each commit; not where nothing is pending.
+
+        Returns:
+            A handle with ``remove()``, here and below.
+        """
+        return self._register("step_pre", hook)
+
+    def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook(estimator, args, kwargs)`` after each commit; not where nothing was pending."""
+        return self._register("step_post", hook)
+
+    def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """Call ``hook(estimator)`` before :meth:`state_dict`; ``prepend``, here and below: before the other hooks."""
+        return self._register("state_dict_pre", hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """Call ``hook(estimator, state_dict)`` on the finished dict; it may return another one."""
+        return self._register("state_dict_post", hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """Call ``hook(estimator, state_dict)`` before anything is checked or written; it may return another dict."""
+        return self._register("load_state_dict_pre", hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        """Call ``hook(estimator)`` after a successful load."""
+        return self._register("load_state_dict_post", hook, prepend)
+
+    # -- copies and repr ---------------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles keep state and deposits; hooks and attachments stay behind, as with torch optimizers."""
+        """Return state and deposits; hooks and attachments stay behind, as with torch optimizers."""
         return {**self.__dict__, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

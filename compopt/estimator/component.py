@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -14,12 +15,10 @@ import torch
 from torch import Tensor
 
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.base import Estimator
+from compopt.estimator.base import FAMILIES, Estimator
 from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
+from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.estimator.hooks import Hooks
-from compopt.estimator.part import PartHooks
 from compopt.stores.placement import Placement
 
 
@@ -68,7 +67,7 @@ class Component(PartHooks, Estimator):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._placement, self.dtype = Placement(process_group, offload, offload_dir, shard), check_dtype(dtype)
-        Hooks.__init__(self)
+        self._hooks = {family: OrderedDict() for family in FAMILIES}
         PartHooks.__init__(self, n, defaults)
         if self._placement != Placement():
             self._engine.open()
@@ -112,7 +111,7 @@ class Component(PartHooks, Estimator):
         return self._core
 
     def _make_engine(self) -> Engine:
-        engine = Engine(Alone(self), mode="single", dtype=self.dtype, placement=self._placement)
+        engine = Engine(Alone({self.role: self}), mode="single", dtype=self.dtype, placement=self._placement)
         self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
         return engine
 

@@ -1,26 +1,32 @@
-"""Engine of one table of rows: groups, ranks, the table, its reader, and deposits that wait for the commit."""
+"""Engine of one table of rows, and the hooks that it calls on the parts of an estimator."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
+from compopt import accelerator, checks
 from compopt.batch import COUNT
+from compopt.checks import values
 from compopt.checks.values import Range
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
+from compopt.estimator.call import Setting
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
-from compopt.estimator.groups import Groups, SampleGroups
-from compopt.estimator.part import PartHooks
+from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
 from compopt.estimator.reader import ROW_KEYS, BatchReader
 from compopt.estimator.save_handle import SaveHandle
+from compopt.functional import all_finite
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement
 from compopt.stores.table import RowTable
@@ -30,6 +36,264 @@ if TYPE_CHECKING:
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
+# Former names of hooks, which would never be called.
+RENAMED = {
+    "propose_state": "deposit_state",
+    "promote": "commit_state",
+    "forget": "discard_state",
+    "expected_shapes": "expected_state",
+}
+
+
+class PartHooks(ABC):
+    """Hooks that an estimator calls on its parts; :class:`~compopt.estimator.Component` adds the use alone.
+
+    State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
+    copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
+
+    The estimator calls these methods, in the thread of its own call; users of an estimator need none of them. They
+    communicate nothing unless they or their class say so.
+
+    Args and errors: as of :class:`~compopt.estimator.Component`.
+
+    Attributes:
+        role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
+        state: tensors by name, committed, that are not rows.
+        learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
+            replace them there); their names are those of :meth:`saved_state`.
+    """
+
+    role = "part"
+    learnable: torch.nn.Module | None = None
+    state_grows = False  # some of it is made later, so that its names are saved too
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse methods that are never called any more, since they have other names."""
+        super().__init_subclass__(**options)
+        for old, new in RENAMED.items():
+            if old in cls.__dict__:
+                raise TypeError(f"{cls.__name__}.{old} is called {new} now; rename it")
+
+    def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
+        self.own_defaults = dict(defaults)
+        plain(self.own_defaults)
+        self.state: dict[str, Tensor] = {}
+        self._pending_state: dict[str, Tensor] | None = None
+        self.own_groups: Groups = []
+        for number, given in enumerate([] if n is None else parse(n)):
+            checks.known_keys(f"sample group {number}", given, {"n", *self.own_defaults})
+            group = {**self.own_defaults, **given}
+            plain(group)
+            self.check(group)
+            self.own_groups.append(group)
+        self.check(self.own_defaults)
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a bad hyper-parameter of one group.
+
+        Args:
+            group: values by the part's own names; ``None`` means "filled by mode".
+
+        Raises:
+            ValueError, TypeError: with the name, the value and the remedy.
+        """
+
+    def fill(self, group: dict[str, Any], mode: str) -> None:
+        """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        """Return the columns that this part keeps per sample, none by default.
+
+        Args:
+            directions: values per sample and column, ``D``.
+            dtype: of floating-point columns.
+        """
+        return []
+
+    def structure(self) -> dict[str, Any]:
+        """Return plain values, by name, that decide the meaning of the state beside hyper-parameters and columns.
+
+        A checkpoint is refused by an estimator where they differ.
+        """
+        return {}
+
+    def described(self) -> dict[str, Any]:
+        """Return facts that ``repr`` shows beside hyper-parameters, by name."""
+        return self.structure()
+
+    def learned(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters that the user's own optimizer learns."""
+        return iter(()) if self.learnable is None else self.learnable.parameters()
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        """Make the state whose shape depends on the setting: at construction of the owner, or at the first use alone.
+
+        Args:
+            groups: the estimator's, into which this part's are merged.
+            setting: facts of the estimator.
+        """
+
+    def belong(self, owner: object) -> None:
+        """Become a part of ``owner``; called at construction of the owner and of its copies."""
+
+    # -- moving between compositions ---------------------------------------------------------------------------
+
+    def meaning(self) -> dict[str, Any]:
+        """Return facts of the composition that this part's columns depend on, stored with a part's state."""
+        return {}
+
+    def check_meaning(self, state: Mapping[str, Any]) -> None:
+        """Refuse a part's state of another composition whose values would mean something else here.
+
+        Args:
+            state: with the ``"sample_groups"`` and the ``"meaning"`` of where it comes from.
+
+        Raises:
+            ValueError: with both values and the remedy.
+        """
+
+    def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Change columns, in place, where a load of a part has changed the number of visits of the owner's rows.
+
+        Args:
+            rows: a block of all columns, with this part's own visits as ``"count"``, and the owner's as ``"visits"``.
+            hyper: this part's hyper-parameters for these rows.
+        """
+
+    # -- state that is not rows --------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """True if committed state that is not rows is kept."""
+        return bool(self.state)
+
+    @property
+    def split_state(self) -> bool:
+        """True if ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        return False
+
+    @property
+    def has_pending_state(self) -> bool:
+        """True if a pending copy waits for :meth:`commit_state`."""
+        return self._pending_state is not None
+
+    def working_state(self, training: bool) -> dict[str, Tensor]:
+        """Return the pending copy if there is one (training), else the committed state."""
+        return self._pending_state if training and self._pending_state is not None else self.state
+
+    def deposit_state(self, **tensors: Tensor) -> None:
+        """Deposit new values; if any of them is not finite, all keep their previous values.
+
+        Args:
+            **tensors: entries of :attr:`state`, in their shapes and dtypes. The test runs on the device.
+        """
+        before = self.working_state(True)
+        new, old = list(tensors.values()), [before[name] for name in tensors]
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
+            stacked = torch.stack(new)
+            accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
+        else:
+            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
+            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
+        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
+
+    def commit_state(self, found_inf: Tensor | None) -> None:
+        """Commit the pending copy.
+
+        Args:
+            found_inf: 0-d or ``(1,)`` flag on the device; where it is positive the state stays. ``None``: no flag.
+        """
+        for name, new in (self._pending_state or {}).items():
+            if found_inf is not None:
+                new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
+            self.state[name] = new
+        self._pending_state = None
+
+    def discard_state(self) -> None:
+        """Drop the pending copy."""
+        self._pending_state = None
+
+    def move(self, device: torch.device) -> None:
+        """Move committed state to the features' device; dtypes stay."""
+        self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return a copy of all committed state that is not rows; collective where ranks split it."""
+        return {name: value.clone() for name, value in self.state.items()}
+
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return meta tensors of the names, shapes and dtypes that ``state`` must have to be restored here."""
+        return {name: value.to("meta") for name, value in self.saved_state().items()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        """Return the values that saved entries may hold, by name; those that are left out may hold any.
+
+        Args:
+            names: of the entries that were saved.
+        """
+        return {}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse saved state that does not fit, before anything is written.
+
+        Args:
+            state: as :meth:`saved_state` returned it.
+
+        Raises:
+            TypeError: no mapping of names to tensors.
+            ValueError: other names, shapes or dtypes, with both; tensors without values; values outside of
+                :meth:`state_values`.
+        """
+        kind = type(self).__name__
+        values.mapping(f"state of {kind}", state)
+        expected = self.expected_state(state)
+        for name, value in state.items():
+            values.dense(f"{name} of {kind}", value, like=expected.get(name))
+        self.check_form(state)
+        for name, allowed in self.state_values(state).items():
+            place = allowed.first_outside(state[name])
+            if place is not None:
+                found = state[name].flatten()[place].item()
+                raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
+
+    def check_form(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse other names, shapes or dtypes with a ``ValueError``; tensors may be on the meta device."""
+        kind, expected = type(self).__name__, self.expected_state(state)
+        if set(state) != set(expected):
+            raise ValueError(
+                f"the state of {kind} must have the entries {sorted(expected)}, the checkpoint has {sorted(state)}"
+            )
+        for name, needed in expected.items():
+            differs, given = f"{name} of {kind} differs: the checkpoint has", state[name]
+            if given.shape != needed.shape:
+                raise ValueError(f"{differs} shape {tuple(given.shape)}, expected {tuple(needed.shape)}")
+            if given.dtype != needed.dtype:
+                raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore copies of checked state: the caller's tensors may be a mapped file that is overwritten later."""
+        with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
+            self.restore_state({name: value.detach().clone() for name, value in state.items()})
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`saved_state` returned; dtype and device stay.
+
+        Args:
+            state: checked by :meth:`check_state`; tensors that this part may keep, see :meth:`take_state`.
+        """
+        for name, value in state.items():
+            self.state[name] = value.to(self.state[name])
+
+
+class Alone(WeakValueDictionary[str, PartHooks]):
+    """Weak mapping of a role to the part that is used alone: the part holds the engine that has this mapping."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return Alone(deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Alone, (dict(self),)
 
 
 class Engine:
@@ -42,23 +306,23 @@ class Engine:
         parts: by role. Held as given: a part alone passes a weak mapping of itself.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
         dtype: of the floating-point columns, float32 or float64.
-        directions: how many have anchors; 1 makes the columns of bimodal mode one value wide.
+        directions: number of directions with anchors; 1 makes the columns of bimodal mode one value wide.
         placement: where rows live.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the parts.
         options: plain values that decide the meaning of the state beside the parts.
-        row_keys: which keys of a call name rows.
+        row_keys: keys of a call that name rows.
 
     Attributes:
         width: values per column and sample, ``D``.
-        groups, ranks, table: hyper-parameters; who shares the batch; the rows, or ``None``.
+        groups, ranks, table: hyper-parameters; ranks that share the batch; the rows, or ``None``.
         placement: where rows live.
         device: for rows that are made later.
         t: commits so far.
         pending: calls whose proposals wait for the commit.
-        training: whether calls deposit.
+        training: calls deposit.
         lock: held by commits, copies and loads.
         attachments, forgotten, saving: optimizers that commit; checks of the loop; a save beside training.
-        handshake, async_checks: with the other ranks; of what the device learns. Made anew in copies.
+        handshake, async_checks: with the other ranks; of facts that the device learns. Made anew in copies.
     """
 
     def __init__(
@@ -86,28 +350,27 @@ class Engine:
         self.training = True
         self.lock, self.attachments, self.forgotten = Exclusive(), Attachments(), Forgotten()
         self.saving: SaveHandle | None = None
-        self._connect()
+        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
     def open(self) -> Self:
         """Make the rows and their reader, once."""
         if self._reader is None:
             with FIRST_USE:
-                self._open()
+                self._reader = self._reader or self._make_reader()
         return self
 
-    def _open(self) -> None:
-        if self._reader is not None:  # another thread was first
-            return
-        if self.table is None:
-            self.table = self._make_table()
-        self._reader = BatchReader(
-            self.groups,
-            self.table,
-            self.handshake,
-            self.async_checks,
-            self.dtype,
-            self.columns(),
-            self._row_keys,
+    def _make_reader(self) -> BatchReader:
+        columns = self.columns()
+        if self.table is None and any(columns.values()):
+            firsts = {own[0].name for own in columns.values() if own}
+            count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
+            every = [*(column for own in columns.values() for column in own), count]
+            with torch.inference_mode(False):  # rows made inside it could not be written outside
+                table = RowTable(every, self.groups.n or 0, self.placement, self.ranks, firsts)
+            table.store.to(self.device)
+            self.table = table
+        return BatchReader(
+            self.groups, self.table, self.handshake, self.async_checks, self.dtype, columns, self._row_keys
         )
 
     @property
@@ -120,21 +383,6 @@ class Engine:
     def columns(self) -> dict[str, list[Column]]:
         """Return the columns that each part keeps per sample, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
-
-    def _make_table(self) -> RowTable | None:
-        by_role = self.columns()
-        columns = [column for own in by_role.values() for column in own]
-        if not columns:
-            return None
-        firsts = {own[0].name for own in by_role.values() if own}
-        columns.append(Column(COUNT, self.width, torch.int32, values=Range(least=0)))
-        with torch.inference_mode(False):  # rows made inside it could not be written outside
-            table = RowTable(columns, self.groups.n or 0, self.placement, self.ranks, firsts)
-        table.store.to(self.device)
-        return table
-
-    def _connect(self) -> None:
-        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
     def forget_prefetched(self) -> None:
         """Drop rows that were read ahead."""
@@ -160,33 +408,7 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._connect()
-
-
-class Alone(Mapping[str, PartHooks]):
-    """Weak mapping of a part to itself, by its role; the part holds the engine that has this mapping."""
-
-    def __init__(self, part: PartHooks) -> None:
-        self._part = ref(part)
-
-    def __getitem__(self, role: str) -> PartHooks:
-        part = self._part()
-        if part is None or role != part.role:
-            raise KeyError(role)
-        return part
-
-    def __iter__(self) -> Iterator[str]:
-        part = self._part()
-        return iter(()) if part is None else iter((part.role,))
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getstate__(self) -> PartHooks | None:
-        return self._part()
-
-    def __setstate__(self, part: PartHooks) -> None:
-        self._part = ref(part)
+        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,19 +15,6 @@ from compopt import checks
 Groups = list[dict[str, Any]]
 #: A number of samples, or one mapping per data set: ``[{"n": 3_000_000, "gamma": 0.9}, {"n": 12_000_000}]``.
 GroupSpec = int | Sequence[Mapping[str, Any]]
-
-
-class HasHyperParameters(Protocol):
-    """Component with hyper-parameters."""
-
-    own_defaults: dict[str, Any]
-    own_groups: Groups
-
-    def fill(self, group: dict[str, Any], mode: str) -> None:
-        """Replace ``None`` by the default of the mode, in place."""
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group."""
 
 
 def sizes(n: Any) -> Groups:
@@ -53,8 +40,7 @@ def parse(n: Any) -> Groups:
 
 def plain(group: dict[str, Any]) -> None:
     """Make all values of a group Python's own, in place, see :func:`plain_value`."""
-    for key, value in group.items():
-        group[key] = plain_value(key, value)
+    group.update({key: plain_value(key, value) for key, value in group.items()})
 
 
 def plain_value(key: str, value: Any) -> Any:
@@ -68,7 +54,7 @@ def plain_value(key: str, value: Any) -> Any:
     """
     if value is None or type(value) in (float, int, bool, str):
         return value
-    if isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray | np.bool_ | Tensor):
         if tuple(value.shape) not in ((), (2,)):
             raise TypeError(f"{key} must be a number, got {type(value).__name__} of shape {tuple(value.shape)}")
         if isinstance(value, Tensor) and (value.requires_grad or value.is_meta):
@@ -77,17 +63,10 @@ def plain_value(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(plain_value(key, item) for item in value)
     if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
+        return str.__str__(value)  # an enumeration's own __str__ gives its name
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
-
-
-def _types(groups: Groups) -> list[list[type]]:
-    """Types of all values: 3.0 equals 3, but is no number of updates."""
-    return [[*map(type, group.values())] for group in groups]
 
 
 class Hyper:
@@ -100,20 +79,20 @@ class Hyper:
     Args:
         groups: the estimator's sample groups.
         names: the component's keys -> keys in the groups.
-        membership: group of each row, ``(B, R)`` int64, or ``None`` when there is one group.
+        rows: positions of the samples, ``(B, R)``, which decide the group of each.
         dtype: of the tensors.
     """
 
-    def __init__(self, groups: Groups, names: Mapping[str, str], membership: Tensor | None, dtype: torch.dtype) -> None:
-        self._groups, self._names, self._membership, self._dtype = groups, names, membership, dtype
+    def __init__(self, groups: Groups, names: Mapping[str, str], rows: Tensor, dtype: torch.dtype) -> None:
+        self._groups, self._names, self._rows, self._dtype = groups, names, rows, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
-        values = [value if item is None else value[item] for value in self._values(key)]
-        return self._spread(values)
+        values = [group[self._names[key]] for group in self._groups]
+        return self._spread(values if item is None else [value[item] for value in values])
 
     def of_first_group(self) -> Hyper:
         """Return the hyper-parameters of the first group only."""
-        return Hyper(self._groups[:1], self._names, None, self._dtype)
+        return Hyper(self._groups[:1], self._names, self._rows, self._dtype)
 
     def choose(self, key: str, table: Mapping[Any, float]) -> Any:
         """Return a named option as a number, or one per row, ``(B, R)``.
@@ -122,31 +101,19 @@ class Hyper:
             key: the hyper-parameter.
             table: its values -> numbers.
         """
-        return self._spread([table[value] for value in self._values(key)])
-
-    def _values(self, key: str) -> Iterator[Any]:
-        return (group[self._names[key]] for group in self._groups)
+        return self._spread([table[group[self._names[key]]] for group in self._groups])
 
     def _spread(self, values: list[Any]) -> Any:
-        if self._membership is None or all(value == values[0] for value in values):
+        if all(value == values[0] for value in values):
             return values[0]
-        # Tables are tiny and change rarely; building them on the row's device needs no synchronisation.
-        spread = torch.zeros_like(self._membership, dtype=self._dtype)
-        for number, value in enumerate(values):
-            spread.masked_fill_(self._membership == number, value)
+        # Groups follow each other, so that a row has the value of the last group that begins at or before it. Built by
+        # comparisons with host numbers, which need no synchronisation on a device.
+        spread = torch.full_like(self._rows, values[0], dtype=self._dtype)
+        first = 0
+        for group, value in zip(self._groups, values[1:], strict=False):
+            first += group["n"]
+            spread.masked_fill_(self._rows >= first, value)
         return spread
-
-
-def membership(groups: Groups, rows: Tensor) -> Tensor | None:
-    """Group of each row of the concatenation of all groups; ``None`` for a single group."""
-    if len(groups) < 2:
-        return None
-    number = torch.zeros_like(rows)
-    end = 0
-    for group in groups[:-1]:
-        end += group["n"]
-        number += rows >= end
-    return number
 
 
 class PartGroup(MutableMapping[str, Any]):
@@ -188,47 +155,41 @@ class SampleGroups:
     A key that two components share is prefixed with the component's role (``temperature.lr``).
 
     Args:
-        components: by role.
+        components: parts by role.
         mode: of the estimator.
         given: one mapping per group, which overrides the components' values (presets).
 
     Attributes:
         groups: the list that users read and edit.
-        defaults: what fills a group that leaves a key out.
+        checked: copy of it as of the last :meth:`check`; another list after every change.
+        defaults: values that fill a group which leaves a key out.
         names: role -> the component's keys -> keys in the groups.
     """
 
-    def __init__(
-        self, components: Mapping[str, HasHyperParameters], mode: str, given: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, components: Mapping[str, Any], mode: str, given: Groups | None = None) -> None:
         self._components, self._mode = components, mode
         keys = [key for part in components.values() for key in part.own_defaults]
         self.names = {
             role: {key: f"{role}.{key}" if keys.count(key) > 1 else key for key in part.own_defaults}
             for role, part in components.items()
         }
-        self.defaults: dict[str, Any] = {
-            self.names[role][key]: value
-            for role, part in components.items()
-            for key, value in part.own_defaults.items()
-        }
+        self.defaults = self._joined({role: part.own_defaults for role, part in components.items()})
         self.groups = self._merge(given)
-        self._snapshot: Groups = []
+        self.checked: Groups = []
         self.check()
 
-    def _merge(self, given: Sequence[Mapping[str, Any]] | None) -> Groups:
-        """One list from the components' own; those that have groups must agree on the sizes."""
-        sizes = {role: [g["n"] for g in part.own_groups] for role, part in self._components.items()}
-        sizes = {role: size for role, size in sizes.items() if size}
-        for role, size in sizes.items():
-            first, reference = next(iter(sizes.items()))
+    def _merge(self, given: Groups | None) -> Groups:
+        """Return one list made of the components' own; those that have groups must agree on the sizes."""
+        own = {role: part.own_groups for role, part in self._components.items() if part.own_groups}
+        first, reference = next(((role, [g["n"] for g in groups]) for role, groups in own.items()), ("", []))
+        for role, groups in own.items():
+            size = [g["n"] for g in groups]
             if size != reference:
                 raise ValueError(f"n differs: {first} has {reference}, {role} has {size}; give both the same n")
-        merged: Groups = [{"n": n} for n in next(iter(sizes.values()))] if sizes else [{}]
+        merged: Groups = [{"n": n} for n in reference] or [{}]
         for number, group in enumerate(merged):
-            for role, part in self._components.items():
-                own = part.own_groups[number] if part.own_groups else part.own_defaults
-                group.update({self.names[role][key]: own[key] for key in part.own_defaults})
+            parts = self._components.items()
+            group.update(self._joined({r: own[r][number] if r in own else part.own_defaults for r, part in parts}))
             if given is not None:
                 checks.known_keys(f"sample group {number}", given[number], {"n", *self.defaults})
                 group.update(given[number])
@@ -236,39 +197,43 @@ class SampleGroups:
             self._fill(group)  # only now: what the mode fills must see everything that was given
         return merged
 
+    def _joined(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return hyper-parameters of all components by their names in the groups."""
+        return {name: own[role][key] for role, names in self.names.items() for key, name in names.items()}
+
     @property
     def n(self) -> int | None:
         """Samples in all groups, as they were made: edits of ``n`` are refused; ``None`` without rows."""
-        groups = self._snapshot or self.groups
+        groups = self.checked or self.groups
         return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
     def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters of one component, under its own names."""
         return {key: group[name] for key, name in self.names[role].items()}
 
     def _fill(self, group: dict[str, Any]) -> None:
+        """Replace ``None`` by the default of the mode."""
+        own = {role: self._own(role, group) for role in self.names}
         for role, part in self._components.items():
-            own = self._own(role, group)
-            part.fill(own, self._mode)
-            group.update({self.names[role][key]: value for key, value in own.items()})
+            part.fill(own[role], self._mode)
+        group.update(self._joined(own))
 
     def check(self) -> None:
         """Refuse bad edits; costs one comparison when nothing changed."""
         if self._unchanged():
             return
-        if self._snapshot and len(self._snapshot) != len(self.groups):
+        if self.checked and len(self.checked) != len(self.groups):
             raise ValueError(
-                f"there are {len(self.groups)} sample groups instead of {len(self._snapshot)}; add them with "
+                f"there are {len(self.groups)} sample groups instead of {len(self.checked)}; add them with "
                 f"add_sample_group"
             )
         for number, group in enumerate(self.groups):
             what = f"sample group {number}"
-            checks.known_keys(what, group, self._known())
+            checks.known_keys(what, group, {*self.defaults} if self.n is None else {"n", *self.defaults})
             lost = next((key for key in self.defaults if key not in group), None)
             if lost is not None:
                 raise ValueError(f"{what} has lost its hyper-parameter {lost!r}; put it back")
             plain(group)
-            known = self._snapshot[number].get("n") if self._snapshot else group.get("n")
+            known = self.checked[number].get("n") if self.checked else group.get("n")
             if group.get("n") != known or type(group.get("n")) is not type(known):
                 raise ValueError(
                     f"n of {what} is fixed at {known}, got {group.get('n')!r}; append rows with add_sample_group"
@@ -276,22 +241,14 @@ class SampleGroups:
             for role, part in self._components.items():
                 part.check(self._own(role, group))
             self._fill(group)  # None may have been put in
-        self._snapshot = [dict(group) for group in self.groups]
-
-    def _known(self) -> set[str]:
-        """Keys that a group may have; without rows there is no ``n``."""
-        return {*self.defaults} if self.n is None else {"n", *self.defaults}
+        self.checked = [dict(group) for group in self.groups]
 
     def _unchanged(self) -> bool:
         try:
-            return self.groups == self._snapshot and _types(self.groups) == _types(self._snapshot)
+            # 3.0 equals 3, but is no number of updates
+            return self.groups == self.checked and _types(self.groups) == _types(self.checked)
         except (ValueError, RuntimeError):  # an array was put in: comparing it gives no single truth value
             return False
-
-    @property
-    def checked(self) -> Groups:
-        """Groups as of the last :meth:`check`; another list after every change."""
-        return self._snapshot
 
     def saved(self) -> Groups:
         """Return a copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
@@ -337,16 +294,16 @@ class SampleGroups:
         for role, part in self._components.items():
             part.check(self._own(role, new))
         self.groups.append(new)
-        self._snapshot = [*self._snapshot, dict(new)]
+        self.checked = [*self.checked, dict(new)]
 
     def drop_last(self) -> None:
         """Undo :meth:`add`."""
         del self.groups[-1]
-        self._snapshot = self._snapshot[:-1]
+        self.checked = self.checked[:-1]
 
     def defaults_of(self, role: str) -> dict[str, Any]:
         """Return the defaults of one component's hyper-parameters, by its own names."""
-        return {key: self.defaults[name] for key, name in self.names[role].items()}
+        return self._own(role, self.defaults)
 
     def of_part(self, role: str) -> Groups:
         """Return the groups by one component's own names; edits are written through."""
@@ -354,4 +311,8 @@ class SampleGroups:
 
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
         """Return the hyper-parameters of one component for these rows, ``(B, R)``."""
-        return Hyper(self.groups, self.names[role], membership(self.groups, rows), dtype)
+        return Hyper(self.groups, self.names[role], rows, dtype)
+
+
+def _types(groups: Groups) -> list[list[type]]:
+    return [[*map(type, group.values())] for group in groups]
