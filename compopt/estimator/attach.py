@@ -167,54 +167,57 @@ def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
             refuse_entry(est, f"{type(inner).__name__} has its own {name}(), which may not run torch's hooks")
 
 
-class SkipCounter:
-    """Counter of the updates that an engine skipped: DeepSpeed counts them, and runs no hook."""
+class Attached:
+    """Optimizer that commits an estimator's deposits.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._seen = ref(engine), int(engine.skipped_steps)
+    Attributes:
+        kind: name of its class.
+        optimizer: weak reference.
+        handle: of the hook.
+    """
 
-    @staticmethod
-    def of(optimizer: Any) -> SkipCounter | None:
-        """Make the counter of the first wrapper that counts skipped steps; ``None`` where none does."""
-        counting = (inner for inner in _chain(optimizer) if isinstance(getattr(inner, "skipped_steps", None), int))
-        engine = next(counting, None)
-        return None if engine is None else SkipCounter(engine)
+    def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
+        self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
+        # DeepSpeed's engine counts the updates that it skipped, and runs no hook for them.
+        counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
+        self._engine = ref(counting[0]) if counting else None
+        self._skipped: int = counting[0].skipped_steps if counting else 0
 
-    def rose(self) -> bool:
-        """Return whether an update was skipped since the last call of this method."""
-        engine = self._engine()
-        before, self._seen = self._seen, self._seen if engine is None else int(engine.skipped_steps)
-        return self._seen > before
+    def skipped(self) -> bool:
+        """Return whether the engine has skipped an update since the last call of this method."""
+        engine = None if self._engine is None else self._engine()
+        before, self._skipped = self._skipped, self._skipped if engine is None else int(engine.skipped_steps)
+        return self._skipped > before
+
+    def listening(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer if it is alive and has the hook."""
+        optimizer = self.optimizer()
+        hooked = optimizer is not None and self.handle.id in optimizer._optimizer_step_post_hooks
+        return optimizer if hooked else None
 
 
 class Attachments:
     """Optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
 
     def __init__(self) -> None:
-        self._handles: dict[int, RemovableHandle] = {}
-        self._optimizers: dict[int, tuple[str, ref[torch.optim.Optimizer]]] = {}
-        self._skips: dict[int, SkipCounter] = {}
+        self._attached: dict[int, Attached] = {}  # by the optimizer's id
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once; see :meth:`Estimator.attach`. ``carried``: the estimator, where its state is to travel."""
         inner = unwrap(optimizer)
         if carried is not None:
             check_entry(carried, optimizer, inner)
-        handle = self._handles.get(id(inner))
-        if handle is None or handle.id not in inner._optimizer_step_post_hooks:
-            handle = self._handles[id(inner)] = commit_after_step(inner, commit)
-            self._optimizers[id(inner)] = type(inner).__name__, ref(inner)
-            counter = SkipCounter.of(optimizer)
-            if counter is not None:
-                self._skips[id(inner)] = counter
-        if carried is not None and handle.id not in inner._optimizer_state_dict_post_hooks:
-            Entry(carried, inner, handle)
-        return handle
+        attached = self._attached.get(id(inner))
+        if attached is None or attached.listening() is not inner:
+            attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
+        if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
+            Entry(carried, inner, attached.handle)
+        return attached.handle
 
     def skipped(self) -> bool:
         """Return whether an engine has skipped an update since the last call of this method."""
-        rose = [counter.rose() for counter in self._skips.values()]  # every one must look
-        return any(rose)
+        skipped = [each.skipped() for each in self._attached.values()]  # every one must look
+        return any(skipped)
 
     def listening(self) -> str | None:
         """Return the kind of a living optimizer that has the hook, or ``None``."""
@@ -222,29 +225,26 @@ class Attachments:
 
     def gone(self) -> str | None:
         """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
-        if any(alive() is not None for _, alive in self._optimizers.values()):
-            return None
-        return next((name for name, _ in reversed(self._optimizers.values())), None)
+        alive = any(each.optimizer() is not None for each in self._attached.values())
+        return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
     def have(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether attached optimizers have all of these in their groups."""
-        groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        held = {id(parameter) for parameter in self._parameters()}
         return all(id(parameter) in held for parameter in parameters)
 
     def scalars_without_gradient(self) -> list[Tensor]:
         """Return parameters of one number that require a gradient and have none, beside others that have one."""
-        groups = [group for optimizer in self._listening() for group in optimizer.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         if all(parameter.grad is None for parameter in parameters):  # taken away already
             return []
         return [parameter for parameter in parameters if parameter.grad is None and parameter.numel() == 1]
 
     def _listening(self) -> Iterator[torch.optim.Optimizer]:
-        for key, (_, alive) in self._optimizers.items():
-            optimizer = alive()
-            if optimizer is not None and self._handles[key].id in optimizer._optimizer_step_post_hooks:
-                yield optimizer
+        return (optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for optimizer in self._listening() for group in optimizer.param_groups for p in group["params"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Attachments, ()

@@ -227,15 +227,12 @@ class Estimator:
         engine = self._engine
         engine.await_save()
         with doing("add_sample_group()", self.t), engine.lock.writing():
-            engine.groups.add(group)
-            try:
-                engine.forget_prefetched()
-                if engine.table is not None:
-                    with torch.inference_mode(False):  # rows made inside it could not be written outside
-                        engine.table.grow(self.n or 0)
-            except BaseException:
-                engine.groups.drop_last()
-                raise
+            new = engine.groups.completed(group)
+            engine.forget_prefetched()
+            if engine.table is not None:
+                with torch.inference_mode(False):  # rows made inside it could not be written outside
+                    engine.table.grow((self.n or 0) + new["n"])
+            engine.groups.append(new)
 
     # -- rows --------------------------------------------------------------------------------------------------
 

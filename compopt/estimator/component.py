@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from compopt.distributed.ranks import ProcessGroup
+from compopt.distributed.collectives import ProcessGroup
 from compopt.estimator.base import FAMILIES, Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
@@ -39,8 +39,8 @@ class Component(PartHooks, Estimator):
             :class:`~compopt.ContrastiveEstimator`; as a part it has those of its owner. With a placement the rows are
             made here, so that a subclass calls this last.
 
-    State: what :meth:`columns` and ``state`` say. Its engine, and so its rows, are its owner's as part. The owner is
-    held weakly: a part does not outlive it.
+    State: the columns of :meth:`columns` and the tensors of ``state``. Its engine, and so its rows, are its owner's as
+    part. The owner is held weakly: a part does not outlive it.
 
     Communicates: as :class:`~compopt.Estimator`.
 
@@ -81,10 +81,8 @@ class Component(PartHooks, Estimator):
         Raises:
             RuntimeError: that estimator is gone, and the rows with it.
         """
-        if self._owner is None:
-            return None
-        owner = self._owner()
-        if owner is None:
+        owner = None if self._owner is None else self._owner()
+        if owner is None and self._owner is not None:
             kind = type(self).__name__
             raise RuntimeError(f"the estimator that this {kind} was a part of is gone; keep a reference to that")
         return owner
@@ -93,10 +91,9 @@ class Component(PartHooks, Estimator):
     def _engine(self) -> Engine:
         owner = self.owner
         if owner is not None:
-            name = type(owner).__name__
             raise RuntimeError(
-                f"this {type(self).__name__} is part of a ContrastiveEstimator ({name}), which reads, writes, saves "
-                f"and grows its rows; ask that"
+                f"this {type(self).__name__} is part of a ContrastiveEstimator ({type(owner).__name__}), which reads, "
+                f"writes, saves and grows its rows; ask that"
             )
         return self._facts.open()
 
@@ -122,18 +119,19 @@ class Component(PartHooks, Estimator):
             ValueError: this is a part already (two estimators would write the same state), has a placement of its own,
                 or is attached to an optimizer.
         """
+        kind = type(self).__name__
         if self._owner is not None:
-            raise ValueError(f"this {type(self).__name__} is already part of an estimator; build a second one")
+            raise ValueError(f"this {kind} is already part of an estimator; build a second one")
         if self._placement != Placement():
             raise ValueError(
                 "process_group, offload, offload_dir and shard of a part have no effect: give them to the "
                 "ContrastiveEstimator, whose rows hold the columns of all its parts"
             )
-        kind = None if self._core is None else self._core.attachments.listening()
-        if kind is not None:
+        attached = None if self._core is None else self._core.attachments.listening()
+        if attached is not None:
             raise ValueError(
-                f"this {type(self).__name__} is attached to an {kind}; call remove() of the handle, and attach the "
-                f"estimator instead"
+                f"this {kind} is attached to an {attached}; call remove() of the handle, and attach the estimator "
+                f"instead"
             )
 
     def keep_edits(self) -> None:
@@ -161,7 +159,6 @@ class Component(PartHooks, Estimator):
         self._core, self._owner = None, ref(owner)
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
         if setting.owner is not None:
             self.belong(setting.owner)
 
@@ -248,7 +245,6 @@ class Normalizer(Component):
         Raises:
             ValueError: by default for any ``encode``.
         """
-        del given
         if encode is not None:
             raise ValueError(
                 f"encode= serves samplers whose negatives lie outside the batch; {type(self).__name__} does not ask "
@@ -283,7 +279,6 @@ class Normalizer(Component):
         Returns:
             ``(n, A)`` or ``(n, 1)``; ``None``: nothing is kept.
         """
-        del rows, features, tau, hyper
         return None
 
 
@@ -352,14 +347,12 @@ class Temperature(Component):
         Raises:
             ValueError: with both values and the remedy.
         """
-        del visits
         own = self.constants()
         if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):
             raise other_temperature(given, f"tau={_tau_text(own)}")
 
     def rho(self, hyper: Hyper) -> Any:
         """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
-        del hyper
         return 0.0
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
@@ -373,7 +366,6 @@ class Temperature(Component):
             By column, ``(B, D)`` each; state that is not rows goes to
             :meth:`~compopt.estimator.Component.deposit_state` instead.
         """
-        del call, gradient
         return {}
 
 

@@ -75,40 +75,30 @@ class PartHooks(ABC):
                 raise TypeError(f"{cls.__name__}.{old} is called {new} now; rename it")
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
-        self.own_defaults = dict(defaults)
-        plain(self.own_defaults)
+        self.own_defaults = plain(defaults)
         self.state: dict[str, Tensor] = {}
         self._pending_state: dict[str, Tensor] | None = None
         self.own_groups: Groups = []
         for number, given in enumerate([] if n is None else parse(n)):
             checks.known_keys(f"sample group {number}", given, {"n", *self.own_defaults})
-            group = {**self.own_defaults, **given}
-            plain(group)
+            group = plain({**self.own_defaults, **given})
             self.check(group)
             self.own_groups.append(group)
         self.check(self.own_defaults)
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group.
+        """Refuse a bad hyper-parameter of one group, with the name, the value and the remedy.
 
         Args:
             group: values by the part's own names; ``None`` means "filled by mode".
-
-        Raises:
-            ValueError, TypeError: with the name, the value and the remedy.
         """
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
         """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        """Return the columns that this part keeps per sample, none by default.
-
-        Args:
-            directions: values per sample and column, ``D``.
-            dtype: of floating-point columns.
-        """
+        """Return the columns of this part, none by default: ``directions`` values each, floats in ``dtype``."""
         return []
 
     def structure(self) -> dict[str, Any]:
@@ -127,11 +117,9 @@ class PartHooks(ABC):
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """Make the state whose shape depends on the setting: at construction of the owner, or at the first use alone.
+        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use alone.
 
-        Args:
-            groups: the estimator's, into which this part's are merged.
-            setting: facts of the estimator.
+        ``groups`` are the estimator's, into which this part's are merged.
         """
 
     def belong(self, owner: object) -> None:
@@ -144,13 +132,9 @@ class PartHooks(ABC):
         return {}
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
-        """Refuse a part's state of another composition whose values would mean something else here.
+        """Refuse, with a ``ValueError``, a part's state of another composition that would mean something else here.
 
-        Args:
-            state: with the ``"sample_groups"`` and the ``"meaning"`` of where it comes from.
-
-        Raises:
-            ValueError: with both values and the remedy.
+        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of the composition that it comes from.
         """
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
@@ -183,11 +167,7 @@ class PartHooks(ABC):
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values; if any of them is not finite, all keep their previous values.
-
-        Args:
-            **tensors: entries of :attr:`state`, in their shapes and dtypes. The test runs on the device.
-        """
+        """Deposit new values of entries of :attr:`state`; if any is not finite (tested on the device), none changes."""
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
         if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
@@ -199,11 +179,7 @@ class PartHooks(ABC):
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy.
-
-        Args:
-            found_inf: 0-d or ``(1,)`` flag on the device; where it is positive the state stays. ``None``: no flag.
-        """
+        """Commit the pending copy; the state stays where ``found_inf``, a 0-d flag on the device, is positive."""
         for name, new in (self._pending_state or {}).items():
             if found_inf is not None:
                 new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
@@ -227,23 +203,15 @@ class PartHooks(ABC):
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the values that saved entries may hold, by name; those that are left out may hold any.
-
-        Args:
-            names: of the entries that were saved.
-        """
+        """Return the values that the saved entries ``names`` may hold; those that are left out may hold any."""
         return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse saved state that does not fit, before anything is written.
 
-        Args:
-            state: as :meth:`saved_state` returned it.
-
         Raises:
             TypeError: no mapping of names to tensors.
-            ValueError: other names, shapes or dtypes, with both; tensors without values; values outside of
-                :meth:`state_values`.
+            ValueError: other names, shapes or dtypes; tensors without values; values outside of :meth:`state_values`.
         """
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
@@ -277,11 +245,7 @@ class PartHooks(ABC):
             self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`saved_state` returned; dtype and device stay.
-
-        Args:
-            state: checked by :meth:`check_state`; tensors that this part may keep, see :meth:`take_state`.
-        """
+        """Restore checked state; dtype and device stay. This part may keep the tensors, see :meth:`take_state`."""
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])
 
@@ -303,22 +267,15 @@ class Engine:
     used alone makes its own when it is first asked for something, and its rows when these are first needed.
 
     Args:
-        parts: by role. Held as given: a part alone passes a weak mapping of itself.
-        mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
-        dtype: of the floating-point columns, float32 or float64.
-        directions: number of directions with anchors; 1 makes the columns of bimodal mode one value wide.
-        placement: where rows live.
-        sample_groups: one mapping per data set, which overrides the hyper-parameters of the parts.
-        options: plain values that decide the meaning of the state beside the parts.
+        parts: by role; a part alone passes a weak mapping of itself.
+        mode, dtype, directions, placement, sample_groups, options: as of :class:`~compopt.Estimator`.
         row_keys: keys of a call that name rows.
 
     Attributes:
         width: values per column and sample, ``D``.
         groups, ranks, table: hyper-parameters; ranks that share the batch; the rows, or ``None``.
-        placement: where rows live.
         device: for rows that are made later.
-        t: commits so far.
-        pending: calls whose proposals wait for the commit.
+        t, pending: commits so far; calls whose proposals wait for the next one.
         training: calls deposit.
         lock: held by commits, copies and loads.
         attachments, forgotten, saving: optimizers that commit; checks of the loop; a save beside training.

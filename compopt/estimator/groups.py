@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -38,9 +39,9 @@ def parse(n: Any) -> Groups:
     return groups
 
 
-def plain(group: dict[str, Any]) -> None:
-    """Make all values of a group Python's own, in place, see :func:`plain_value`."""
-    group.update({key: plain_value(key, value) for key, value in group.items()})
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy with values of Python, see :func:`plain_value`."""
+    return {key: plain_value(key, value) for key, value in group.items()}
 
 
 def plain_value(key: str, value: Any) -> Any:
@@ -193,7 +194,7 @@ class SampleGroups:
             if given is not None:
                 checks.known_keys(f"sample group {number}", given[number], {"n", *self.defaults})
                 group.update(given[number])
-            plain(group)
+            group.update(plain(group))
             self._fill(group)  # only now: what the mode fills must see everything that was given
         return merged
 
@@ -232,7 +233,7 @@ class SampleGroups:
             lost = next((key for key in self.defaults if key not in group), None)
             if lost is not None:
                 raise ValueError(f"{what} has lost its hyper-parameter {lost!r}; put it back")
-            plain(group)
+            group.update(plain(group))
             known = self.checked[number].get("n") if self.checked else group.get("n")
             if group.get("n") != known or type(group.get("n")) is not type(known):
                 raise ValueError(
@@ -252,10 +253,7 @@ class SampleGroups:
 
     def saved(self) -> Groups:
         """Return a copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
-        groups = [dict(group) for group in self.groups]
-        for group in groups:
-            plain(group)
-        return groups
+        return [plain(group) for group in self.groups]
 
     def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over saved values, all or none; the list and its dicts stay the same objects."""
@@ -268,38 +266,31 @@ class SampleGroups:
                     f"sample group {number} must have {sorted(own)}, the checkpoint has {sorted(group)}; build "
                     f"the estimator as the one that was saved"
                 )
-        previous = [dict(group) for group in self.groups]
-        try:
-            self._assign(groups)
-            self.check()
-        except Exception:
-            self._assign(previous)
-            raise
+        trial = copy(self)
+        trial.groups = [dict(group) for group in groups]
+        trial.check()
+        for own, group in zip(self.groups, trial.groups, strict=True):
+            own.clear()
+            own.update(group)
+        self.checked = trial.checked
 
-    def _assign(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for group, values in zip(self.groups, groups, strict=True):
-            group.clear()
-            group.update(values)
-
-    def add(self, group: Mapping[str, Any]) -> None:
-        """Append one group, completed by the defaults."""
+    def completed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group that :meth:`append` takes, with the defaults of what it leaves out; refuse a bad one."""
         if self.n is None:
             raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
         self.check()
-        (new,) = parse([group])
-        checks.known_keys(f"sample group {len(self.groups)}", new, {"n", *self.defaults})
-        new = {**self.defaults, **new}
-        plain(new)
+        (given,) = parse([group])
+        checks.known_keys(f"sample group {len(self.groups)}", given, {"n", *self.defaults})
+        new = plain({**self.defaults, **given})
         self._fill(new)
         for role, part in self._components.items():
             part.check(self._own(role, new))
-        self.groups.append(new)
-        self.checked = [*self.checked, dict(new)]
+        return new
 
-    def drop_last(self) -> None:
-        """Undo :meth:`add`."""
-        del self.groups[-1]
-        self.checked = self.checked[:-1]
+    def append(self, group: dict[str, Any]) -> None:
+        """Append a completed group."""
+        self.groups.append(group)
+        self.checked = [*self.checked, dict(group)]
 
     def defaults_of(self, role: str) -> dict[str, Any]:
         """Return the defaults of one component's hyper-parameters, by its own names."""

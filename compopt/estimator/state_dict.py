@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +16,11 @@ FORMAT_VERSION = 1
 KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
-def config(engine: Engine, roles: Sequence[str] | None = None) -> dict[str, Any]:
+def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]:
     """Return facts that must be equal for the writer and the reader of a checkpoint; of all parts or some roles."""
-    parts = {role: part for role, part in engine.parts.items() if roles is None or role in roles}
-    own = [column for role, columns in engine.columns().items() if role in parts for column in columns]
-    columns = {c.name: [c.width, str(c.dtype)] for c in own}
+    parts = {role: engine.parts[role] for role in roles or engine.parts}
+    own = engine.columns()
+    columns = {column.name: [column.width, str(column.dtype)] for role in parts for column in own[role]}
     structures = {role: part.structure() for role, part in parts.items()}
     return {
         "mode": engine.mode,
@@ -41,8 +41,7 @@ def compare(engine: Engine, given: Mapping[str, Any]) -> None:
 
 def state_dict(engine: Engine) -> dict[str, Any]:
     """Return :meth:`Estimator.state_dict`."""
-    rows = {} if engine.table is None else engine.table.state_dict()
-    return {**rest(engine), "rows": rows}
+    return {**rest(engine), "rows": {} if engine.table is None else engine.table.state_dict()}
 
 
 def rest(engine: Engine) -> dict[str, Any]:
@@ -65,18 +64,75 @@ def load_state_dict(
     """Run :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
     _check_keys(state)
     compare(engine, state["config"])
-    t = commits(state["t"])
-    _check_extra(engine, state)
+    t, table = commits(state["t"]), engine.table
+    _check_extra(engine, state, engine.parts)
     if load_rows is None:
-        _check_rows(engine, state["rows"])
+        rows = state["rows"]
+        values.mapping("rows", rows)
+        if table is not None:
+            table.check_state(rows)
+        elif rows:
+            raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
     engine.groups.replace(state["sample_groups"])
     engine.forget_prefetched()
-    if engine.table is not None:
-        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(engine.table)
+    if table is not None:
+        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(table)
     for role, part in engine.parts.items():
         part.take_state(state["extra"][role])
     engine.t = t
     engine.discard()
+
+
+def commits(t: Any) -> int:
+    """Return the number of commits that a checkpoint has; refuse what is none."""
+    return values.integer("t", t, 0, values.MOST)
+
+
+def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
+    """Return the state of one part, see :meth:`Component.state_dict`."""
+    part, columns, rows = engine.parts[role], engine.columns()[role], {}
+    if columns and engine.table is not None:
+        rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
+        first = columns[0]
+        blank = rows[first.name] == first.blank  # never visited by this part, although the sample was
+        rows[COUNT].masked_fill_(blank, 0)
+        rows[first.name].masked_fill_(blank, 0)
+    return {
+        "version": FORMAT_VERSION,
+        "config": config(engine, [role]),
+        "sample_groups": [dict(group) for group in engine.groups.of_part(role)],
+        "rows": rows,
+        "extra": {role: part.saved_state()},
+        "meaning": part.meaning(),
+        "t": engine.t,
+    }
+
+
+def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Restore one part, see :meth:`Component.load_state_dict`."""
+    _check_keys(state)
+    _compare_part(engine, role, state)
+    _check_extra(engine, state, [role])
+    columns, table, rows = engine.columns(), engine.table, state["rows"]
+    values.mapping("rows", rows)
+    own = [column.name for column in columns[role]]
+    if table is not None and own:
+        table.check_state(rows, [*own, COUNT])
+    engine.parts[role].check_meaning(state)
+    if table is not None and own:
+        engine.forget_prefetched()
+
+        def adapt(at: Tensor, block: Mapping[str, Tensor], loaded: Tensor, before: Tensor) -> None:
+            for each, part in engine.parts.items():
+                hyper = engine.groups.hyper(each, at[:, None], engine.dtype)
+                part.adapt_rows({**block, "visits": block[COUNT], COUNT: loaded if each == role else before}, hyper)
+
+        table.load_part(rows, own[0], [own[0].name for other, own in columns.items() if own and other != role], adapt)
+    engine.parts[role].take_state(state["extra"][role])
+    engine.discard()
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
 
 
 def _check_keys(state: Mapping[str, Any]) -> None:
@@ -92,85 +148,33 @@ def _check_keys(state: Mapping[str, Any]) -> None:
         )
 
 
-def commits(t: Any) -> int:
-    """Return the number of commits that a checkpoint has; refuse what is none."""
-    return values.integer("t", t, 0, values.MOST)
-
-
-def _check_extra(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Refuse state that is not rows, by its roles and by what each part says."""
-    extra, roles = state["extra"], list(engine.parts)
+def _check_extra(engine: Engine, state: Mapping[str, Any], roles: Iterable[str]) -> None:
+    """Refuse state that is not rows, by its roles and by each part's own checks."""
+    extra, entries, roles = state["extra"], state.get("entries", {}), list(roles)
     values.mapping("extra", extra)
-    values.mapping("entries", state.get("entries", {}))
+    values.mapping("entries", entries)
     for role in extra:
         if role not in roles:
             raise ValueError(f"the checkpoint has state of a {role!r}, which this estimator has not; it has {roles}")
-    for role, part in engine.parts.items():
+    for role in roles:
         if role not in extra:
             raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
         values.mapping(f"extra of the {role}", extra[role])
-        _check_entries(role, state)
-        part.check_state(extra[role])
-
-
-def _check_rows(engine: Engine, rows: Any) -> None:
-    """Refuse rows that cannot be loaded as they are."""
-    values.mapping("rows", rows)
-    if engine.table is not None:
-        engine.table.check_state(rows)
-    elif rows:
-        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
-
-
-def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
-    """Return the state of one part, see :meth:`Component.state_dict`."""
-    part = engine.parts[role]
-    columns = engine.columns()[role]
-    rows = {}
-    if columns and engine.table is not None:
-        rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
-        blank = rows[columns[0].name] == columns[0].blank
-        rows[COUNT].masked_fill_(blank, 0)
-        rows[columns[0].name].masked_fill_(blank, 0)
-    return {
-        "version": FORMAT_VERSION,
-        "config": config(engine, [role]),
-        "sample_groups": [dict(group) for group in engine.groups.of_part(role)],
-        "rows": rows,
-        "extra": {role: part.saved_state()},
-        "meaning": part.meaning(),
-        "t": engine.t,
-    }
-
-
-def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Restore one part, see :meth:`Component.load_state_dict`."""
-    _check_keys(state)
-    part, columns, table = engine.parts[role], engine.columns(), engine.table
-    _compare_part(engine, role, state)
-    rows = state["rows"]
-    values.mapping("rows", rows)
-    if table is not None and columns[role]:
-        table.check_state(rows, [*(column.name for column in columns[role]), COUNT])
-    part.check_meaning(state)
-    if table is not None and columns[role]:
-        others = [own[0].name for other, own in columns.items() if own and other != role]
-        engine.forget_prefetched()
-
-        def adapt(at: Tensor, block: Mapping[str, Tensor], loaded: Tensor, before: Tensor) -> None:
-            for each, other in engine.parts.items():
-                hyper = engine.groups.hyper(each, at[:, None], engine.dtype)
-                other.adapt_rows({**block, "visits": block[COUNT], COUNT: loaded if each == role else before}, hyper)
-
-        table.load_part(rows, columns[role][0].name, others, adapt)
-    part.take_state(state["extra"][role])
-    engine.discard()
+        # torch.distributed.checkpoint reads what there is before: nothing of an optimizer that has made no step. Early
+        # versions did not keep the names.
+        given = sorted(extra[role])
+        if entries.get(role, given) != given:
+            raise ValueError(
+                f"the checkpoint has the entries {entries[role]} of the {role}, {given} were read; with "
+                f"torch.distributed.checkpoint save and load compopt.integrations.dcp.Stateful(est)"
+            )
+        engine.parts[role].check_state(extra[role])
 
 
 def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     """Refuse the state of another kind of part, or of a whole estimator."""
-    values.mapping("config", state["config"])
-    needed, given, part = config(engine, [role]), state["config"], engine.parts[role]
+    needed, given, groups = config(engine, [role]), state["config"], state["sample_groups"]
+    values.mapping("config", given)
     if list(given.get("method", ())) != [role]:
         raise ValueError(
             f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
@@ -179,28 +183,9 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
-    groups = state["sample_groups"]
     if not isinstance(groups, list) or [isinstance(g, Mapping) and g.get("n") for g in groups] != needed["n"]:
         raise ValueError(f"sample_groups must be mappings with n of {needed['n']}, the checkpoint has {groups!r}")
     values.mapping("meaning", state.get("meaning", {}))
-    values.mapping("extra", state["extra"])
-    values.mapping(f"extra of the {role}", state["extra"].get(role))
-    _check_entries(role, state)
-    part.check_state(state["extra"][role])
-
-
-def _check_entries(role: str, state: Mapping[str, Any]) -> None:
-    """Refuse a state of which only a part was read; early versions did not keep the names.
-
-    torch.distributed.checkpoint reads what there is before: nothing of an optimizer that has made no step.
-    """
-    given = sorted(state["extra"][role])
-    saved = state.get("entries", {}).get(role, given)
-    if saved != given:
-        raise ValueError(
-            f"the checkpoint has the entries {saved} of the {role}, {given} were read; with "
-            f"torch.distributed.checkpoint save and load compopt.integrations.dcp.Stateful(est)"
-        )
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:
@@ -217,17 +202,14 @@ def _sizes_remedy(saved: Any, own: list[int | None]) -> str:
     """Return advice for loading sample groups of other sizes: groups are only ever appended."""
     if not isinstance(saved, list) or not all(isinstance(n, int) for n in [*saved, *own]):
         return ""
+
+    def appended(sizes: list[Any]) -> str:
+        return ", ".join(f"est.add_sample_group({{'n': {n}}})" for n in sizes)
+
     if own == saved[: len(own)]:
-        return f"; before loading, append what the checkpoint has: {_appended(saved[len(own) :])}"
-    rest = f", then append the rest: {_appended(own[len(saved) :])}" if saved == own[: len(saved)] else ""
+        return f"; before loading, append what the checkpoint has: {appended(saved[len(own) :])}"
+    rest = f", then append the rest: {appended(own[len(saved) :])}" if saved == own[: len(saved)] else ""
     if len(own) == len(saved) and own[:-1] == saved[:-1] and own[-1] > saved[-1]:
-        rest = f"; if the data set has grown at its end, {_appended([own[-1] - saved[-1]])} after that"
-    return f"; load it into an estimator with {_groups(saved)}{rest}"
-
-
-def _groups(sizes: list[int]) -> str:
-    return f"n={[{'n': n} for n in sizes]!r}" if len(sizes) > 1 else f"n={sizes[0]}"
-
-
-def _appended(sizes: list[Any]) -> str:
-    return ", ".join(f"est.add_sample_group({{'n': {n}}})" for n in sizes)
+        rest = f"; if the data set has grown at its end, {appended([own[-1] - saved[-1]])} after that"
+    groups = f"n={[{'n': n} for n in saved]!r}" if len(saved) > 1 else f"n={saved[0]}"
+    return f"; load it into an estimator with {groups}{rest}"
