@@ -1,8 +1,8 @@
-"""An estimator as a part of an ``nn.Module``: its parameters, its state, its mode and its device are the model's."""
+"""Module around an estimator: its parameters, state, mode and device become those of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class EstimatorModule(nn.Module):
-    """What :func:`as_module` makes; ``module(...)`` is ``est(...)``.
-
-    Raises:
-        TypeError: a part's learned parameters are not those of its attribute ``learnable``.
+    """Result of :func:`as_module`; ``module(...)`` is ``est(...)``.
 
     Attributes:
         est: the estimator, for everything else: ``attach``, ``read``, ``prefetch``, ``metrics``, ...
+
+    Raises:
+        TypeError: a part's learned parameters are not those of its attribute ``learnable``.
     """
 
     def __init__(self, est: Estimator) -> None:
         super().__init__()
         self.est = est
-        for role, learnable in self._learnables():
+        for role, learnable in self.est.learnables().items():
             self.add_module(role, learnable)
         if {id(p) for p in est.parameters()} != {id(p) for p in self.parameters()}:
             raise TypeError(
@@ -37,12 +37,8 @@ class EstimatorModule(nn.Module):
             )
         self.training = est.training
 
-    def _learnables(self) -> Iterator[tuple[str, nn.Module]]:
-        """Roles and modules of the parts that the user's optimizer learns."""
-        yield from self.est.learnables().items()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The estimator's call, with its arguments, result and errors; a ``TypeError`` where it has no call."""
+        """Call the estimator, with its arguments, result and errors; a ``TypeError`` where it has no call."""
         if not callable(self.est):
             raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
         return self.est(*args, **kwargs)
@@ -53,16 +49,15 @@ class EstimatorModule(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Devices change, dtypes do not: rows and a learned temperature keep theirs under ``half()``, ``double()``."""
+        """Change devices, not dtypes: rows and a learned temperature keep theirs under ``half()``, ``double()``."""
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)
             return new if new.dtype == tensor.dtype else tensor.to(new.device)
 
         super()._apply(moved, recurse)
-        before = self.est.device
-        after = fn(torch.empty(0, device=before)).device
-        if after != before:
+        after = fn(torch.empty(0, device=self.est.device)).device
+        if after != self.est.device:
             self.est.to(after)
         return self
 
@@ -71,22 +66,22 @@ class EstimatorModule(nn.Module):
 
 
 class StatefulEstimatorModule(EstimatorModule):
-    """One whose ``state_dict()`` carries the estimator's."""
+    """Module whose ``state_dict()`` carries the estimator's."""
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The estimator's ``state_dict()`` without what is among the module's parameters."""
+        """Return the estimator's ``state_dict()`` without entries that are among the module's parameters."""
         state = self.est.state_dict()
         extra = {role: dict(values) for role, values in state["extra"].items()}
-        for role, learnable in self._learnables():
+        for role, learnable in self.est.learnables().items():
             for name, _ in learnable.named_parameters():
                 extra[role].pop(name)
         return {**state, "extra": extra}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse; the module's parameters stay as they are here, and are loaded as parameters."""
+        """Load the result of :meth:`get_extra_state`; the module's parameters stay, and are loaded as parameters."""
         if isinstance(state, Mapping) and "extra" in state:
             extra = dict(state["extra"])
-            for role, learnable in self._learnables():
+            for role, learnable in self.est.learnables().items():
                 # numbers, whatever the parameters became: a run that diverged may go back to an earlier state
                 own = {name: parameter.detach().nan_to_num(0, 0, 0) for name, parameter in learnable.named_parameters()}
                 extra[role] = {**own, **extra.get(role, {})}
@@ -99,9 +94,9 @@ class StatefulEstimatorModule(EstimatorModule):
 
 
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
-    """An estimator for a model to own: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
+    """Return a module for a model to own: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
 
-    Its learned temperature, if it has one, is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; spare
+    The estimator's learned temperature, if it has one, is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; spare
     it weight decay), its state is in ``model.state_dict()``, and ``model.train()``, ``eval()`` and ``to(device)`` reach
     it. The estimator itself goes on working: both use the same parameters and rows. Copies and pickles of the module
     have estimators of their own, attached to no optimizer.
@@ -119,7 +114,7 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     the kernels of optimizers mix no sharded and whole parameters. *DeepSpeed* takes no scalar parameters in a model: an
     estimator with a learned temperature stays outside of it.
 
-    *torch.compile* compiles what is before and after; the call itself is left out of the graph.
+    *torch.compile* compiles the code before and after; the call itself is left out of the graph.
 
     Args:
         est: the estimator; it may be in use already.

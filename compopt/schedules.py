@@ -12,7 +12,7 @@ from compopt.estimator.groups import plain_value
 
 
 class Schedule:
-    """Sets ``group[key] = fn(t)`` in every sample group, at construction (``t = 0``) and at each :meth:`step`.
+    """Set ``group[key] = fn(t)`` in every sample group, at construction (``t = 0``) and at each :meth:`step`.
 
     Args:
         est: the estimator.
@@ -57,7 +57,7 @@ class Schedule:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, ``{"t": t}``; the function is the caller's."""
+        """Return the number of steps, ``{"t": t}``; the function is the caller's."""
         return {"t": self.t}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -76,8 +76,8 @@ class Estimator:
     Args:
         components: parts by role.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
-        dtype: of the floating-point columns.
-        directions: how many have anchors: 1 makes the columns of bimodal mode as narrow as those of the others.
+        dtype: of the floating-point columns, float32 or float64.
+        directions: number of directions with anchors: 1 makes the columns of bimodal mode one value wide.
         placement: where rows live; ``None``: in this process's memory.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
         options: plain values that decide the meaning of the state beside the parts, stored and compared.
@@ -113,9 +113,7 @@ class Estimator:
         >>> est = compopt.SogCLREstimator(n=100)  # every preset is an Estimator
         >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
         >>> est(z1, z2, torch.arange(8)).backward()  # reads rows, deposits proposals
-        >>> est.discard()  # the update is not made
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()  # commits
+        >>> est.step()  # commits; est.discard() forgets
         >>> est.t, est.read(torch.tensor([0, 50]))["count"].tolist()
         (1, [1, 0])
     """
@@ -211,7 +209,7 @@ class Estimator:
         )
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
-        """Append the rows of another data set; its samples take the indices after all existing ones.
+        """Append the rows of another data set, whose samples take the indices after all existing ones.
 
         The table is copied once. If that fails, the estimator is as it was.
 
@@ -288,10 +286,7 @@ class Estimator:
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self) -> None:
-        """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
-
-        One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
-        """
+        """Refuse a call in a checkpointed function, which runs again in backward, if that would repeat something."""
         engine, grad = self._engine, torch.is_grad_enabled()
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and self.training and grad
@@ -459,14 +454,13 @@ class Estimator:
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
-        Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after
-        ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``. An unfused ``GradScaler`` skip does
-        not touch the optimizer at all: the finite rows of that window then join the next commit, which is harmless
-        because the weights did not move; :func:`compopt.integrations.amp.attach` drops them, and so does
-        :meth:`discard`. An optimizer around a ``base_optimizer`` (SAM) commits when that steps. The step that
-        ``torch.distributed.checkpoint`` makes for the state of an optimizer without any is none. Attach anew to an
-        optimizer that is made anew: a warning says when nothing commits any more. The optimizer keeps no estimator
-        alive.
+        Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after ``deepspeed.initialize``
+        (with the engine) or ``accelerator.prepare``, and anew for an optimizer that is made anew: a warning says when
+        nothing commits any more. An unfused ``GradScaler`` skip does not touch the optimizer at all: the finite rows of that
+        window then join the next commit, which is harmless because the weights did not move;
+        :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`. An optimizer around a
+        ``base_optimizer`` (SAM) commits when that steps. The step that ``torch.distributed.checkpoint`` makes for the
+        state of an optimizer without any is none. The optimizer keeps no estimator alive.
 
         With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
         :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
@@ -475,7 +469,7 @@ class Estimator:
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
-            checkpoint: whether the state travels with the optimizer's. Once it does, until ``remove()``.
+            checkpoint: the state travels with the optimizer's, until ``remove()``.
 
         Returns:
             A handle with ``remove()``.

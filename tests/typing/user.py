@@ -14,6 +14,13 @@ import compopt
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
+class Engine:
+    """A wrapper around an optimizer, as DeepSpeed's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
 def losses(model: nn.Module, batches: Iterable[Batch], est: compopt.ContrastiveEstimator) -> list[float]:
     """The loop of the README, over batches of a known type."""
     values = []
@@ -100,3 +107,19 @@ def alone(path: str, optimizer: torch.optim.Optimizer, index: Tensor, x: Tensor)
     est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(100), compopt.FixedTemperature(0.1))
     est.normalizer.load_state_dict(est.normalizer.state_dict())
     assert_type(est.temperature.read(index), dict[str, Tensor])
+
+
+def wrong(model: nn.Module, engine: Engine, est: compopt.Estimator) -> None:
+    """Calls that type checkers report: `--strict` refuses an ignored error that is none."""
+    u, tau = compopt.MovingAverageEstimator(100), compopt.FixedTemperature(0.1)
+    compopt.ContrastiveEstimator(u, tau, mode="bimodl")  # type: ignore[arg-type]
+    compopt.ContrastiveEstimator(u, tau, directions="back")  # type: ignore[arg-type]
+    compopt.ContrastiveEstimator(u, tau, offload="gpu")  # type: ignore[arg-type]
+    compopt.MovingAverageEstimator(100, reference="nothing")  # type: ignore[arg-type]
+    compopt.SogCLREstimator(100, mode="bimodl")  # type: ignore[arg-type]
+    compopt.SogCLREstimator(100, directions="back")  # type: ignore[arg-type]
+    compopt.SogCLREstimator(100, offload="gpu")  # type: ignore[arg-type]
+    compopt.SogCLREstimator(100, reference="nothing")  # type: ignore[arg-type]
+    compopt.TemperatureDual(100, offload="gpu")  # type: ignore[arg-type]
+    est.attach(model)  # type: ignore[arg-type]
+    est.attach(engine)
