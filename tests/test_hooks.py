@@ -1,4 +1,4 @@
-"""Hooks as in torch.optim: six families, each with a handle that removes it."""
+"""Hooks as in torch.optim: six families, each with a handle that removes it. Of each estimator: tests/test_alone.py."""
 
 import pytest
 import torch
@@ -9,119 +9,73 @@ from tests.helpers import batches, run
 N = 13
 
 
-def trained():
-    """An estimator with one deposit waiting."""
-    est = compopt.SogCLREstimator(N, tau=0.1)
-    deposit(est)
+def deposit(est):
+    run(est, *batches(N, 1, seed=1, dtype=torch.float32)[0])
     return est
 
 
-def deposit(est):
-    """One more."""
-    run(est, *batches(N, 1, seed=1, dtype=torch.float32)[0])
+def trained(steps=0):
+    """An estimator with one deposit waiting, or committed."""
+    est = deposit(compopt.SogCLREstimator(N, tau=0.1))
+    if steps:
+        est.step()
+    return est
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_step_hooks(when):
-    est = trained()
-    seen = []
+def visits(est):
+    return int(est.read(torch.arange(N))["count"].sum())
 
-    def hook(estimator, args, kwargs):
-        assert estimator is est
-        seen.append((int(estimator.read(torch.arange(N))["count"].sum()), estimator.pending))
 
-    handle = getattr(est, f"register_step_{when}_hook")(hook)
+@pytest.mark.parametrize("when, expected", [("pre", [(0, 1), (6, 1)]), ("post", [(6, 0), (12, 0)])])
+def test_step_hooks(when, expected):
+    est, seen = trained(), []
+    handle = getattr(est, f"register_step_{when}_hook")(
+        lambda who, args, kwargs: seen.append((visits(who), who.pending))
+    )
     est.step()
-    rows = 6
-    assert seen == [(0, 1)] if when == "pre" else seen == [(rows, 0)]
-    deposit(est)
-    est.step()
-    assert len(seen) == 2
+    deposit(est).step()
+    assert seen == expected
     handle.remove()
-    deposit(est)
+    handle.remove()  # twice is harmless
+    deposit(est).step()
+    assert len(seen) == 2 and visits(est) == 18
+
+
+def test_hooks_run_in_the_order_of_registration_and_go_one_by_one():
+    est, order = trained(), []
+    handles = [est.register_step_post_hook(lambda *_, name=name: order.append(name)) for name in "abc"]
     est.step()
-    assert len(seen) == 2
-    assert int(est.read(torch.arange(N))["count"].sum()) == 3 * rows
+    handles[1].remove()
+    deposit(est).step()
+    est.register_state_dict_pre_hook(lambda _: order.append("late"))
+    est.register_state_dict_pre_hook(lambda _: order.append("early"), prepend=True)
+    est.state_dict()
+    assert order == ["a", "b", "c", "a", "c", "early", "late"]
 
 
-def test_step_hooks_run_in_the_order_of_registration():
-    est = trained()
-    order = []
-    for name in "abc":
-        est.register_step_post_hook(lambda *_, name=name: order.append(name))
-    est.step()
-    assert order == ["a", "b", "c"]
-
-
-def test_state_dict_hooks():
-    est = trained()
-    est.step()
-    calls = []
-
-    def post(estimator, state):
-        state["mine"] = 42
-
-    before = est.register_state_dict_pre_hook(lambda estimator: calls.append(estimator))
-    after = est.register_state_dict_post_hook(post)
-    assert est.state_dict()["mine"] == 42
-    assert calls == [est]
-    before.remove()
-    after.remove()
-    assert "mine" not in est.state_dict()
-    assert calls == [est]
-
-
-def test_a_state_dict_post_hook_may_replace_the_dict():
-    """As in torch.optim: a returned value is used."""
-    est = trained()
-    est.register_state_dict_post_hook(lambda estimator, state: {**state, "mine": 1})
-    assert est.state_dict()["mine"] == 1
-
-
-def test_load_state_dict_hooks():
-    source = trained()
-    source.step()
-    est = compopt.SogCLREstimator(N, tau=0.1)
-    log = []
-
-    def pre(estimator, state):
-        log.append(("pre", int(estimator.read(torch.arange(N))["count"].sum())))
-
-    def post(estimator):
-        log.append(("post", int(estimator.read(torch.arange(N))["count"].sum())))
-
-    handles = [est.register_load_state_dict_pre_hook(pre), est.register_load_state_dict_post_hook(post)]
-    est.load_state_dict(source.state_dict())
-    assert log == [("pre", 0), ("post", 6)]
+def test_state_dict_hooks_may_edit_or_replace_the_dict():
+    est, calls = trained(1), []
+    handles = [
+        est.register_state_dict_pre_hook(calls.append),
+        est.register_state_dict_post_hook(lambda _, state: state.update(edited=42)),
+        est.register_state_dict_post_hook(lambda _, state: {**state, "replaced": state["edited"]}),
+    ]
+    state = est.state_dict()
+    assert (state["edited"], state["replaced"], calls) == (42, 42, [est])
     for handle in handles:
         handle.remove()
-    est.load_state_dict(source.state_dict())
-    assert len(log) == 2
+    assert "edited" not in est.state_dict() and calls == [est]
 
 
-def test_a_load_pre_hook_may_translate_an_old_dict():
-    source = trained()
-    source.step()
-    old = source.state_dict()
+def test_load_state_dict_hooks_run_before_and_after_and_may_translate():
+    old, est, log = trained(1).state_dict(), compopt.SogCLREstimator(N, tau=0.1), []
     old["renamed_rows"] = old.pop("rows")
-    est = compopt.SogCLREstimator(N, tau=0.1)
 
-    def translate(estimator, state):
-        state = dict(state)
-        state["rows"] = state.pop("renamed_rows")
-        return state
+    def translate(who, state):
+        log.append(visits(who))
+        return {**state, "rows": state["renamed_rows"]}
 
     est.register_load_state_dict_pre_hook(translate)
+    est.register_load_state_dict_post_hook(lambda who: log.append(visits(who)))
     est.load_state_dict(old)
-    assert int(est.read(torch.arange(N))["count"].sum()) == 6
-
-
-def test_removing_one_hook_leaves_the_others():
-    est = trained()
-    calls = []
-    first = est.register_step_pre_hook(lambda *_: calls.append(1))
-    est.register_step_pre_hook(lambda *_: calls.append(2))
-    first.remove()
-    first.remove()  # twice is harmless
-    est.step()
-    assert calls == [2]
+    assert log == [0, 6]

@@ -58,35 +58,22 @@ def test_two_groups_with_different_constant_temperatures(mode):
     follow(BY_NAME["sogclr"], est, ref, N1 + N2, 8, seed=2)
 
 
-def test_defaults_fill_what_a_group_leaves_out():
-    est, _ = sogclr_pair("bimodal")
-    keys = [set(g) for g in est.sample_groups]
-    assert keys[0] == keys[1]
-    assert est.sample_groups[0][group_key(est.sample_groups[0], "gamma")] == 0.9
-    assert est.sample_groups[1][group_key(est.sample_groups[1], "gamma")] == 0.35
+CHANGES = [
+    ("sogclr", {"gamma": 0.2}),
+    ("sogclr", {"tau": 0.2}),
+    ("isogclr", {"gamma": 0.2, "rho": 1.5, "lr": 0.03, "tau_max": 0.305}),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PAIRS)
-def test_hyper_parameters_changed_in_place_take_effect(name, mode):
+@pytest.mark.parametrize("name, changes", CHANGES)
+def test_hyper_parameters_changed_in_place_take_effect(name, changes, mode):
     est, ref = PAIRS[name](mode)
-    info = BY_NAME[name]
+    info, own = BY_NAME[name], est.sample_groups[1]
     follow(info, est, ref, N1 + N2, 4, seed=3)
-    changes = {"gamma": 0.2} if name == "sogclr" else {"gamma": 0.2, "rho": 1.5, "lr": 0.03, "tau_max": 0.305}
     for key, value in changes.items():
-        own = est.sample_groups[1]
-        own[group_key(own, key)] = value
-        ref.groups[1][key] = value
+        own[group_key(own, key)] = ref.groups[1][key] = value
     follow(info, est, ref, N1 + N2, 6, seed=4)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_constant_temperature_changed_in_place(mode):
-    est, ref = sogclr_pair(mode)
-    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 3, seed=5)
-    est.sample_groups[0][group_key(est.sample_groups[0], "tau")] = 0.2
-    ref.groups[0]["tau"] = 0.2
-    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 3, seed=6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -130,24 +117,27 @@ def test_a_bad_group_is_refused_and_changes_nothing(bad):
     assert torch.isfinite(run(est, z1, z2, index)[0])
 
 
-def test_the_users_dicts_are_not_shared():
-    """Two estimators built from one list of dicts do not see each other's changes."""
-    groups = [{"n": 4, "gamma": 0.5}]
-    a, b = (compopt.SogCLREstimator(groups, tau=0.1) for _ in range(2))
-    a.sample_groups[0][group_key(a.sample_groups[0], "gamma")] = 0.25
-    assert b.sample_groups[0][group_key(b.sample_groups[0], "gamma")] == 0.5
-    assert groups == [{"n": 4, "gamma": 0.5}]
+def test_dicts_and_pairs_of_the_user_are_not_shared():
+    betas = [0.9, 0.999]
+    groups = [{"n": 9, "gamma": 0.5, "betas": betas}]
+    a, b = (compopt.ISogCLREstimator(groups, optimizer="adam") for _ in range(2))
+    a.sample_groups[0]["gamma"], betas[0] = 0.25, 7.0
+    assert b.sample_groups[0]["gamma"] == groups[0]["gamma"] == 0.5
+    assert a.sample_groups[0]["betas"] == (0.9, 0.999)
+    a.sample_groups[0]["betas"] = [7.0, 0.9]
+    with pytest.raises(ValueError, match="betas"):
+        a(*torch.randn(2, 4, 3), torch.arange(4))
 
 
 def test_one_group_equals_two_equal_groups():
     results = []
     for n in (12, [{"n": 5}, {"n": 7}]):
         est = compopt.SogCLREstimator(n, gamma=0.5, tau=0.1, dtype=torch.float64)
-        for z1, z2, index in batches(12, 3, seed=10):
-            loss = run(est, z1, z2, index)[0]
+        for batch in batches(12, 3, seed=10):
+            loss = run(est, *batch)[0]
             est.step()
         results.append(loss)
-    near(results[0], results[1], 1e-14)
+    near(*results, 1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -195,11 +185,6 @@ def test_each_group_with_its_own_reference(mode):
     near(got[N1:], positive[N1:])
 
 
-def test_groups_of_a_preset_are_filled_by_mode_after_they_were_given():
-    est = compopt.ISogCLREstimator([{"n": 20, "tau_min": 0.05}])
-    assert est.sample_groups[0]["tau_init"] == 0.05  # the mode's 0.01, inside the bounds that were given
-
-
 def test_a_group_that_does_not_fit_in_memory_changes_nothing():
     est = compopt.SogCLREstimator(20)
     with pytest.raises((MemoryError, RuntimeError, ValueError)):
@@ -209,17 +194,6 @@ def test_a_group_that_does_not_fit_in_memory_changes_nothing():
     est(z1, z2, torch.arange(4))
     est.add_sample_group({"n": 2})
     assert est.n == 22
-
-
-def test_pairs_are_copied():
-    betas = [0.9, 0.999]
-    est = compopt.ISogCLREstimator([{"n": 9, "betas": betas}])
-    betas[0] = 7.0
-    assert est.sample_groups[0]["betas"] == (0.9, 0.999)
-    est.sample_groups[0]["betas"] = [7.0, 0.9]
-    z1, z2 = torch.randn(2, 4, 3)
-    with pytest.raises(ValueError, match="betas"):
-        est(z1, z2, torch.arange(4))
 
 
 def test_what_a_group_leaves_out_is_filled_once_all_else_is_known():
