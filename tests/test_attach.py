@@ -1,7 +1,9 @@
 """attach(): one commit after each real update, and only then."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -45,28 +47,73 @@ def deposit(est, parameter, seed=1):
     return loss
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_one_commit_per_step(optimizer_class):
-    parameter, optimizer, est = setting(optimizer_class)
+def many_closures(est, parameter):
+    """A step that runs the forward many times; all of its deposits are committed once."""
+    optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=3)
+
+    def step():
+        optimizer.step(lambda: deposit(est, parameter))
+        optimizer.zero_grad()
+
+    return optimizer, step
+
+
+def scheduled(schedule, **options):
+    def make(est, parameter):
+        optimizer = torch.optim.AdamW([parameter], **{"lr": 0.1, **options})
+        scheduler = schedule(optimizer)
+
+        def step():
+            deposit(est, parameter)
+            if options:
+                parameter.grad.zero_()
+            optimizer.step(closure=None)
+            scheduler.step()
+
+        return optimizer, step
+
+    return make
+
+
+def plain(optimizer_class):
+    def make(est, parameter):
+        optimizer = optimizer_class([parameter], lr=0.1)
+
+        def step():
+            for _ in range(3):  # accumulation: the same six samples, whose count rises by one per step
+                deposit(est, parameter)
+            assert est.pending == 3
+            optimizer.step()
+            optimizer.step()  # fires with nothing pending (ZeRO: once per parameter group)
+
+        return optimizer, step
+
+    return make
+
+
+LOOPS = {
+    "sgd": plain(torch.optim.SGD),
+    "adamw": plain(torch.optim.AdamW),
+    "adagrad": plain(torch.optim.Adagrad),
+    "closures": many_closures,
+    "scheduler": scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 1)),
+    "warm-up": scheduled(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4))),
+    "zero gradients": scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 1), lr=0.0),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_commit_per_step(name):
+    parameter, _, est = setting()
+    optimizer, step = LOOPS[name](est, parameter)
     est.attach(optimizer)
     for t in range(1, 4):
-        deposit(est, parameter)
-        assert est.pending == 1 and commits(est) == 6 * (t - 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert est.pending == 0 and commits(est) == 6 * t
-
-
-def test_accumulation_commits_once_with_all_deposits():
-    parameter, optimizer, est = setting()
-    est.attach(optimizer)
-    for _ in range(3):
-        deposit(est, parameter)
-    assert commits(est) == 0
-    optimizer.step()
-    assert commits(est) == 6  # the same six samples: count + 1 per step
-    optimizer.step()  # fires with nothing pending (ZeRO: once per parameter group)
-    assert commits(est) == 6
+        step()
+        assert (est.t, est.pending, commits(est)) == (t, 0, 6 * t)
+    with torch.no_grad():
+        est(*batches(N, 1, dtype=torch.float32)[0])
+    optimizer.step(closure=lambda: None) if name != "closures" else None
+    assert est.t == 3
 
 
 def test_attached_equals_stepped_by_hand():
@@ -85,29 +132,23 @@ def test_attached_equals_stepped_by_hand():
     assert_same_bits(*states)
 
 
-def test_attaching_twice_is_attaching_once():
+def test_attaching_twice_is_attaching_once_and_wrappers_are_unwrapped():
     parameter, optimizer, est = setting()
-    calls = []
-    est.register_step_post_hook(lambda *_: calls.append(1))
-    est.attach(optimizer)
-    est.attach(optimizer)
-    est.attach(Wrapper(optimizer))
+    handles = [est.attach(each) for each in (optimizer, optimizer, Wrapper(Wrapper(optimizer)))]
+    assert len({handle.id for handle in handles}) == len(optimizer._optimizer_step_post_hooks) == 1
     deposit(est, parameter)
     optimizer.step()
-    assert commits(est) == 6
-    assert sum(calls) == 1
-    assert len(optimizer._optimizer_step_post_hooks) == 1
+    assert (est.t, commits(est)) == (1, 6)
 
 
 def test_remove_detaches():
     parameter, optimizer, est = setting()
     handle = est.attach(optimizer)
     handle.remove()
+    handle.remove()  # twice is harmless
     deposit(est, parameter)
     optimizer.step()
-    assert est.pending == 1 and commits(est) == 0
-    assert len(optimizer._optimizer_step_post_hooks) == 0
-    handle.remove()  # twice is harmless
+    assert est.pending == 1 and len(optimizer._optimizer_step_post_hooks) == 0
     est.attach(optimizer)  # and one may attach again
     optimizer.step()
     assert commits(est) == 6
@@ -118,41 +159,22 @@ def test_two_estimators_on_one_optimizer():
     second = compopt.SogCLREstimator(N, tau=0.2)
     first.attach(optimizer)
     handle = second.attach(optimizer)
-    for est in (first, second):
-        deposit(est, parameter)
-    optimizer.step()
-    assert commits(first) == commits(second) == 6
-    handle.remove()
-    for est in (first, second):
-        deposit(est, parameter)
-    optimizer.step()
-    assert commits(first) == 12 and commits(second) == 6
+    for expected in ((6, 6), (12, 6)):
+        for est in (first, second):
+            deposit(est, parameter)
+        optimizer.step()
+        assert (commits(first), commits(second)) == expected
+        handle.remove()
 
 
-def test_wrappers_are_unwrapped():
-    parameter, optimizer, est = setting()
-    est.attach(Wrapper(Wrapper(optimizer)))
-    deposit(est, parameter)
-    optimizer.step()
-    assert commits(est) == 6
+LOOP = Wrapper(None)
+LOOP.optimizer = LOOP
 
 
-@pytest.mark.parametrize("junk", [None, 3, "adam", object(), torch.nn.Linear(2, 2), Wrapper(None), Wrapper(object())])
+@pytest.mark.parametrize("junk", [None, 3, "adam", torch.nn.Linear(2, 2), Wrapper(None), Wrapper(object()), LOOP])
 def test_junk_is_refused(junk):
-    _, _, est = setting()
-    with pytest.raises((TypeError, ValueError)) as error:
-        est.attach(junk)
-    assert type(junk).__name__ in str(error.value) or type(getattr(junk, "optimizer", None)).__name__ in str(
-        error.value
-    )
-
-
-def test_a_wrapper_around_itself_is_refused_in_finite_time():
-    _, _, est = setting()
-    loop = Wrapper(None)
-    loop.optimizer = loop
-    with pytest.raises((TypeError, ValueError)):
-        est.attach(loop)
+    with pytest.raises(TypeError, match=f"got {type(junk).__name__}"):
+        setting()[2].attach(junk)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -181,21 +203,6 @@ def test_grad_scaler(fused):
     skipped, following = (set(batches(N, 1, seed=t, repeats=False)[0][2].tolist()) for t in (1, 2))
     assert committed[2] == 6 + (6 if fused else len(skipped | following))
     assert committed[3] == committed[2] + 6
-
-
-def test_discard_settles_an_unfused_skip():
-    parameter, optimizer, est = setting(torch.optim.AdamW)
-    est.attach(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(est(*[x * parameter for x in batches(N, 1, dtype=torch.float32)[0][:2]], torch.arange(6))).backward()
-    parameter.grad[0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    est.discard()
-    deposit(est, parameter)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert commits(est) == 6
 
 
 def test_a_skip_drops_the_pending_global_temperature():
@@ -273,62 +280,6 @@ def test_an_optimizer_that_is_loaded_before_its_first_step_commits_nothing():
     assert est.pending == 1 and commits(est) == 0
 
 
-def test_the_first_step_of_a_warm_up_commits():
-    """Its learning rate is zero as well."""
-    parameter, optimizer, est = setting(torch.optim.AdamW)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
-    est.attach(optimizer)
-    for t in range(1, 4):
-        deposit(est, parameter)
-        optimizer.step(closure=None)
-        schedule.step()
-        optimizer.zero_grad()
-        assert est.pending == 0 and commits(est) == 6 * t
-
-
-def test_a_step_whose_gradients_are_zero_commits():
-    parameter, optimizer, est = setting(lr=0.0)
-    est.attach(optimizer)
-    deposit(est, parameter)
-    parameter.grad.zero_()
-    optimizer.step(closure=None)
-    assert est.pending == 0 and commits(est) == 6
-
-
-def test_lbfgs_commits_once_per_step():
-    """The closure runs the forward many times; all deposits of a step are committed once."""
-    parameter, optimizer, est = setting(torch.optim.LBFGS, max_iter=3)
-    est.attach(optimizer)
-
-    def closure():
-        optimizer.zero_grad()
-        return deposit(est, parameter)
-
-    optimizer.step(closure)
-    assert est.pending == 0 and commits(est) == 6
-
-
-def test_under_a_learning_rate_scheduler():
-    parameter, optimizer, est = setting()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    est.attach(optimizer)
-    for _ in range(2):
-        deposit(est, parameter)
-        optimizer.step()
-        scheduler.step()
-    assert commits(est) == 12
-
-
-def test_evaluation_between_steps_commits_nothing_of_its_own():
-    parameter, optimizer, est = setting()
-    est.attach(optimizer)
-    with torch.no_grad():
-        z1, z2, index = batches(N, 1, dtype=torch.float32)[0]
-        est(z1, z2, index)
-    optimizer.step()
-    assert commits(est) == 0
-
-
 def test_a_deep_copy_is_attached_on_its_own():
     """A copy (an EMA twin, a sweep) does not inherit the attachment, and can be attached."""
     parameter, optimizer, est = setting()
@@ -344,9 +295,6 @@ def test_a_deep_copy_is_attached_on_its_own():
 
 
 def test_the_optimizer_does_not_keep_the_estimator_alive():
-    import gc
-    import weakref
-
     parameter, optimizer, est = setting()
     est.attach(optimizer)
     alive = weakref.ref(est)
@@ -512,22 +460,6 @@ def test_the_state_travels_with_the_optimizer(name, through, tmp_path):
     assert not differing(again.est.state_dict(), whole.est.state_dict())
 
 
-class OfItsOwn(torch.optim.SGD):
-    """An optimizer with a format of its own."""
-
-    def state_dict(self):
-        return {"mine": super().state_dict()}
-
-
-class Deepspeed:
-    """Stands for an engine around a torch optimizer."""
-
-    __module__ = "deepspeed.runtime.engine"
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-
 def test_each_estimator_of_an_optimizer_has_its_key():
     _, optimizer, first = setting()
     second, third = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N)
@@ -578,33 +510,24 @@ def test_the_second_estimator_gets_its_own_state():
     assert_same_bits(snapshot(first_again, N), snapshot(first, N))
 
 
-def test_removing_the_handle_removes_the_entry():
+def test_an_entry_goes_with_its_handle_or_its_estimator_and_into_no_copy():
     _, optimizer, est = setting()
     handle = est.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    assert [*copy.deepcopy(optimizer).state_dict()] == ["state", "param_groups"]
     handle.remove()
     handle.remove()
     assert [*optimizer.state_dict()] == ["state", "param_groups"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.load_state_dict(optimizer.state_dict())
-
-
-def test_a_dead_estimator_leaves_no_entry():
-    _, optimizer, est = setting()
     est.attach(optimizer, checkpoint=True)
-    saved = optimizer.state_dict()
     del est
     assert [*optimizer.state_dict()] == ["state", "param_groups"]
     optimizer.load_state_dict(saved)
     other = compopt.SogCLREstimator(N)
     other.attach(optimizer, checkpoint=True)
     assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
-
-
-def test_a_deep_copy_of_an_optimizer_has_no_hooks():
-    _, optimizer, est = setting()
-    est.attach(optimizer, checkpoint=True)
-    assert [*copy.deepcopy(optimizer).state_dict()] == ["state", "param_groups"]
 
 
 def test_a_state_without_the_entry_is_told():
@@ -651,37 +574,52 @@ def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
 
 
 def test_an_entry_of_another_estimator_is_refused():
-    _, optimizer, est = setting()
-    est.attach(optimizer, checkpoint=True)
-    _, other, _ = setting()
+    (_, optimizer, est), (_, other, _) = setting(), setting()
     wider = compopt.SogCLREstimator(N + 1)
-    wider.attach(other, checkpoint=True)
+    est.attach(optimizer, checkpoint=True), wider.attach(other, checkpoint=True)
     with pytest.raises(ValueError, match="n differs"):
         other.load_state_dict(optimizer.state_dict())
 
 
-def refusals(tmp_path):
-    parameter = torch.nn.Parameter(torch.ones(4))
-    sgd = torch.optim.SGD([parameter], lr=0.1)
-    patched = torch.optim.SGD([parameter], lr=0.1)
-    patched.load_state_dict = lambda state: None
-    return {
-        "disk": (compopt.SogCLREstimator(N, offload="disk", offload_dir=tmp_path), sgd, "on the disk"),
-        "size": (compopt.SogCLREstimator(N), sgd, "takes 208 bytes, more than the limit of 100"),
-        "memory": (compopt.MemoryEstimator(4, 40), sgd, "more than the limit of 100"),
-        "own": (compopt.InfoNCEEstimator(), OfItsOwn([parameter], lr=0.1), r"OfItsOwn has its own state_dict\(\)"),
-        "patched": (compopt.InfoNCEEstimator(), patched, r"SGD has its own load_state_dict\(\)"),
-        "deepspeed": (compopt.InfoNCEEstimator(), Wrapper(Deepspeed(sgd)), "DeepSpeed saves"),
-    }
+class OfItsOwn(torch.optim.SGD):
+    """An optimizer with a format of its own."""
+
+    def state_dict(self):
+        return {"mine": super().state_dict()}
 
 
-@pytest.mark.parametrize("name", ["disk", "size", "memory", "own", "patched", "deepspeed"])
+class Deepspeed(Wrapper):
+    """Stands for an engine around a torch optimizer."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+
+def patched(optimizer):
+    optimizer.load_state_dict = lambda state: None
+    return optimizer
+
+
+REFUSALS = {
+    "disk": ({"offload": "disk"}, lambda sgd: sgd, "on the disk"),
+    "size": ({}, lambda sgd: sgd, "takes 208 bytes, more than the limit of 100"),
+    "own": (None, lambda sgd: OfItsOwn(sgd.param_groups), r"OfItsOwn has its own state_dict\(\)"),
+    "patched": (None, patched, r"SGD has its own load_state_dict\(\)"),
+    "deepspeed": (None, lambda sgd: Wrapper(Deepspeed(sgd)), "DeepSpeed saves"),
+    "memory": (compopt.MemoryEstimator(4, 40), lambda sgd: sgd, "more than the limit of 100"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_travel_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(attaching, "LIMIT", 100)
-    est, optimizer, message = refusals(tmp_path)[name]
+    options, wrap, message = REFUSALS[name]
+    if isinstance(options, dict):
+        est = compopt.SogCLREstimator(N, **options, **({"offload_dir": tmp_path} if options else {}))
+    else:
+        est = options or compopt.InfoNCEEstimator()
+    optimizer = wrap(setting()[1])
     with pytest.raises(ValueError, match=f"{message}.*compopt.save.*compopt.integrations.*Stateful"):
         est.attach(optimizer, checkpoint=True)
-    assert est._engine.attachments.listening() is None
     est.attach(optimizer)
 
 
