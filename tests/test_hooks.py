@@ -1,4 +1,4 @@
-"""Hooks as in torch.optim: six families, each with a handle that removes it. Of each estimator: tests/test_alone.py."""
+"""Hooks as in torch.optim: six families, each with a handle that removes it."""
 
 import pytest
 import torch

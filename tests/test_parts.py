@@ -1,0 +1,456 @@
+"""The four objects as parts of a ContrastiveEstimator: what they show, and state that moves between compositions."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import compopt
+from compopt.estimator import Column
+from compopt.integrations.dcp import Stateful
+from compopt.stores import table
+from tests.helpers import assert_same_bits, generator, near
+from tests.pool import the_pool
+from tests.test_alone import DIM, PLACEMENTS, N, data, state
+
+TAU = 0.2
+I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
+
+
+def call(est, index, seed=0, **keys):
+    """A call of a ContrastiveEstimator, without its commit."""
+    z1, z2 = torch.randn(2, len(index), DIM, generator=generator(seed)).to(est.dtype).requires_grad_().unbind()
+    loss = est(z1, z2, torch.as_tensor(index), **keys)
+    loss.backward()
+    return loss.item()
+
+
+def saved(est, role="normalizer"):
+    """The state of one part; the estimator must live meanwhile."""
+    return getattr(est, role).state_dict()
+
+
+def sogclr(mode="bimodal", steps=((0, 1, 2, 3), (2, 3, 4, 5)), **options):
+    est = compopt.SogCLREstimator(N, gamma=0.6, tau=TAU, mode=mode, dtype=torch.float64, **options)
+    for seed, index in enumerate(steps):
+        call(est, index, seed)
+        est.step()
+    return est
+
+
+def isogclr(mode="bimodal", n=N, optimizer="adam", **options):
+    """One whose rows of the normalizer mean what SogCLR's do."""
+    options = {"reference": "none", "tau_init": TAU, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.1, **options}
+    return compopt.ISogCLREstimator(n, gamma=0.6, mode=mode, optimizer=optimizer, **{"dtype": torch.float64, **options})
+
+
+def adopted(mode="bimodal", **options):
+    """SogCLR's rows in an iSogCLR that has met the samples 4 .. 7 itself."""
+    est = isogclr(mode, **options)
+    call(est, range(4, 8), seed=5)
+    est.step()
+    est.normalizer.load_state_dict(saved(sogclr(mode)))
+    return est
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_rows_of_sogclr_start_isogclr(mode, optimizer):
+    """The moving averages go on; temperatures that were never visited take their first step as a first one."""
+    source, est, fresh = sogclr(mode), adopted(mode, optimizer=optimizer), isogclr(mode, optimizer=optimizer)
+    index = torch.arange(N)
+    whole, average, tau = est.read(index), est.normalizer.read(index), est.temperature.read(index)
+    assert_same_bits({"log_u": average["log_u"]}, {"log_u": source.read(index)["log_u"]})
+    assert average["count"].tolist() == [1, 1, 2, 2, 1, 1] + [0] * 17
+    assert whole["count"].tolist() == [1, 1, 2, 2, 1, 1, 1, 1] + [0] * 15
+    assert tau["count"].tolist() == [0] * 4 + [1] * 4 + [0] * 15
+    assert whole.keys() == {*average, *tau} and whole["log_u"].isfinite().all()
+    assert (tau["tau"][[0, 1, 2, 3, 8]] == TAU).all() and (tau["tau"][4:8] != TAU).all()
+    fresh.temperature.load_state_dict(est.temperature.state_dict())
+    for each in (est, fresh):
+        each.temperature.sample_groups[0]["lr"] = 1e-3
+        call(each, [0, 1, 2, 3, 6, 8], seed=7)
+        if each is est:
+            assert est.metrics["new_rows"].item() == 6  # some part meets each of these for the first time
+        each.step()
+    moved, first = est.read(index), fresh.read(index)
+    # sample 6 has a row, but no moving average: its next value is that of a first visit, as in an estimator without any
+    near(moved["log_u"][6], first["log_u"][6], 1e-12)
+    near(moved["log_u"][8], first["log_u"][8], 1e-12)
+    assert ((moved["log_u"] - first["log_u"])[:4].abs() > 1e-3).all()
+    if optimizer == "adam":
+        near((moved["tau"][:4] - TAU).abs(), torch.full_like(moved["tau"][:4], 1e-3), 1e-5)  # lr times a sign
+    call(est, [0, 1, 2, 3, 6, 8], seed=8)
+    est.step()
+    assert est.metrics["new_rows"].item() == 0
+    assert est.temperature.read(index)["count"][:4].tolist() == [3, 3, 4, 4]
+
+
+def test_a_load_keeps_what_adam_has_averaged():
+    """A load may change the number of visits of a row, be it that of a temperature or of a normalizer."""
+    source, est = isogclr(), isogclr()
+    for seed, index in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 4, 5)]):
+        call(source, index, seed), source.step()
+    call(est, (0, 1, 2, 3, 6, 7), 8), est.step()
+
+    def averages(est, rows):
+        found, betas = est.read(torch.tensor(rows)), (0.9, 0.999)
+        count = found["count"][:, None].double()
+        return [found[name] / (1 - b**count) for name, b in zip(("tau_exp_avg", "tau_exp_avg_sq"), betas, strict=True)]
+
+    before = averages(est, [0, 2, 6])
+    state = saved(source)
+    state["meaning"] = {"tau": [TAU]}  # as if averaged at what the temperatures of est start from
+    est.normalizer.load_state_dict(state)
+    assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [3, 2, 1, 1]
+    for a, b in zip(averages(est, [0, 2, 6]), before, strict=True):
+        near(a, b, 1e-12)
+    for seed in range(5):
+        call(est, (0, 1, 2, 3), seed), est.step()
+    state = saved(source, "temperature")
+    untouched = copy.deepcopy(state)
+    est.temperature.load_state_dict(state)
+    assert_same_bits(state["rows"], untouched["rows"])  # the caller's
+    assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [8, 7, 1, 1]
+    for a, b in zip(averages(est, [0, 2, 4]), averages(source, [0, 2, 4]), strict=True):
+        near(a, b, 1e-12)
+    assert torch.equal(est.read(torch.arange(6))["tau"], source.read(torch.arange(6))["tau"])
+
+
+def refused(source, make, message, role="normalizer"):
+    """Nothing was changed."""
+    est = make()
+    call(est, range(4, 8), 5)
+    est.step()
+    before = copy.deepcopy(est.state_dict())
+    call(est, range(4), 6)
+    with pytest.raises(ValueError, match=message):
+        getattr(est, role).load_state_dict(source)
+    assert est.pending == 1
+    est.discard()
+    after = est.state_dict()
+    assert after["sample_groups"] == before["sample_groups"] and after["t"] == before["t"]
+    assert_same_bits(after["rows"], before["rows"])
+
+
+def test_rows_that_would_mean_something_else_are_refused():
+    state = saved(sogclr())
+    refused(state, lambda: isogclr(reference="positive"), "reference differs.*build it with reference='none'")
+    refused(state, lambda: isogclr(tau_init=0.3), "temperature differs.*tau=0.2")
+    refused(state, lambda: compopt.SogCLREstimator(N, tau=0.3, dtype=torch.float64), "tau=0.2, .*tau=0.3.*build it")
+    refused(state, lambda: isogclr(n=N + 1), r"n differs: the checkpoint has \[23\], this estimator has \[24\]")
+    refused(state, lambda: isogclr(dtype=torch.float32), "dtype differs")
+    refused(state, lambda: isogclr(mode="unimodal"), "mode differs")
+    refused(saved(sogclr("unimodal")), lambda: isogclr(directions="forward"), "mode differs.*unimodal.*bimodal")
+    refused(state, lambda: compopt.EMC2Estimator(N, dtype=torch.float64), "method.normalizer differs")
+    refused(sogclr().state_dict(), isogclr, "must be that of one normalizer, such as est.normalizer.state_dict")
+    refused(state, isogclr, "must be that of one temperature", "temperature")
+    learned = saved(adopted())
+    refused(learned, isogclr, "load the state of the temperature first")
+    refused(saved(isogclr(optimizer="momentum"), "temperature"), isogclr, "columns.tau_exp_avg_sq", "temperature")
+    for key, bad in (("rows", {}), ("sample_groups", []), ("config", {}), ("extra", {"normalizer": {"x": I}})):
+        refused({**state, key: bad}, isogclr, "no column|sample_groups must|that of one normalizer|entries")
+    bad = copy.deepcopy(state)
+    bad["rows"]["log_u"][3] = torch.nan
+    refused(bad, isogclr, "log_u")
+
+
+def test_what_was_trained_alone_becomes_part_of_an_estimator():
+    """The part keeps one value per sample too; its hyper-parameters stay."""
+    tau, d = compopt.TemperatureDual(N, tau_init=TAU, tau_max=1.0, lr=0.1), data()[0]
+    tau.update(d["gradient"].float(), d["index"]), tau.step()
+    for options in ({"mode": "unimodal"}, {"directions": "forward"}):
+        est = isogclr(optimizer="momentum", dtype=torch.float32, **options)
+        est.temperature.load_state_dict(tau.state_dict())
+        assert torch.equal(est.temperature.value(d["index"])[:, 0], tau.value(d["index"]))
+    refused(tau.state_dict(), lambda: isogclr(optimizer="momentum", dtype=torch.float32), "columns.tau", "temperature")
+
+
+def test_temperatures_of_one_run_serve_another_composition():
+    source = isogclr()
+    for seed in range(3):
+        call(source, range(6), seed), source.step()
+    est = compopt.ContrastiveEstimator(
+        compopt.MCMCNegativeSampler(N),
+        compopt.TemperatureDual(N, optimizer="adam", tau_min=0.05, tau_max=1.0, lr=0.5),
+        dtype=torch.float64,
+    )
+    call(est, range(4)), est.step()
+    loads = []
+    est.temperature.register_load_state_dict_post_hook(lambda who: loads.append(who is est.temperature))
+    est.temperature.load_state_dict(source.temperature.state_dict())
+    index = torch.arange(N)
+    seen = source.temperature.read(index)["count"] > 0
+    assert torch.equal(est.read(index)["tau"][seen], source.read(index)["tau"][seen])
+    assert torch.equal(est.temperature.value(index)[seen], source.temperature.value(index)[seen])
+    assert loads == [True] and est.t == 1 and est.temperature.sample_groups[0]["lr"] == 0.5
+    assert est.normalizer.read(index)["count"].tolist() == [3] * 4 + [0] * 19
+    call(est, range(6)), est.step()
+    chains = est.normalizer.read(index)
+    assert ((chains["chain"] >= 0) & (chains["chain"] < 6)).all() and chains["count"].tolist() == [4] * 6 + [0] * 17
+
+
+def go_on(est):
+    call(est, [0, 1, 4, 6, 8], 7), est.step()
+    return state(est)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_marks_of_what_was_never_visited_survive_checkpoints(mode, tmp_path):
+    est, others = adopted(mode), [isogclr(mode) for _ in range(3)]
+    others[0].load_state_dict(est.state_dict())
+    compopt.load(others[1], compopt.save(est, tmp_path / "files"))
+    others += [copy.deepcopy(est), pickle.loads(pickle.dumps(est))]
+    dcp.save({"est": Stateful(est)}, checkpoint_id=tmp_path / "dcp")
+    dcp.load({"est": Stateful(others[2])}, checkpoint_id=tmp_path / "dcp")
+    expected = go_on(est)
+    for other in others:
+        assert_same_bits(go_on(other), expected)
+
+
+def test_marks_of_chains_survive_checkpoints(tmp_path):
+    def make():
+        tau = compopt.TemperatureDual(N, tau_init=TAU, tau_min=0.05, tau_max=1.0, rho=0.1)
+        return compopt.ContrastiveEstimator(compopt.MCMCNegativeSampler(N), tau, dtype=torch.float64)
+
+    source, est, others = isogclr(optimizer="momentum"), make(), [make(), make()]
+    call(source, range(4)), source.step()
+    call(est, range(2, 6)), est.step()
+    est.temperature.load_state_dict(saved(source, "temperature"))
+    others[0].load_state_dict(est.state_dict())
+    compopt.load(others[1], compopt.save(est, tmp_path))
+    expected = go_on(est)
+    for other in others:
+        assert_same_bits(go_on(other), expected)
+    part = make()
+    call(part, range(9), 3), part.step()
+    part.normalizer.load_state_dict(est.normalizer.state_dict())
+    assert_same_bits(part.normalizer.read(torch.arange(9)), est.normalizer.read(torch.arange(9)))
+
+
+def test_rows_with_marks_take_every_kind_of_deposit():
+    index = torch.arange(N)
+    est = adopted()
+    call(est, [0, 4, 6, 8], 3, index2=torch.tensor([8, 0, 5, 6]), labels=torch.tensor([1, 2, 2, 3]))
+    call(est, [0, 0, 6, 9], 4)
+    est.step()
+    rows = est.read(index)
+    assert all(value.isfinite().all() for value in rows.values())
+    assert rows["count"][[0, 4, 5, 6, 8, 9]].tolist() == [2, 2, 2, 2, 1, 1]
+    assert (est.temperature.read(index)["tau"][[0, 6, 8, 9]] != TAU).any(1).all()
+    est.add_sample_group({"n": 4})
+    call(est, [0, 7, N, N + 3], 5), est.step()
+    assert est.read(torch.tensor([N, N + 1]))["count"].tolist() == [1, 0]
+    assert est.normalizer.read(torch.tensor([7]))["log_u"].isfinite().all()
+    bad = torch.randn(2, 4, DIM, dtype=torch.float64)
+    bad[0, 1] = torch.nan
+    before = est.read(torch.tensor([1, 9]))
+    with pytest.warns(UserWarning, match="rows of its samples keep their previous values"):
+        est(*bad.requires_grad_(), torch.tensor([1, 9, 10, 11]))
+        est.step()
+        est.step()
+        est(*torch.randn(2, 4, DIM, dtype=torch.float64), torch.tensor([1, 9, 10, 11]))
+    assert_same_bits(est.read(torch.tensor([1, 9])), before)
+
+
+def test_a_part_shows_its_own_and_leaves_the_rest_to_its_owner(tmp_path):
+    est = isogclr()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for part in (est.normalizer, est.temperature):
+        assert part.owner is est and part.n == N and part.t == est.t
+        refusals = [part.step, part.discard, part.train, part.eval, lambda p=part: p.to("cpu")]
+        refusals += [lambda p=part: p.attach(optimizer), lambda p=part: p.add_sample_group({"n": 3})]
+        refusals += [lambda p=part: p.prefetch(I), lambda p=part: compopt.save(p, tmp_path)]
+        for refusal in refusals:
+            with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator .ISogCLREstimator."):
+                refusal()
+    for refusal in (lambda: est.normalizer.update(G, I), lambda: est.temperature.update(G, I)):
+        with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+            refusal()
+    assert set(est.normalizer.sample_groups[0]) == {"n", "gamma", "reference", "eps"}
+    est.temperature.sample_groups[0]["lr"] = 0.7
+    assert est.sample_groups[0]["lr"] == 0.7
+    with pytest.raises(KeyError, match="gamma"):
+        est.temperature.sample_groups[0]["gamma"] = 1
+    assert "gamma: 0.6" in repr(est.normalizer) and "gamma" not in repr(est.temperature)
+    for name in dir(est.temperature):
+        if not name.startswith("_"):
+            hasattr(est.temperature, name)
+
+
+def test_copies_of_a_part_and_of_its_owner():
+    est = isogclr()
+    call(est, range(4)), est.step()
+    index = torch.arange(4)
+    for duplicate in (copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))):
+        other = duplicate(est)
+        assert other.temperature.owner is other and other.normalizer.owner is other
+        call(other, range(4), 1), other.step()
+        assert not torch.equal(other.temperature.value(index), est.temperature.value(index))
+        alone = duplicate(est.temperature)
+        assert alone.owner is None
+        alone.update(torch.ones(3), I), alone.step()
+        assert est.t == 1 and alone.t == 1
+    est = compopt.FastCLIPEstimator(N)
+    call(est, range(4)), est.step()
+    alone = copy.deepcopy(est.temperature)  # starts anew, as every other part
+    assert alone.tau == est.sample_groups[0]["tau_init"] != est.temperature.tau
+
+
+def test_a_part_does_not_keep_its_owner_alive():
+    est = isogclr()
+    part = est.temperature
+    del est
+    with pytest.raises(RuntimeError, match="is gone.*keep a reference"):
+        part.read(I)
+
+
+# -- from alone to part ------------------------------------------------------------------------------
+
+
+def test_what_is_attached_or_placed_is_not_adopted():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    u = compopt.MovingAverageEstimator(N)
+    handle = u.attach(optimizer)
+    compose = lambda part: compopt.ContrastiveEstimator(part, compopt.FixedTemperature(0.1))  # noqa: E731
+    with pytest.raises(ValueError, match="attached to an SGD; call remove"):
+        compose(u)
+    handle.remove()
+    assert compose(u).normalizer is u
+    with pytest.raises(ValueError, match="already part of an estimator"):
+        compose(u)
+    with pytest.raises(ValueError, match="have no effect: give them to the ContrastiveEstimator"):
+        compose(compopt.MovingAverageEstimator(N, offload="cpu"))
+    net = compopt.NeuralNormalizer(DIM, prototypes=9)
+    net.attach(optimizer)
+    with pytest.raises(ValueError, match="attached to an SGD"):
+        compopt.ResidualNormalizer(net, N)
+
+
+def test_edits_survive_adoption_and_defaults_are_those_of_the_mode():
+    u, tau = compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N)
+    assert tau.sample_groups[0]["tau_init"] == 0.01  # of bimodal mode
+    u.sample_groups[0]["gamma"], tau.sample_groups[0]["lr"] = 0.3, 0.7
+    u.update(G, I), u.step()
+    with pytest.warns(UserWarning, match="its rows of 1 commits are dropped"):
+        est = compopt.ContrastiveEstimator(u, tau, mode="unimodal")
+    (group,) = est.sample_groups
+    assert (group["gamma"], group["lr"]) == (0.3, 0.7)
+    assert (group["tau_init"], group["tau_min"], group["tau_max"], group["rho"]) == (0.7, 0.05, 1.0, 0.3)
+    assert est.t == 0 and est.read(I)["count"].tolist() == [0, 0, 0]
+    grown = compopt.MovingAverageEstimator(N)
+    grown.add_sample_group({"n": 4, "gamma": 0.2})
+    est = compopt.ContrastiveEstimator(grown, compopt.FixedTemperature(0.1))
+    assert [(g["n"], g["gamma"]) for g in est.sample_groups] == [(N, 0.9), (4, 0.2)]
+
+
+def test_a_network_in_a_residual_normalizer():
+    net = compopt.NeuralNormalizer(DIM, prototypes=9, dtype=torch.float64)
+    net.sample_groups[0]["lr"] = 0.3
+    before = net.predict(torch.ones(2, DIM), 1.0)
+    assert before.isfinite().all()
+    residual = compopt.ResidualNormalizer(net, N)
+    est = compopt.ContrastiveEstimator(residual, compopt.FixedTemperature(0.2), dtype=torch.float64)
+    assert est.sample_groups[0]["lr"] == 0.3 and residual.sample_groups[0]["lr"] == 0.3 and net.owner is est
+    call(est, range(6)), est.step()
+    saved = residual.state_dict()
+    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+        net.update(torch.ones(3, DIM), torch.zeros(3), 1.0)
+    for ask in (net.state_dict, lambda: net.sample_groups):
+        with pytest.raises(RuntimeError, match="belongs to another part"):
+            ask()
+    other = compopt.ContrastiveEstimator(
+        compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, prototypes=9), N),
+        compopt.TemperatureDual(N, tau_init=0.2, lr=0.0),
+        dtype=torch.float64,
+    )
+    other.normalizer.load_state_dict(saved)
+    index = torch.arange(N)
+    assert_same_bits(other.normalizer.read(index), residual.read(index))
+    assert_same_bits(other.normalizer.state_dict()["extra"]["normalizer"], saved["extra"]["normalizer"])
+    for each in (est, other):
+        call(each, range(8), 1), each.step()
+    near(other.normalizer.read(index)["log_ratio"], residual.read(index)["log_ratio"], 1e-12, atol=1e-12)
+    copied = copy.deepcopy(est)
+    assert copied.normalizer.neural.owner is copied
+
+
+class Former(compopt.FixedTemperature):
+    """Hooks under their former names."""
+
+    learns = True
+
+
+def test_hooks_of_temperatures_under_their_former_names():
+    hooks = {
+        "columns": lambda self, directions, dtype: [Column("mine", directions, dtype)],
+        "value": lambda self, rows, hyper, training: 0.2 + rows["mine"],
+        "update": lambda self, call, gradient: {"mine": 0.01 * gradient.sign().abs()},
+    }
+    with pytest.warns(DeprecationWarning) as warned:
+        learned = type("Learned", (Former,), hooks)
+    assert [str(w.message) for w in warned] == [
+        "Learned.value is called temperatures now; rename it",
+        "Learned.update is called proposals now; rename it",
+    ]
+    est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), learned(0.1))
+    call(est, range(4)), est.step()
+    assert est.read(torch.tensor([0, 9]))["mine"].tolist() == [[pytest.approx(0.01)] * 2, [0.0, 0.0]]
+
+
+# -- several ranks -----------------------------------------------------------------------------------
+
+
+def marks_on_ranks(group, folder, saved_part, whole, options):
+    """Load a part, save, load elsewhere, go on; state after each."""
+    table.BLOCK_ROWS = 5
+    batches = [[4, 5, 6, 7], [0, 1, 4, 6], [0, 2, 5, 8]]
+
+    def one(est, index, seed):
+        z1, z2 = torch.randn(2, 4, DIM, generator=generator(seed), dtype=torch.float64).requires_grad_().unbind()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
+        est(z1[own], z2[own], torch.tensor(index)[own]).backward()
+        est.step()
+
+    def make(name):
+        directory = {"offload_dir": f"{folder}/{name}"} if options.get("offload") == "disk" else {}
+        return isogclr(process_group=group, **options, **directory)
+
+    est = make("a")
+    one(est, batches[0], 0)
+    compopt.save(est, f"{folder}/before")
+    est.normalizer.load_state_dict(saved_part)
+    found = [state(est), est.normalizer.state_dict()["rows"], est.temperature.read(torch.tensor([0, 5]))]
+    path = compopt.save(est, f"{folder}/before")  # an increment
+    other, third = make("b"), make("c")
+    compopt.load(other, path)
+    third.load_state_dict(est.state_dict() if whole is None else whole)
+    for each in (est, other, third):
+        for seed, index in enumerate(batches[1:]):
+            one(each, index, seed + 1)
+        found.append(state(each))
+    return found, path
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks, options", [(2, placement) for placement in PLACEMENTS] + [(3, PLACEMENTS[3])])
+def test_marks_survive_on_ranks(ranks, options, tmp_path):
+    part = saved(sogclr())
+    (want, path), *_ = the_pool().run(marks_on_ranks, 1, str(tmp_path / "one"), part, None, {})
+    here = isogclr()
+    compopt.load(here, path)
+    answers = the_pool().run(marks_on_ranks, ranks, str(tmp_path / "many"), part, here.state_dict(), options)
+    there = isogclr()
+    compopt.load(there, answers[0][1])  # on one rank, what many wrote
+    assert_same_bits(state(there), answers[0][0][0])
+    for found, _ in answers:
+        for got, expected in zip(found, want, strict=True):
+            assert got.keys() == expected.keys()
+            for name in got:
+                seen = expected[name].isfinite()
+                assert torch.equal(got[name].isfinite(), seen)
+                near(got[name][seen], expected[name][seen], 1e-12, atol=1e-12, what=name)
