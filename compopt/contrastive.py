@@ -50,6 +50,7 @@ from compopt.estimator.async_checks import warn_rho
 from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.engine import Engine
 from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.autograd import with_gradients
@@ -185,7 +186,7 @@ class ContrastiveEstimator(Estimator):
         groups = None if sample_groups is None else parse(sample_groups)
         count = len(DIRECTIONS[directions])
         one = {} if directions == "both" else {"directions": directions}  # checkpoints of before have none
-        super().__init__(
+        engine = Engine(
             parts,
             mode=mode,
             dtype=dtype,
@@ -193,8 +194,10 @@ class ContrastiveEstimator(Estimator):
             placement=placement,
             sample_groups=groups,
             options={"normalize": normalize, "multiply_tau": multiply_tau, **one},
+            row_keys=self._row_keys,
         )
-        self.normalizer, self.temperature, engine = normalizer, temperature, self._engine
+        super().__init__(engine)
+        self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         self._warned_rho = False

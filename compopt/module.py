@@ -96,10 +96,10 @@ class StatefulEstimatorModule(EstimatorModule):
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     """Return a module for a model to own: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
 
-    The estimator's learned temperature, if it has one, is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; spare
-    it weight decay), its state is in ``model.state_dict()``, and ``model.train()``, ``eval()`` and ``to(device)`` reach
-    it. The estimator itself goes on working: both use the same parameters and rows. Copies and pickles of the module
-    have estimators of their own, attached to no optimizer.
+    The estimator's learned temperature, if it has one, is among ``model.parameters()`` (as
+    ``loss.temperature.log_inverse``; spare it weight decay), its state is in ``model.state_dict()``, and
+    ``model.train()``, ``eval()`` and ``to(device)`` reach it. The estimator itself goes on working: both use the same
+    parameters and rows. Copies and pickles of the module have estimators of their own, attached to no optimizer.
 
     *Precision.* ``half()``, ``bfloat16()`` and ``double()`` change no dtype in here.
 

@@ -204,14 +204,6 @@ def test_a_normalizer_and_an_estimator_share_no_name_by_accident():
     assert {name for name in both if not name.startswith("__")} == set()
 
 
-def test_parts_with_the_old_names_are_refused():
-    with pytest.raises(TypeError, match="Own.promote is called commit_state now"):
-
-        class Own(compopt.BatchNormalizer):
-            def promote(self, found_inf):
-                pass
-
-
 def test_what_holds_no_values_takes_no_rows_along():
     average = compopt.MovingAverageEstimator(5)
     average.update(torch.ones(3), torch.arange(3))

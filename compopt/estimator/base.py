@@ -21,10 +21,8 @@ from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.control import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.attach import HasOptimizer
-from compopt.estimator.engine import Engine, PartHooks, check_dtype
+from compopt.estimator.engine import Engine
 from compopt.estimator.groups import Groups
-from compopt.estimator.reader import ROW_KEYS
-from compopt.stores.placement import Placement
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -74,13 +72,7 @@ class Estimator:
     ``normalizer.`` or ``temperature.``.
 
     Args:
-        components: parts by role.
-        mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
-        dtype: of the floating-point columns, float32 or float64.
-        directions: number of directions with anchors: 1 makes the columns of bimodal mode one value wide.
-        placement: where rows live; ``None``: in this process's memory.
-        sample_groups: one mapping per data set, which overrides the hyper-parameters of the components.
-        options: plain values that decide the meaning of the state beside the parts, stored and compared.
+        engine: groups, ranks and rows; ``None`` where a part that is used alone makes its own.
 
     Attributes:
         data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
@@ -122,29 +114,12 @@ class Estimator:
     mode: str = fixed()
     dtype: torch.dtype = fixed()
 
-    def __init__(
-        self,
-        components: Mapping[str, PartHooks],
-        *,
-        mode: str,
-        dtype: torch.dtype,
-        directions: int = 2,
-        placement: Placement | None = None,
-        sample_groups: Groups | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
-        self.mode, self.dtype = mode, check_dtype(dtype)
-        self._core: Engine | None = Engine(
-            components,
-            mode=mode,
-            dtype=dtype,
-            directions=directions,
-            placement=placement,
-            sample_groups=sample_groups,
-            options=options,
-            row_keys=self._row_keys,
-        ).open()
+        self._core = engine
+        if engine is not None:
+            self.mode, self.dtype = engine.mode, engine.dtype
+            engine.open()
 
     @property
     def _engine(self) -> Engine:
@@ -233,11 +208,6 @@ class Estimator:
             engine.groups.append(new)
 
     # -- rows --------------------------------------------------------------------------------------------------
-
-    @property
-    def _row_keys(self) -> Sequence[str]:
-        """Names of the keys of a call that name rows."""
-        return ROW_KEYS
 
     def _identity(self) -> object:
         """Return the configuration that must be equal on all ranks."""
@@ -456,8 +426,8 @@ class Estimator:
 
         Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after ``deepspeed.initialize``
         (with the engine) or ``accelerator.prepare``, and anew for an optimizer that is made anew: a warning says when
-        nothing commits any more. An unfused ``GradScaler`` skip does not touch the optimizer at all: the finite rows of that
-        window then join the next commit, which is harmless because the weights did not move;
+        nothing commits any more. An unfused ``GradScaler`` skip does not touch the optimizer at all: the finite rows of
+        that window then join the next commit, which is harmless because the weights did not move;
         :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`. An optimizer around a
         ``base_optimizer`` (SAM) commits when that steps. The step that ``torch.distributed.checkpoint`` makes for the
         state of an optimizer without any is none. The optimizer keeps no estimator alive.

@@ -6,7 +6,6 @@ import inspect
 import os
 import warnings
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt.distributed.collectives import ProcessGroup
-from compopt.estimator.base import FAMILIES, Estimator
+from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -45,14 +44,12 @@ class Component(PartHooks, Estimator):
     Communicates: as :class:`~compopt.Estimator`.
 
     Raises:
-        TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter; a subclass
-            that defines a method under a name of before.
+        TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter.
         ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
         RuntimeError: as part, a method is called that only the owner has.
     """
 
     mode: str = "single"
-    _core: Engine | None = None
     _owner: ref[Estimator] | None = None
 
     def __init__(
@@ -67,7 +64,7 @@ class Component(PartHooks, Estimator):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._placement, self.dtype = Placement(process_group, offload, offload_dir, shard), check_dtype(dtype)
-        self._hooks = {family: OrderedDict() for family in FAMILIES}
+        Estimator.__init__(self, None)
         PartHooks.__init__(self, n, defaults)
         if self._placement != Placement():
             self._engine.open()

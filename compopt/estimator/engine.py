@@ -36,13 +36,6 @@ if TYPE_CHECKING:
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
-# Former names of hooks, which would never be called.
-RENAMED = {
-    "propose_state": "deposit_state",
-    "promote": "commit_state",
-    "forget": "discard_state",
-    "expected_shapes": "expected_state",
-}
 
 
 class PartHooks(ABC):
@@ -66,13 +59,6 @@ class PartHooks(ABC):
     role = "part"
     learnable: torch.nn.Module | None = None
     state_grows = False  # some of it is made later, so that its names are saved too
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse methods that are never called any more, since they have other names."""
-        super().__init_subclass__(**options)
-        for old, new in RENAMED.items():
-            if old in cls.__dict__:
-                raise TypeError(f"{cls.__name__}.{old} is called {new} now; rename it")
 
     def __init__(self, n: GroupSpec | None, defaults: Mapping[str, Any]) -> None:
         self.own_defaults = plain(defaults)
@@ -268,7 +254,12 @@ class Engine:
 
     Args:
         parts: by role; a part alone passes a weak mapping of itself.
-        mode, dtype, directions, placement, sample_groups, options: as of :class:`~compopt.Estimator`.
+        mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
+        dtype: of the floating-point columns, float32 or float64.
+        directions: number of directions with anchors: 1 makes the columns of bimodal mode one value wide.
+        placement: where rows live.
+        sample_groups: one mapping per data set, which overrides the hyper-parameters of the parts.
+        options: plain values that decide the meaning of the state beside the parts, stored and compared.
         row_keys: keys of a call that name rows.
 
     Attributes:
@@ -294,7 +285,7 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         row_keys: Sequence[str] = ROW_KEYS,
     ) -> None:
-        self.parts, self.mode, self.dtype = parts, mode, dtype
+        self.parts, self.mode, self.dtype = parts, mode, check_dtype(dtype)
         self.options = dict(options or {})
         self.placement, self._row_keys = placement or Placement(), row_keys
         self.width = min(directions, DIRECTIONS[mode])
