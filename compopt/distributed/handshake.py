@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt.distributed.control import CALL, Doing
 from compopt.distributed.ranks import Ranks
 
+ALONE = nullcontext()  # of one rank, which nobody waits for
 KEYS = ("index", "index2", "labels")
 # Facts that must be equal on all ranks, and how an error describes them.
 FACTS = {
@@ -66,19 +67,21 @@ class Handshake:
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
         self.ranks, self.operation = ranks, operation
 
+    def guard(self) -> AbstractContextManager[None]:
+        """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
+        return ALONE if self.ranks.size == 1 else self._guard()
+
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Wrap what this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
+    def _guard(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self.ranks.size > 1:
-                message = self.ranks.blank()
-                message[REFUSED] = 1
-                try:
-                    self.ranks.open(message, Doing(self.operation))
-                except RuntimeError as other:  # the others are in another operation, or gone: our own error comes first
-                    raise error from other
+            message = self.ranks.blank()
+            message[REFUSED] = 1
+            try:
+                self.ranks.open(message, Doing(self.operation))
+            except RuntimeError as other:  # the others are in another operation, or gone: our own error comes first
+                raise error from other
             raise
 
     def exchange(
@@ -90,7 +93,7 @@ class Handshake:
             RuntimeError: a rank refused its arguments, or ranks are out of step.
             ValueError: ranks brought different kinds of arguments.
         """
-        size = len(keys["index"])
+        size = keys["index"].shape[0]
         if self.ranks.size == 1:
             return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
         keys = {name: key.cpu() for name, key in keys.items()}

@@ -185,8 +185,10 @@ class Attached:
 
     def skipped(self) -> bool:
         """Return whether the engine has skipped an update since the last call of this method."""
-        engine = None if self._engine is None else self._engine()
-        before, self._skipped = self._skipped, self._skipped if engine is None else int(engine.skipped_steps)
+        if self._engine is None:
+            return False
+        engine, before = self._engine(), self._skipped
+        self._skipped = before if engine is None else int(engine.skipped_steps)
         return self._skipped > before
 
     def listening(self) -> torch.optim.Optimizer | None:

@@ -124,7 +124,8 @@ class Estimator:
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
-        return self._facts
+        assert self._core is not None
+        return self._core
 
     @property
     def _facts(self) -> Engine:
@@ -229,14 +230,15 @@ class Estimator:
     ) -> Batch:
         """Return the global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         engine = self._engine
-        self._refuse_checkpoint()
-        depositing = self.training and torch.is_grad_enabled()
+        depositing = engine.training and torch.is_grad_enabled()
+        self._refuse_checkpoint(engine, depositing)
         if depositing:
-            self._drop_skipped()
+            if engine.attachments.skipped():
+                self.discard()
             with engine.handshake.guard():  # a warning may be an error
                 engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
                 engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
-        progress = {"depositing": int(depositing), "t": self.t, "pending": engine.pending, **(facts or {})}
+        progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
             for part in engine.parts.values():
@@ -255,12 +257,11 @@ class Estimator:
         """Read committed rows without a call, in dtype and on the device of ``like``; collective only on shards."""
         return self._engine.reader.look(index, like, values)
 
-    def _refuse_checkpoint(self) -> None:
+    def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
         """Refuse a call in a checkpointed function, which runs again in backward, if that would repeat something."""
-        engine, grad = self._engine, torch.is_grad_enabled()
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
-        deposits = keeps and self.training and grad
-        meets = engine.ranks.size > 1 and (grad or in_backward())
+        deposits = keeps and depositing
+        meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
         error = RuntimeError(
@@ -389,7 +390,8 @@ class Estimator:
         engine = self._engine
         if engine.saving is not None:
             engine.saving.warn()
-        self._drop_skipped()
+        if engine.attachments.skipped():  # an attached engine has skipped the update
+            self.discard()
         engine.forgotten.updated(list(self.parameters()))
         if not engine.pending:
             return
@@ -415,11 +417,6 @@ class Estimator:
     def discard(self) -> None:
         """Drop everything pending, after an update that was skipped. Communicates nothing."""
         self._engine.discard()
-
-    def _drop_skipped(self) -> None:
-        """Discard what is pending if an attached engine has skipped the update."""
-        if self._engine.attachments.skipped():
-            self.discard()
 
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
