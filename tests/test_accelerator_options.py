@@ -7,7 +7,7 @@ import torch
 
 import compopt
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
-from tests.devices import DEVICE, HAS_STREAMS, needs_accelerator, quiet
+from tests.devices import DEVICE, HAS_STREAMS, counted, needs_accelerator, quiet
 
 pytestmark = needs_accelerator
 SOME = ("infonce", "sogclr", "isogclr", "residual")
@@ -170,9 +170,10 @@ def test_a_checkpoint_beside_training(offload, tmp_path):
     at_the_cut.load_state_dict(est.state_dict())
     batches = [batch(seed, DEVICE) for seed in range(8, 16)]
     handle = compopt.save(est, tmp_path / "files", blocking=False)
-    with quiet():
+    with counted() as waits:
         for given in batches:
             one_step(est, *given)
+    assert waits == []
     loaded = compopt.SogCLREstimator(N)
     compopt.load(loaded, handle.wait(30))
     same_rows(loaded, at_the_cut)
