@@ -105,7 +105,7 @@ class Component(PartHooks, Estimator):
         return self._core
 
     def _make_engine(self) -> Engine:
-        engine = Engine(Alone({self.role: self}), mode="single", dtype=self.dtype, placement=self._placement)
+        engine = Engine(Alone(self), mode="single", dtype=self.dtype, placement=self._placement)
         self.joined(engine.groups, Setting(None, "single", self.dtype, False, engine.ranks, 1))
         return engine
 

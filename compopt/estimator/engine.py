@@ -239,11 +239,14 @@ class PartHooks(ABC):
 class Alone(WeakValueDictionary[str, PartHooks]):
     """Weak mapping of a role to the part that is used alone: the part holds the engine that has this mapping."""
 
+    def __init__(self, part: PartHooks) -> None:
+        super().__init__({part.role: part})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
-        return Alone(deepcopy(dict(self), memo))
+        return Alone(*(deepcopy(part, memo) for part in self.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Alone, (dict(self),)
+        return Alone, tuple(self.values())
 
 
 class Engine:
