@@ -373,15 +373,13 @@ class Estimator:
     def step(self) -> None:
         """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.
 
-        With :meth:`attach` it runs by itself. Step hooks run before and after it.
+        With :meth:`attach` it runs by itself. Step hooks run before and after it. Communicates nothing.
 
         Raises:
             RuntimeError: this is a part of another estimator, which commits.
 
         Warns:
             RuntimeWarning: a save beside training has failed (``compopt.save(..., blocking=False)``).
-
-        Communicates: nothing.
         """
         self._commit(None)
 
@@ -464,32 +462,19 @@ class Estimator:
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Deposit proposals (the default).
-
-        Args:
-            mode: ``False`` is :meth:`eval`. Equal on all ranks at a call.
-
-        Returns:
-            The estimator.
-        """
+        """Deposit proposals (the default), or with ``mode=False`` do not; equal on all ranks. Return the estimator."""
         self._engine.training = bool(mode)
         return self
 
     def eval(self) -> Self:
-        """Estimate from what is committed, deposit nothing; what is pending stays pending. Returns the estimator."""
+        """Estimate from committed state and deposit nothing; pending deposits stay pending. Return the estimator."""
         return self.train(False)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move rows and other state to a device.
+        """Move rows and other state to a device, and return the estimator; a ``ValueError`` for the meta device.
 
         They are made on the CPU, whatever torch's default device is, and follow the first features in training mode.
         Rows with ``offload=`` stay where they are. No dtype changes.
-
-        Returns:
-            The estimator.
-
-        Raises:
-            ValueError: the meta device.
         """
         engine = self._engine
         device = torch.device(device)
@@ -518,10 +503,10 @@ class Estimator:
 
     @property
     def split(self) -> bool:
-        """Ranks hold different parts of the state: :meth:`state_dict` is collective."""
+        """True if ranks hold different parts of the state, so that :meth:`state_dict` is collective."""
         engine = self._facts
-        parts = any(part.split_state for part in engine.parts.values())
-        return parts or (engine.table is not None and engine.table.sharded)
+        sharded = engine.table is not None and engine.table.sharded
+        return sharded or any(part.split_state for part in engine.parts.values())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters that the user's optimizer must learn (a learned temperature); usually none."""

@@ -110,12 +110,7 @@ class Component(PartHooks, Estimator):
         return engine
 
     def check_free(self) -> None:
-        """Refuse to become a part, before anything is changed.
-
-        Raises:
-            ValueError: this is a part already (two estimators would write the same state), has a placement of its own,
-                or is attached to an optimizer.
-        """
+        """Refuse to become a part, with a ``ValueError``, before anything is changed."""
         kind = type(self).__name__
         if self._owner is not None:
             raise ValueError(f"this {kind} is already part of an estimator; build a second one")
@@ -233,14 +228,9 @@ class Normalizer(Component):
         return 0
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        """Refuse an ``encode`` that cannot be used, or its absence.
+        """Refuse with a ``ValueError`` an ``encode`` that cannot be used (by default any), or its absence.
 
-        Args:
-            encode: what came with the call, or ``None``.
-            given: names of the keys that came along: ``"index"``, ``"index2"``, ``"labels"``.
-
-        Raises:
-            ValueError: by default for any ``encode``.
+        ``given`` has the names of the keys that came with the call: ``"index"``, ``"index2"``, ``"labels"``.
         """
         if encode is not None:
             raise ValueError(
@@ -335,14 +325,10 @@ class Temperature(Component):
         return None
 
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
-        """Refuse rows of another composition that were averaged at other temperatures than this part has now.
+        """Refuse, with a ``ValueError``, rows that were averaged at other temperatures than this part has now.
 
-        Args:
-            given: :meth:`constants` of that composition.
-            visits: of its rows, ``(n, D)``.
-
-        Raises:
-            ValueError: with both values and the remedy.
+        ``given`` are the :meth:`constants` of the composition that they come from, ``visits`` those of the rows,
+        ``(n, D)``.
         """
         own = self.constants()
         if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):

@@ -118,12 +118,7 @@ class Hyper:
 
 
 class PartGroup(MutableMapping[str, Any]):
-    """View of one group: ``n`` and the hyper-parameters of one component, by that component's names.
-
-    Args:
-        group: with the hyper-parameters of all components.
-        names: the component's keys -> keys in the group.
-    """
+    """View of one group: ``n`` and the hyper-parameters of one component, by its own ``names`` -> keys in the group."""
 
     def __init__(self, group: dict[str, Any], names: Mapping[str, str]) -> None:
         self._group = group
@@ -153,12 +148,8 @@ class PartGroup(MutableMapping[str, Any]):
 class SampleGroups:
     """Groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
 
-    A key that two components share is prefixed with the component's role (``temperature.lr``).
-
-    Args:
-        components: parts by role.
-        mode: of the estimator.
-        given: one mapping per group, which overrides the components' values (presets).
+    A key that two components share is prefixed with the component's role (``temperature.lr``). ``given`` has one
+    mapping per group, which overrides the components' values (presets).
 
     Attributes:
         groups: the list that users read and edit.
