@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import compopt
 from compopt.estimator import attach as attaching
-from tests.helpers import assert_same_bits, batches, run, snapshot
+from tests.helpers import assert_same_bits, batches, snapshot
 
 N = 13
 
@@ -327,49 +327,6 @@ def accelerator():
         state._reset_state()
 
 
-def test_accelerate(accelerator):
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    assert not hasattr(optimizer, "_optimizer_step_post_hooks")
-    est = compopt.SogCLREstimator(N, tau=0.1)
-    est.attach(optimizer)
-    seen = []
-    for z1, z2, index in batches(N, 4, dtype=torch.float32, repeats=False):
-        with accelerator.accumulate(model):
-            accelerator.backward(est(model(z1), model(z2), index))
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append((est.pending, commits(est) > 0))
-    assert [pending for pending, _ in seen] == [1, 0, 1, 0]
-    assert [done for _, done in seen] == [False, True, True, True]
-
-
-def test_deposits_that_only_grow_are_warned_about():
-    """Attached to an optimizer that never steps (DeepSpeed replaced it): say so, once in a while, not each time."""
-    _, optimizer, est = setting()
-    est.attach(optimizer)
-    z1, z2, index = batches(N, 1, dtype=torch.float32)[0]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2000):
-            run(est, z1, z2, index)
-    text = [str(w.message) for w in caught]
-    assert any("step" in m or "attach" in m for m in text), text
-    assert len(text) < 50, f"{len(text)} warnings"
-
-
-def test_ordinary_accumulation_is_not_warned_about():
-    parameter, optimizer, est = setting()
-    est.attach(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(20):
-            for _ in range(8):
-                deposit(est, parameter)
-            optimizer.step()
-
-
 # -- the state in that of the optimizer --------------------------------------------------------------------------
 
 
@@ -483,13 +440,12 @@ class Proxy(Wrapper):
         return getattr(self.optimizer, name)
 
 
-def test_a_proxy_is_the_optimizer():
-    for first in (0, 1):
-        _, optimizer, est = setting()
-        both = [optimizer, Proxy(optimizer)]
-        assert est.attach(both[first], checkpoint=True) is est.attach(both[1 - first], checkpoint=True)
-        assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
-        assert len(optimizer._optimizer_step_post_hooks) == 1
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_proxy_is_the_optimizer(order):
+    _, optimizer, est = setting()
+    first, second = (est.attach([optimizer, Proxy(optimizer)][each], checkpoint=True) for each in order)
+    assert first is second and len(optimizer._optimizer_step_post_hooks) == 1
+    assert [*optimizer.state_dict()] == ["state", "param_groups", "compopt"]
 
 
 def test_the_second_estimator_gets_its_own_state():
