@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import l1_loss
 
 from compopt import checks
 from compopt import functional as F
@@ -15,7 +16,7 @@ from compopt.checks.values import Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.normalizers.neural import NeuralNormalizer, mean_gap
+from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column
 
 PREDICTIONS = ("before", "after")
@@ -108,8 +109,7 @@ class ResidualNormalizer(Normalizer):
         return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")] if self.remembers else []
 
     def estimate(self, call: Call) -> Estimate:
-        training = self.neural.learn_from(call, look_first=self.prediction == "before")
-        network = training.before or training.after()
+        network = self.neural.learn_from(call, look_first=self.prediction == "before")
         log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(call.pairs.of_other_view(log_ratio))
@@ -118,8 +118,8 @@ class ResidualNormalizer(Normalizer):
         return Estimate(
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
-            through_alpha=network.through_alpha(alpha),
-            metrics={"network_gap": partial(mean_gap, network.target, network.alpha)},
+            through_alpha=partial(network.through_alpha, alpha) if self.neural.through_alpha else None,
+            metrics={"network_gap": partial(l1_loss, network.target, network.alpha)},
         )
 
     def _average(self, call: Call, log_ratio: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, parse, sizes
@@ -55,7 +55,7 @@ class EMC2Estimator(ContrastiveEstimator):
         n: GroupSpec,
         burn_in: int | float = 0.5,
         tau: float = 0.2,
-        proposals: str = "pool",
+        proposals: Literal["pool", "sweep"] = "pool",
         rescore: bool = False,
         seed: int = 0,
         **options: Unpack[Options],

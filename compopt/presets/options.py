@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 
@@ -17,12 +17,12 @@ from compopt.distributed.ranks import ProcessGroup
 class CommonOptions(TypedDict, total=False):
     """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
 
-    mode: str
-    directions: str
+    mode: Literal["bimodal", "unimodal"]
+    directions: Literal["both", "forward"]
     normalize: bool
     chunk_size: int | None
     process_group: ProcessGroup | None
-    offload: str | None
+    offload: Literal["cpu", "disk"] | None
     offload_dir: str | os.PathLike[str] | None
     shard: bool
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Decoupled contrastive learning: InfoNCE without the positive in its denominator."""
+"""Presets without state per sample: InfoNCE (SimCLR, CLIP) and decoupled contrastive learning."""
 
 from __future__ import annotations
 
@@ -14,6 +14,53 @@ from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class InfoNCEEstimator(ContrastiveEstimator):
+    r"""The stateless baseline: SimCLR, InfoNCE, and CLIP with ``learn_tau=True, multiply_tau=False``.
+
+    .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Bigl([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Bigr)
+
+    Args:
+        tau: temperature, a number or a 0-d tensor.
+        include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
+            learning, :class:`~compopt.DCLEstimator`, the control that a stateful method must beat.
+        learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
+
+    State: none per sample, so ``index`` may be left out when no sample repeats.
+
+    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.BatchNormalizer` and
+    :class:`~compopt.FixedTemperature`.
+
+    References:
+        van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.InfoNCEEstimator(tau=0.1)
+        >>> z = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1)
+        >>> labels = torch.arange(4)
+        >>> logits = z[0] @ z[1].T / 0.1
+        >>> ce = torch.nn.functional.cross_entropy
+        >>> expected = (ce(logits, labels) + ce(logits.T, labels)) / 2 - torch.tensor(3.0).log()
+        >>> torch.allclose(est(z[0], z[1]), 0.1 * expected, atol=1e-5)
+        True
+    """
+
+    @takes_options()
+    def __init__(
+        self,
+        tau: float | Tensor = 0.07,
+        include_positive: bool = True,
+        learn_tau: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            BatchNormalizer(include_positive),
+            FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32)),
+            **options,
+        )
 
 
 class DCLEstimator(ContrastiveEstimator):
