@@ -41,7 +41,7 @@ class AblationNormalizer(compopt.Normalizer):
     ) -> None:
         super().__init__(None, {})
         self.dim, self.width, self.lr, self.updates, self.restart_every = dim, width, lr, updates, restart_every
-        self.objective, self.architecture = objective, architecture
+        self.objective, self.architecture, self.calls = objective, architecture, 0
 
     def check(self, group: object) -> None:
         """It has no hyper-parameters that groups could change."""
@@ -76,10 +76,16 @@ class AblationNormalizer(compopt.Normalizer):
         if self.architecture == "prototype":
             weights = self.weights[0].detach()
             new, _ = push(
-                {**self.ring, "prototypes": weights}, z.flip(0), F.all_finite(z), self.part, call.t, self.restart_every
+                {**self.ring, "prototypes": weights},
+                z.flip(0),
+                F.all_finite(z),
+                self.part,
+                self.calls,
+                self.restart_every,
             )
             weights.copy_(new.pop("prototypes"))
             self.ring = new
+        self.calls += 1
         with torch.enable_grad():
             for _ in range(self.updates):
                 gap = target - self.predict(z, positive, tau)
