@@ -245,7 +245,7 @@ def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
 
 
 def test_fractions_mean_the_same_in_one_group_and_in_several():
-    from compopt.negatives.chains import burn_in_count
+    from compopt.negatives.walk import burn_in_count
 
     for fraction in (0.1, 0.3, 0.7, 0.9):
         count = torch.arange(1, 300)
