@@ -126,25 +126,6 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
     assert chi_square(torch.cat(u)) < 33.7  # p = 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tau", [0.1, 0.3, 1.0])
-def test_chains_find_the_softmax_of_the_data_set(tau):
-    """From no state at all; what the batch alone would say is far from it."""
-    z1, z2 = data_set(128)
-    generator = torch.Generator().manual_seed(2)
-    _, p = targets(z1, z2, tau)
-    u = []
-    for seed in range(3):
-        est = compopt.EMC2Estimator(128, tau=tau, seed=seed, dtype=torch.float64)
-        wander(est, z1, z2, 1, 8, generator)
-        early = ranked(est.read(torch.arange(128))["chain"], p, generator)
-        wander(est, z1, z2, 90 if tau == 0.1 else 30, 8, generator)
-        u.append((early, ranked(est.read(torch.arange(128))["chain"], p, generator)))
-    assert chi_square(torch.cat([late for _, late in u])) < 33.7
-    if tau < 1:  # after one visit the chain knows one batch
-        assert chi_square(torch.cat([early for early, _ in u])) > 100
-
-
 @pytest.mark.parametrize("proposals, biased", [("pool", False), ("sweep", True)])
 def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     """The same statistic, after three passes in which every negative is proposed once, from stationary chains."""
@@ -266,17 +247,3 @@ def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
     assert share[99] == 0
     for sample, want in ((3, 0.2), (5, 0.2), (7, 0.4), (11, 0.2)):
         assert abs(share[sample] - want) < 4 * (want * (1 - want) / count) ** 0.5, share
-
-
-def test_a_direction_that_was_not_visited_has_no_part_in_the_mean():
-    """Neither in the value nor in the number that keeps the exponentials from overflowing."""
-    from compopt.stores.deposits import Deposit, merge
-    from compopt.stores.layout import Column, RowLayout
-
-    layout = RowLayout((Column("log_u", 2, reduce="log_mean_exp"), Column("count", 2, torch.int32)))
-    rows, old = torch.tensor([4, 4, 4]), torch.zeros(3, layout.words, dtype=torch.complex128)
-    proposals = torch.tensor([[-90.0, 90.0], [-91.0, 1.0], [90.0, 2.0]])
-    valid = torch.tensor([[True, False], [True, True], [False, True]])
-    _, _, new = merge([Deposit(rows, old, {"log_u": proposals}, valid, False)], layout)
-    mean = torch.tensor([[-90.0, -91.0], [1.0, 2.0]]).logsumexp(1) - torch.tensor(2.0).log()
-    torch.testing.assert_close(layout.unpack(new)["log_u"], mean.expand(3, 2))

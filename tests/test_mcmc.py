@@ -44,6 +44,7 @@ class Bank:
         return torch.stack(gradients)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("rescore", [False, True])
 @pytest.mark.parametrize("multiply_tau", [False, True])
@@ -283,37 +284,6 @@ def test_encoded_features_that_are_not_finite_show_in_the_loss(mode, rescore):
     assert lost[index].any()
     for name in after:
         assert torch.equal(after[name][lost], before[name][lost]) and torch.isfinite(after[name].double()).all()
-
-
-def test_gradients_reach_what_is_encoded_when_the_batch_is_frozen():
-    n = 30
-    z1, z2 = data_set(n, seed=6)
-    results = []
-    for frozen in (True, False):
-        est, bank = compopt.EMC2Estimator(n, tau=0.1, dtype=torch.float64), Bank(n, 6, "bimodal")
-        for t in range(5):
-            index = torch.randperm(n, generator=torch.Generator().manual_seed(t))[:10]
-            a, b = (z[index].requires_grad_(not frozen) for z in (z1, z2))
-            loss = est(a, b, index, encode=bank)
-            if loss.requires_grad:
-                loss.backward()
-            est.step()
-        results.append(bank.take_gradients())
-    assert results[0].abs().sum() > 0
-    near(results[0], results[1])
-
-
-def test_the_seed_is_state():
-    """A run resumed by an estimator of another seed draws what the first one would have drawn."""
-    z1, z2 = features(8, 3, 0)
-    index = torch.arange(8)
-    first, second = compopt.EMC2Estimator(20, seed=5), compopt.EMC2Estimator(20, seed=6)
-    run(first, z1, z2, index)
-    first.step()
-    second.load_state_dict(first.state_dict())
-    near(run(first, z1, z2, index)[1], run(second, z1, z2, index)[1], 0)
-    other = compopt.EMC2Estimator(20, seed=6)
-    assert not torch.equal(run(compopt.EMC2Estimator(20, seed=5), z1, z2, index)[1], run(other, z1, z2, index)[1])
 
 
 @pytest.mark.parametrize("directions", ["forward", "both"])

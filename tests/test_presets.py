@@ -41,29 +41,6 @@ def test_isogclr_defaults_by_mode(mode):
         compare_state(est, ref, N, BY_NAME["isogclr"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sogclr_defaults(mode):
-    est = compopt.SogCLREstimator(N, mode=mode, dtype=torch.float64)
-    ref = Reference([{"n": N, "gamma": 0.9, "tau": 0.07}], MovingAverageReference("none"), FixedReference(), mode)
-    for z1, z2, index in batches(N, 4, seed=2):
-        compare_forward(BY_NAME["sogclr"], est, ref, z1, z2, index)
-        est.step()
-        ref.step()
-
-
-@pytest.mark.parametrize("cls", ["SogCLREstimator", "ISogCLREstimator", "FastCLIPEstimator", "InfoNCEEstimator"])
-def test_presets_are_contrastive_estimators(cls):
-    assert issubclass(getattr(compopt, cls), compopt.ContrastiveEstimator)
-    assert issubclass(compopt.ContrastiveEstimator, compopt.Estimator)
-
-
-@pytest.mark.parametrize("cls", ["SogCLREstimator", "ISogCLREstimator", "FastCLIPEstimator", "InfoNCEEstimator"])
-def test_typos_are_not_swallowed(cls):
-    positional = () if cls == "InfoNCEEstimator" else (N,)
-    with pytest.raises(TypeError):
-        getattr(compopt, cls)(*positional, distirbuted=True)
-
-
 def value_of(est, name):
     """A hyper-parameter of the only group."""
     return est.sample_groups[0][group_key(est.sample_groups[0], name)]
@@ -116,12 +93,6 @@ def test_fastclip_v3_is_one_learned_temperature():
     follow_fastclip(est, ref, BY_NAME["global-dual"])
     assert est.temperature.tau.dim() == 0 and float(est.temperature.tau) != start
     assert "tau" not in est.read(torch.arange(2))
-
-
-def test_fastclip_v3_is_the_default():
-    assert compopt.FastCLIPEstimator(N).temperature.tau.dim() == 0
-    with pytest.raises(ValueError, match="v7"):
-        compopt.FastCLIPEstimator(N, version="v7")
 
 
 def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
