@@ -1,10 +1,10 @@
-"""A network that is current, corrected by what the samples' own batches show it to miss."""
+"""Network predictions times a moving average, per sample, of the batch's estimate over the prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column
 
-PREDICTIONS = ("before", "after")
-FIRST_VISITS = ("one", "ratio")
+Prediction = Literal["before", "after"]
+FirstVisit = Literal["one", "ratio"]
 
 
 class ResidualNormalizer(Normalizer):
@@ -87,13 +87,13 @@ class ResidualNormalizer(Normalizer):
         neural: NeuralNormalizer,
         n: GroupSpec | None,
         gamma: float = 0.5,
-        prediction: str = "before",
-        first: str = "one",
+        prediction: Prediction = "before",
+        first: FirstVisit = "one",
     ) -> None:
         if not isinstance(neural, NeuralNormalizer):
             raise TypeError(f"neural must be a NeuralNormalizer, got {type(neural).__name__}")
-        checks.one_of("prediction", prediction, PREDICTIONS)
-        checks.one_of("first", first, FIRST_VISITS)
+        checks.one_of("prediction", prediction, get_args(Prediction))
+        checks.one_of("first", first, get_args(FirstVisit))
         neural.check_free()
         if neural.own_groups:
             raise ValueError("n of the network has no effect here: give it to the ResidualNormalizer")
@@ -113,7 +113,12 @@ class ResidualNormalizer(Normalizer):
         log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(call.pairs.of_other_view(log_ratio))
-        log_ratio = self._average(call, log_ratio)
+        gamma = call.hyper("gamma")
+        if self.remembers:
+            first = call.unseen("log_ratio") if self.first == "ratio" else None
+            log_ratio = F.moving_average(call.rows["log_ratio"], log_ratio, gamma, first)
+        else:  # every visit starts from a ratio of 1
+            log_ratio = F.moving_average(torch.zeros_like(log_ratio), log_ratio, gamma, None)
         alpha = network.alpha + log_ratio
         return Estimate(
             alpha,
@@ -121,11 +126,6 @@ class ResidualNormalizer(Normalizer):
             through_alpha=partial(network.through_alpha, alpha) if self.neural.through_alpha else None,
             metrics={"network_gap": partial(l1_loss, network.target, network.alpha)},
         )
-
-    def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
-        old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
-        first = call.unseen("log_ratio") if self.first == "ratio" and self.remembers else None
-        return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
