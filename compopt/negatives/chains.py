@@ -306,10 +306,10 @@ class Chains(SampledPairs):
 
 
 def _flat(per_anchor: Tensor) -> Tensor:
-    """``(b, D)`` -> ``(D b,)``, direction by direction."""
+    """Flatten ``(b, D)`` -> ``(D b,)``, direction by direction."""
     return per_anchor.T.contiguous().view(-1)
 
 
 def _by_direction(flat: Tensor, directions: int) -> Tensor:
-    """The inverse, of the last axis: ``(..., D b)`` -> ``(..., b, D)``."""
+    """Undo :func:`_flat` on the last axis: ``(..., D b)`` -> ``(..., b, D)``."""
     return flat.unflatten(-1, (directions, -1)).mT

@@ -26,7 +26,7 @@ STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
 class MemoryNormalizer(Normalizer):
-    r"""The batch's negatives and the ``m`` newest features of past batches, in one softmax without the positive.
+    r"""Softmax over the batch's negatives and the ``m`` newest features of past batches, without the positive.
 
     .. math::
         \alpha_i = \log \frac{\sum_{j \in N_i} e^{h_{ij}/\tau_i} + \sum_{q} e^{h_{iq}/\tau_i}}{|N_i| + m}, \qquad

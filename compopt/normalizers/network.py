@@ -189,7 +189,7 @@ class Layout:
 
 
 class NetworkBatch:
-    """The anchors of a call as the networks see them: numbers, where they are the same for all, or ``(D, P)``.
+    """Anchors of a call as the networks see them: numbers where all have the same value, else ``(D, P)``.
 
     Attributes:
         anchors, others: see :meth:`Layout.anchors`; a sample that is not finite is NaN, and so is what it gets.
@@ -304,7 +304,7 @@ class Prediction:
 
 
 class FunctionalOptimizer:
-    """A ``torch.optim`` optimizer as a function: prototypes and state in, new ones out, so that steps can be undone.
+    """Function made of a ``torch.optim`` optimizer: takes prototypes and state, returns new ones, and keeps nothing.
 
     Args:
         make: called with a list of tensors and ``lr=``.

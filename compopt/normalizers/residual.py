@@ -24,7 +24,7 @@ FirstVisit = Literal["one", "ratio"]
 
 
 class ResidualNormalizer(Normalizer):
-    r"""The network's prediction times a moving average of the ratio by which the batches differ from it.
+    r"""Network prediction times a moving average of the ratio by which the batches differ from it.
 
     .. math::
         r_i \leftarrow (1 - \gamma)\, r_i + \gamma\, (\epsilon + \hat g_i)\, e^{-\alpha_i^{net}}, \qquad

@@ -1,4 +1,4 @@
-"""The published methods as compositions of a normalizer and a temperature."""
+"""Published methods as compositions of a normalizer and a temperature."""
 
 from compopt.presets.batch import DCLEstimator, InfoNCEEstimator
 from compopt.presets.emc2 import EMC2Estimator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InfoNCEEstimator(ContrastiveEstimator):
-    r"""The stateless baseline: SimCLR, InfoNCE, and CLIP with ``learn_tau=True, multiply_tau=False``.
+    r"""Stateless baseline: SimCLR, InfoNCE, and CLIP with ``learn_tau=True, multiply_tau=False``.
 
     .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Bigl([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Bigr)
 
@@ -30,8 +30,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.BatchNormalizer` and
-    :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
@@ -81,8 +80,7 @@ class DCLEstimator(ContrastiveEstimator):
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.BatchNormalizer` and
-    :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL (not DCLW, which weights the positives too).

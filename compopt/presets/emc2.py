@@ -30,8 +30,7 @@ class EMC2Estimator(ContrastiveEstimator):
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
     16 in unimodal mode.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.MCMCNegativeSampler`
-    and :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yau et al., EMC2: Efficient MCMC Negative Sampling for Contrastive Learning, ICML 2024, Algorithm 1.

@@ -41,8 +41,7 @@ class MemoryEstimator(ContrastiveEstimator):
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
     may be left out when no sample repeats within a batch or the queue.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.MemoryNormalizer` and
-    :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Cross-batch memory (Wang et al., CVPR 2020) with the positive left out (DCL, Yeh et al., ECCV 2022) and the
@@ -79,7 +78,7 @@ def recommended(
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
 ) -> ContrastiveEstimator:
-    """The estimator to begin with, nothing to be tuned.
+    """Return the estimator to begin with, which needs no tuning.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07. A :class:`~compopt.DCLEstimator` for calls
     of 1,024 samples and more, where so small a memory adds little, and with ``directions="forward"``, where the memory

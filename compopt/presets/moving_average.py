@@ -38,8 +38,7 @@ class SogCLREstimator(ContrastiveEstimator):
 
     State: ``log_u`` and ``count`` per sample, one each per direction in bimodal mode: 16 bytes a sample.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
-    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yuan et al., Provable Stochastic Optimization for Global Contrastive Learning, ICML 2022, Algorithm 1.
@@ -96,8 +95,7 @@ class ISogCLREstimator(ContrastiveEstimator):
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
     bimodal mode, 16 in unimodal.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
-    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.TemperatureDual`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.
@@ -172,8 +170,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
     four numbers: ``tau``, Adam's moments and the number of updates.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`,
-    :class:`~compopt.MovingAverageEstimator` and :class:`~compopt.TemperatureDual`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.

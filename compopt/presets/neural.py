@@ -142,8 +142,7 @@ class ResidualEstimator(ContrastiveEstimator):
     State: the queue, ``(2, m, d)`` (``(1, m, d)`` in unimodal mode and with one direction), twice; with ``n`` a
     logarithm and a count per sample and direction, 16 bytes a sample.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.ResidualNormalizer`
-    and :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Ours. MoCo (He et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020) keep a queue of features too,

@@ -232,7 +232,7 @@ class TemperatureDual(Temperature):
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
-        """In float64, also from a device that has none."""
+        """Return the state in float64, also from a device that has none."""
         return {name: v if v.dtype == torch.float64 else v.cpu().double() for name, v in super().saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:

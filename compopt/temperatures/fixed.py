@@ -1,4 +1,4 @@
-"""One temperature for all: a constant, a tensor of the user's, or CLIP's learned scale."""
+"""Temperature that all anchors share: a constant, a tensor of the user's, or CLIP's learned scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
 
 class FixedTemperature(Temperature):
-    r"""``tau`` for every anchor.
+    r"""Temperature ``tau`` of every anchor.
 
     Args:
         tau: a number, which every sample group may override; or a 0-d tensor, used as it is: if it requires
@@ -77,7 +77,7 @@ class FixedTemperature(Temperature):
 
     @property
     def log_inverse(self) -> torch.nn.Parameter | None:
-        """The learned ``log(1/tau)``, 0-d; ``None`` where nothing is learned."""
+        """Learned ``log(1/tau)``, 0-d; ``None`` if nothing is learned."""
         return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
     def described(self) -> dict[str, Any]:
