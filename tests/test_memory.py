@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from tests.helpers import assert_same_bits, features, run, snapshot
+from tests.helpers import features, run
 from tests.pool import the_pool
 
 D = 4
@@ -96,30 +96,6 @@ def test_it_follows_the_encoders():
     index, drift = torch.arange(8) + 100, torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64)
     for one, other in zip(run(plain, z1, z2, index), run(moved, z1, z2 + drift, index), strict=True):
         torch.testing.assert_close(one, other)  # neither in the batch nor in the memory does h change
-
-
-def test_a_window_sees_its_earlier_batches():
-    est = build(length=16)
-    z = [features(8, D, seed=step) for step in range(3)]
-    first = run(est, *z[0], torch.arange(8))
-    second = run(est, *z[1], torch.arange(8) + 8)
-    alone = run(build(length=16), *z[1], torch.arange(8) + 8)
-    assert not torch.equal(second[0], alone[0])
-    before = snapshot(est, 0)
-    est.discard()
-    again = run(est, *z[0], torch.arange(8))
-    assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-    est.discard()
-    assert_same_bits(snapshot(est, 0), before)
-
-
-def test_evaluation_leaves_it_alone():
-    est = filled(build())
-    before = snapshot(est, 0)
-    est.eval()
-    est(*features(8, D, seed=5), torch.arange(8))
-    est.step()
-    assert_same_bits(snapshot(est, 0), before)
 
 
 def test_the_error_of_what_the_memory_holds():

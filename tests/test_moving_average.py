@@ -50,22 +50,6 @@ def test_compositional_loss(f, derivative):
         near(log_u_of(ma, [1, 4, 6]), u.double().log(), 1e-5, atol=1e-6)
 
 
-def test_gamma_1_is_plain_autograd():
-    """With gamma = 1 the gradient through the model is that of 1/B sum log g_i(w)."""
-    w = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
-    x = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(2))
-    index = torch.arange(5)
-
-    def inner(v):
-        return torch.exp(x @ v).mean(1)
-
-    ma = compopt.MovingAverageEstimator(5, gamma=1.0)
-    compopt.compositional_loss(inner(w), index, ma, torch.log).backward()
-    v = w.detach().double().requires_grad_()
-    torch.exp(x.double() @ v).mean(1).log().mean().backward()
-    near(w.grad, v.grad, 1e-5)
-
-
 @pytest.mark.slow
 def test_a_robust_regression_is_solved_with_one_inner_sample():
     """min_w mean_i log E_j exp(l_ij(w)), one inner sample a step: plain SGD is biased, the moving average is not.

@@ -59,19 +59,6 @@ def test_a_step_that_a_device_skips_leaves_the_network_as_it_was():
     assert extra(est)["optimizer.prototypes.sum"].max() < 1e9
 
 
-def test_cleared_sums_move_every_coordinate_by_the_learning_rate():
-    """Why reset_optimizer is off: AdaGrad's first step has the length lr in every coordinate."""
-    errors = {}
-    for reset in (False, True):
-        est = network(lr=1.0, updates=1, restart_every=5, reset_optimizer=reset, prototypes=64)
-        z1, z2 = features(64, D, 0)
-        for _ in range(6):  # the last call restarts
-            run(est, z1, z2, torch.arange(64))
-            est.step()
-        errors[reset] = float(diagnostics.normalizer_error(est, z1, z2))
-    assert errors[True] > 2 * errors[False], errors
-
-
 def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
     est = network(restart_every=3, updates=0)
     for seed in range(3):
@@ -171,12 +158,6 @@ def test_a_state_that_does_not_fit_the_optimizer_is_refused():
         network().load_state_dict(state)
 
 
-def test_a_learning_rate_changed_in_the_group_is_used():
-    est, frozen = network(), network(updates=0)
-    est.sample_groups[0]["lr"] = 0.0
-    near(run(est, *batch(0))[0], run(frozen, *batch(0))[0], 1e-14)
-
-
 @pytest.mark.parametrize("learn_tau, shape", [(True, ()), ("global", ()), ("individual", (4, 2))])
 def test_learned_temperatures_move(learn_tau, shape):
     est = network(learn_tau=learn_tau, n=20, rho=0.5, tau_lr=0.01)
@@ -185,14 +166,6 @@ def test_learned_temperatures_move(learn_tau, shape):
     est.step()
     tau = est.read(torch.arange(4))["tau"] if shape else est.temperature.tau
     assert tau.shape == shape and (tau != 0.1).all()
-
-
-def test_groups_have_their_own_temperatures():
-    est = compopt.NeuCLIPEstimator(D, n=[{"n": 4, "tau": 0.2}, {"n": 4}], tau=0.1, prototypes=8)
-    assert [group["tau"] for group in est.sample_groups] == [0.2, 0.1]
-    assert est.n == 8
-    with pytest.raises(IndexError):
-        est(*features(4, D, 0), torch.arange(6, 10))
 
 
 @pytest.mark.parametrize(

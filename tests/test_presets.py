@@ -41,87 +41,51 @@ def test_isogclr_defaults_by_mode(mode):
         compare_state(est, ref, N, BY_NAME["isogclr"])
 
 
-def value_of(est, name):
-    """A hyper-parameter of the only group."""
-    return est.sample_groups[0][group_key(est.sample_groups[0], name)]
-
-
 def fastclip(version):
-    """The estimator, float64, with a gamma that shows."""
+    """The estimator, float64, with a gamma that shows, and the hyper-parameters that the preset set."""
     est = compopt.FastCLIPEstimator(N, version=version, dtype=torch.float64)
-    est.sample_groups[0][group_key(est.sample_groups[0], "gamma")] = 0.6
-    return est
+    group = est.sample_groups[0]
+    group[group_key(group, "gamma")] = 0.6
+    names = ("tau",) if version == "v1" else ("rho", "lr", "tau_init", "tau_min", "tau_max", "max_grad")
+    return est, {"n": N, "gamma": 0.6, **{name: group[group_key(group, name)] for name in names}}
 
 
-def follow_fastclip(est, ref, info):
-    """Six steps, both."""
+@pytest.mark.parametrize(
+    "version, info, twin",
+    [
+        ("v1", "sogclr-positive", lambda group: FixedReference()),
+        ("v2", "isogclr-adam", lambda group: DualReference("adam")),
+        ("v3", "global-dual", lambda group: GlobalDualReference(group["tau_init"], "adam")),
+    ],
+)
+def test_fastclip_is_its_twin(version, info, twin):
+    """A constant temperature; individual ones; one that is learned."""
+    est, group = fastclip(version)
+    ref = Reference([group], MovingAverageReference("positive", 1e-14), twin(group))
     for z1, z2, index in batches(N, 6, seed=3):
-        compare_forward(info, est, ref, z1, z2, index)
+        compare_forward(BY_NAME[info], est, ref, z1, z2, index)
         est.step()
         ref.step()
-        compare_state(est, ref, N, info)
-
-
-def dual_group(est):
-    """The dual's hyper-parameters as the preset set them."""
-    names = ("rho", "lr", "tau_init", "tau_min", "tau_max", "max_grad")
-    return {"n": N, "gamma": 0.6, **{name: value_of(est, name) for name in names}}
-
-
-def test_fastclip_v1_is_a_constant_temperature():
-    est = fastclip("v1")
-    before = value_of(est, "tau")
-    ref = Reference(
-        [{"n": N, "gamma": 0.6, "tau": before}], MovingAverageReference("positive", 1e-14), FixedReference()
-    )
-    follow_fastclip(est, ref, BY_NAME["sogclr-positive"])
-    assert value_of(est, "tau") == before and "tau" not in est.read(torch.arange(2))
-
-
-def test_fastclip_v2_is_individual_temperatures():
-    est = fastclip("v2")
-    ref = Reference([dual_group(est)], MovingAverageReference("positive", 1e-14), DualReference("adam"))
-    follow_fastclip(est, ref, BY_NAME["isogclr-adam"])
-    assert est.read(torch.arange(2))["tau"].shape == (2, 2)
-
-
-def test_fastclip_v3_is_one_learned_temperature():
-    est = fastclip("v3")
-    group = dual_group(est)
-    ref = Reference([group], MovingAverageReference("positive", 1e-14), GlobalDualReference(group["tau_init"], "adam"))
-    start = float(est.temperature.tau)
-    follow_fastclip(est, ref, BY_NAME["global-dual"])
-    assert est.temperature.tau.dim() == 0 and float(est.temperature.tau) != start
-    assert "tau" not in est.read(torch.arange(2))
+        compare_state(est, ref, N, BY_NAME[info])
+    assert ("tau" in est.read(torch.arange(2))) == (version == "v2")
+    if version == "v3":
+        assert est.temperature.tau.dim() == 0 and float(est.temperature.tau) != group["tau_init"]
 
 
 def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
     """Value mean alpha; tau moves; the features' gradient is that of weights w / tau."""
-    est = fastclip("v0")
-    parameters = list(est.parameters())
-    if parameters:  # learned by the user's optimizer: log(1 / tau)
-        tau = math.exp(-float(parameters[0]))
-    else:
-        tau = float(est.temperature.tau)
-    ref = Reference(
-        [{"n": N, "gamma": 0.6, "tau": tau}],
-        MovingAverageReference("positive", 1e-14),
-        FixedReference(),
-        multiply_tau=False,
-    )
+    est, group = fastclip("v0")
+    tau = group["tau_init"]
+    beside = FixedReference()
+    average = MovingAverageReference("positive", 1e-14)
+    ref = Reference([{"n": N, "gamma": 0.6, "tau": tau}], average, beside, multiply_tau=False)
     z1, z2, index = batches(N, 1, seed=4)[0]
-    loss, g1, g2 = run(est, z1, z2, index)
-    want = ref.forward(z1, z2, index)
-    rtol = 1e-10 if not parameters or parameters[0].dtype == torch.float64 else 1e-5
-    near(loss, want[0], rtol)
-    near(g1, want[1], rtol)
-    near(g2, want[2], rtol)
+    for got, want in zip(run(est, z1, z2, index), ref.forward(z1, z2, index), strict=True):
+        near(got, want)
     est.step()
-    if parameters:
-        near(parameters[0].grad, -tau * ref.tau_grad, 1e-5)
-    else:
-        assert float(est.temperature.tau) != tau
-        assert (float(est.temperature.tau) < tau) == (ref.tau_grad > 0)
+    assert (float(est.temperature.tau) < tau) == (ref.tau_grad > 0) and float(est.temperature.tau) != tau
+    with pytest.raises(ValueError, match="v7"):
+        compopt.FastCLIPEstimator(N, version="v7")
 
 
 def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
