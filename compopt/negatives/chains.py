@@ -132,8 +132,9 @@ class Chains(SampledPairs):
         self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
-        # without index2 samples of both modalities have the same positions
-        self._samples = [Samples(positions) for positions in names[: 1 if names[0] is names[-1] else 2]]
+        # by direction; without index2 samples of both modalities have the same positions
+        samples = {id(positions): Samples(positions) for positions in names}
+        self._samples = [samples[id(positions)] for positions in names]
         scale = scale_of(call.tau, z1, self._batch, self._directions)
         scale = scale if isinstance(scale, Tensor) else z1.new_full((1, 1), scale)
         self._scale = scale.expand(self._batch, self._directions)[own]
@@ -209,30 +210,25 @@ class Chains(SampledPairs):
             yield at, candidates, similarity, done
 
     def _similarity(self, own: slice, directions: slice) -> Tensor:
-        """``s`` by slot, ``(Q + 2, P)``."""
+        """Return similarities by slot, ``(Q + 2, P)``."""
         products = [y @ x[own].T for x, y in zip(self._anchors[directions], self._candidates[directions], strict=True)]
         outside = _flat(self.outside.score[own, directions])
         width = outside.new_full((1, len(outside)), -torch.inf)
         return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
     def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
-        """Data-set positions of the samples in some columns, ``(P,)``."""
-        if len(self._samples) == 1:
-            return self._samples[0].name(column)
-        parts = column.chunk(at[1].stop - at[1].start)
-        return torch.cat([s.name(part) for s, part in zip(self._samples[at[1]], parts, strict=True)])
+        """Return data-set positions of the samples in some columns, ``(P,)``."""
+        samples = self._samples[at[1]]
+        return torch.cat([s.name(part) for s, part in zip(samples, column.chunk(len(samples)), strict=True)])
 
     def _find(self, at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-        """Columns of the stored samples, and whether the batch has them, ``(P,)``."""
-        sample = self.outside.sample[at]
-        if len(self._samples) == 1:
-            return self._samples[0].find(_flat(sample))
-        pairs = [s.find(part) for s, part in zip(self._samples[at[1]], sample.unbind(1), strict=True)]
-        column, found = zip(*pairs, strict=True)
+        """Return columns of the stored samples, and True where the batch has them, ``(P,)``."""
+        sample = self.outside.sample[at].unbind(1)
+        column, found = zip(*(s.find(part) for s, part in zip(self._samples[at[1]], sample, strict=True)), strict=True)
         return torch.cat(column), torch.cat(found)
 
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
-        """Slot of every chain before its first proposal."""
+        """Return the slot of every chain before its first proposal."""
         column, found = self._find(at)
         allowed = candidates.allows(column)
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
@@ -245,11 +241,9 @@ class Chains(SampledPairs):
         return torch.where(_flat(self._seen[at]), slot, nowhere)
 
     def _absent(self) -> Tensor:
-        """Chains whose stored sample is not in the batch, ``(b, A)``."""
-        stored = self.outside.sample.unbind(1)
-        samples = self._samples * (len(stored) // len(self._samples))
-        absent = [~batch.find(sample)[1] for sample, batch in zip(stored, samples, strict=True)]
-        return torch.stack(absent, dim=1) & self._seen
+        """Return True for chains whose stored sample is not in the batch, ``(b, A)``."""
+        stored = zip(self._samples, self.outside.sample.unbind(1), strict=True)
+        return torch.stack([~samples.find(sample)[1] for samples, sample in stored], dim=1) & self._seen
 
     def _finish(self) -> None:
         """Sum up the visits that count, and note where the chains are."""
