@@ -50,52 +50,6 @@ def test_compositional_loss(f, derivative):
         near(log_u_of(ma, [1, 4, 6]), u.double().log(), 1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_robust_regression_is_solved_with_one_inner_sample():
-    """min_w mean_i log E_j exp(l_ij(w)), one inner sample a step: plain SGD is biased, the moving average is not.
-
-    g_i is a mean over 16 inner samples of which each step sees one. The estimator must come nearer to the exact
-    minimiser than the plug-in gradient of log g (which is the mean loss: the log and the exp cancel).
-    """
-    generator = torch.Generator().manual_seed(3)
-    n, m = 8, 16
-    target = torch.randn(n, m, generator=generator) * 0.8 + torch.linspace(-1, 1, n)[:, None]
-    target[:, 0] += 3.0  # outliers make the two problems differ
-
-    def exact(w):
-        return torch.log(torch.exp(0.5 * (w - target) ** 2 / 4).mean(1)).mean()
-
-    best = torch.zeros(1, requires_grad=True)
-    solver = torch.optim.LBFGS([best], max_iter=100)
-
-    def closure():
-        solver.zero_grad()
-        value = exact(best)
-        value.backward()
-        return value
-
-    solver.step(closure)
-    found = {}
-    for gamma in (1.0, 0.05):
-        ma = compopt.MovingAverageEstimator(n, gamma=gamma)
-        w = torch.zeros(1, requires_grad=True)
-        optimizer = torch.optim.SGD([w], lr=0.05)
-        ma.attach(optimizer)
-        draw = torch.Generator().manual_seed(4)
-        tail = []
-        for t in range(1000):
-            index = torch.randperm(n, generator=draw)[:4]
-            column = torch.randint(0, m, (4,), generator=draw)
-            g = torch.exp(0.5 * (w - target[index, column]) ** 2 / 4)
-            optimizer.zero_grad()
-            compopt.compositional_loss(g, index, ma, torch.log).backward()
-            optimizer.step()
-            if t >= 300:
-                tail.append(w.item())
-        found[gamma] = abs(sum(tail) / len(tail) - best.item())
-    assert found[0.05] < 0.5 * found[1.0], found
-
-
 @pytest.mark.parametrize("g", [[1.0, -0.5], [0.0, 1.0]])
 def test_compositional_loss_needs_positive_values(g):
     """Refused, or not finite and never in the state."""

@@ -106,23 +106,6 @@ def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
     near(list(est.parameters())[0].grad, scale.grad * scale, 1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tau_at_the_call(mode):
-    """A temperature given at the call takes the place of the estimator's."""
-    z1, z2, index = batches(N, 1, seed=6)[0]
-    a = run(compopt.SogCLREstimator(N, tau=0.07, mode=mode, dtype=torch.float64), z1, z2, index, tau=0.3)
-    b = run(compopt.SogCLREstimator(N, tau=0.3, mode=mode, dtype=torch.float64), z1, z2, index)
-    for x, y in zip(a, b, strict=True):
-        near(x, y)
-    tau = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    est = compopt.SogCLREstimator(N, tau=0.07, mode=mode, dtype=torch.float64)
-    c = run(est, z1, z2, index, tau=tau)
-    ref = Reference([{"n": N, "gamma": 0.9, "tau": 0.3}], MovingAverageReference("none"), FixedReference(), mode)
-    ref.forward(z1, z2, index)
-    near(c[0], b[0])
-    near(tau.grad, ref.tau_grad)
-
-
 def test_rho_beyond_reach_is_warned_about_once():
     """rho >= log|N_i|: G can never be negative enough; said once."""
     import warnings
@@ -167,18 +150,3 @@ def test_recommended():
         compopt.recommended(8, batch_size=0)
     with pytest.raises(ValueError, match="mode"):
         compopt.recommended(8, mode="both")
-
-
-@pytest.mark.parametrize("noise", [0.1, 1.0, 3.0])
-def test_a_learned_scale_is_nothing_for_the_recommended_estimator(noise):
-    """README: the gradient of a loss that is multiplied by the temperature only ever raises the temperature."""
-    scale = torch.nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-    generator = torch.Generator().manual_seed(0)
-    est = compopt.recommended(8, n=1000, batch_size=16)
-    for call in range(3):
-        z1 = torch.randn(16, 8, generator=generator)
-        z2 = (z1 + noise * torch.randn(16, 8, generator=generator)).requires_grad_()
-        scale.grad = None
-        est(z1, z2, torch.arange(16) + 16 * call, tau=1 / scale.exp()).backward()
-        est.step()
-        assert scale.grad > 0

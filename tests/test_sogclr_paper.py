@@ -107,21 +107,3 @@ def test_isogclr_divides_by_the_updated_average(gamma):
             near(got, updated, 1e-12)
         seen[index] = True
     assert len(apart) > 10 and torch.tensor(apart).median() > 0.5
-
-
-def test_positives_are_pulled_with_weight_one():
-    """Where negatives no longer weigh anything, the positive still does; relative to the positive it does not."""
-    z1, z2 = features(BATCH, DIM, seed=4, spread=0.05)
-    pulls = {}
-    for reference in ("none", "positive"):
-        est = compopt.SogCLREstimator(BATCH, gamma=0.1, tau=TAU, reference=reference, dtype=torch.float64)
-        with torch.no_grad():
-            est.load_state_dict({**est.state_dict(), "rows": _large_u(est)})
-        pulls[reference] = run(est, z1, z2, torch.arange(BATCH))[1].norm()
-    assert pulls["none"] > 1e-3 and pulls["positive"] < 1e-6
-
-
-def _large_u(est):
-    """Rows whose stored average is far above what any batch gives."""
-    rows = est.state_dict()["rows"]
-    return {**rows, "log_u": torch.full_like(rows["log_u"], 60.0), "count": torch.ones_like(rows["count"])}
