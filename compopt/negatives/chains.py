@@ -164,7 +164,7 @@ class Chains(SampledPairs):
             walks = []
             for at, candidates, similarity, done in self._walks(own):
                 count, last = at[1].stop - at[1].start, done.last
-                inside = done.visits[:-1]
+                inside = done.visits[:-1]  # the last slot is the stored sample outside the batch
                 dot, squares = torch.linalg.vecdot(inside, similarity[:-2], dim=0), inside.square().sum(0)
                 found = [inside.sum(0), done.visits[-1], dot, squares, done.accepted, candidates.count.expand_as(dot)]
                 sums = torch.stack([x.to(inside.dtype) for x in found])
@@ -174,7 +174,7 @@ class Chains(SampledPairs):
                 moved = torch.where(last < candidates.width, self._names(at, last), _flat(sample[at]))
                 sample[at] = _by_direction(moved, count)
                 walks.append(done)
-            if self._call.chunk_size is None:
+            if self._call.chunk_size is None:  # else they are repeated, since visits take a number per pair
                 self._kept.append((own, walks))
         self.sample, self.score = sample, score
         if outside.encoded and not self._rescore:

@@ -128,10 +128,12 @@ class MemoryNormalizer(Normalizer):
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state)
         logits, count = self._compare(z, queue, excluded, positive, scale)
+        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         log_total = torch.logaddexp(pairs.log_sum, self._by_sample(logits.logsumexp(2), positive))
         weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
         if call.training:
+            # kept without the mean of its batch: a later batch adds its own, so that the queue follows the encoders
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
             # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
             usable = all_finite(log_total + mean.sum())

@@ -157,7 +157,7 @@ class NeuralNormalizer(Normalizer):
         return {
             "dim": self.dim,
             "prototypes": self.prototypes,
-            "objective": "unified",  # checkpoints of 0.2.0 had others, too
+            "objective": "unified",  # of 0.2.0, which had others as well: their checkpoints are refused
             "architecture": "prototype",
             "optimizer": self.optimizer.name,
             "reset_optimizer": self.reset_optimizer,
@@ -215,6 +215,7 @@ class NeuralNormalizer(Normalizer):
         self._check_dim(call.batch.features[0])
         batch = NetworkBatch(self.layout, call)
         state = old = self._state_on(device, self.working_state(call.training))
+        # The host reads the flag on the CPU only; on a device the whole step is taken, and undone by _choose.
         usable = device.type != "cpu" or bool(batch.finite)
         before = batch.predict(state) if look_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:

@@ -285,6 +285,7 @@ class TemperatureDual(Temperature):
         self, hyper: Hyper, old: Mapping[str, Tensor], prefix: str, gradient: Tensor, steps: Tensor | None
     ) -> dict[str, Tensor]:
         """Return ``tau`` and its moments, whose names begin with ``prefix``, after step ``steps`` of the rule."""
+        # clipped before it enters m, as in the code of iSogCLR's authors
         tau, limit, names = old["tau"], hyper("max_grad"), [prefix + name for name in self._moments]
         m, *second = (old[name] for name in names)
         gradient = F.clip(gradient.to(m.dtype), -limit, limit)
