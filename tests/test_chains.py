@@ -77,12 +77,12 @@ def targets(z1, z2, tau):
     return s, (s / tau).masked_fill(torch.eye(len(z1), dtype=torch.bool), -torch.inf).softmax(2)
 
 
-def started(est, z1, z2, tau, seed):
-    """Every chain at a draw of its softmax, independent of all others."""
+def started(est, z1, z2, tau, seed, t=0):
+    """Every chain at a draw of its softmax, independent of all others; another ``t`` is other luck."""
     s, p = targets(z1, z2, tau)
     generator = torch.Generator().manual_seed(seed)
     chain = torch.stack([torch.multinomial(p[d], 1, generator=generator)[:, 0] for d in (0, 1)], dim=1)
-    state = est.state_dict()
+    state = {**est.state_dict(), "t": t}
     score = torch.stack([s[d].gather(1, chain[:, d : d + 1])[:, 0] for d in (0, 1)], dim=1)
     state["rows"] = {"chain": chain, "score": score, "count": torch.ones_like(state["rows"]["count"])}
     est.load_state_dict(state)
@@ -138,8 +138,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     est = compopt.EMC2Estimator(n, tau=tau, proposals=proposals, dtype=torch.float64)
     u = []
     for seed in range(100):
-        started(est, z1, z2, tau, seed)
-        est._engine.t = 100 * seed  # other luck
+        started(est, z1, z2, tau, seed, 100 * seed)
         wander(est, z1, z2, 3, n, generator)
         u.append(ranked(est.read(torch.arange(n))["chain"], p, generator))
     assert (chi_square(torch.cat(u)) > 70) == biased
@@ -179,8 +178,7 @@ def test_the_gradient_is_unbiased():
     found = {name: [] for name in ("emc2", *others)}
     for draw in range(draws_):
         index = torch.randperm(n, generator=generator)[:batch]
-        started(est, z1.detach(), z2.detach(), tau, draw)
-        est._engine.t = draw  # other luck
+        started(est, z1.detach(), z2.detach(), tau, draw, draw)
         loss = est(z1[index], z2[index], index, encode=lambda missing: (z1[missing], z2[missing]))
         found["emc2"].append(torch.stack(torch.autograd.grad(loss, (z1, z2))))
         for name, other in others.items():
