@@ -43,8 +43,8 @@ class MCMCNegativeSampler(Normalizer):
 
     A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
     those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
-    contributes ``-grad s_ii`` alone. *That is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it befalls 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
+    contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
+    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
     similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
 
     *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its

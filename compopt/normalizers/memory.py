@@ -33,28 +33,28 @@ class MemoryNormalizer(Normalizer):
         w_{ij} = \frac{e^{h_{ij}/\tau_i - \alpha_i}}{|N_i| + m}, \qquad
         z_q = z_q^{then} - \bar z^{then} + \bar z^{now}
 
-    A queue of features fails in training for two reasons, and both are mended here:
+    A plain queue of features fails in training for two reasons, which are removed here:
 
     * *Drift.* Encoders move all features together. Anchors are pulled to where positives are now and pushed from where
-      negatives were, so that they run away from their own past. The queue keeps each feature less the mean of its
+      negatives were, so that they move away from their past features. The queue keeps each feature less the mean of its
       batch, and adds the mean of the present batch: what all anchors together are pulled to is then what they are
-      pushed from, as it is within a batch. A running mean lags behind, and does not do.
+      pushed from, as it is within a batch. A running mean lags behind and is not enough.
     * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
       alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: as much pull
-      as push on each anchor, and on all candidates together. With the whole pull on both sides all features meet in a
-      point.
+      as push on each anchor, and on all candidates together. With the whole pull on both sides all features collapse
+      to a point.
 
     Args:
         dim: of the features.
         length: ``m``, samples whose features are kept (unimodal: of both views, which are one queue of ``2 m``).
 
-    Nothing of it is in ``sample_groups``. ``m`` decides how old the oldest feature is, ``m / B`` steps: 8 to 16 did
-    well in trials, 32 did harm. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
+    Neither is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
+    trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
     sample; in unimodal mode there are two per sample. An anchor that has no negative in its batch contributes nothing,
     whatever is in the queue.
 
-    A sample is no negative of itself here either: the queue keeps ``index``, ``index2`` and ``labels``, as far as the
-    calls give them.
+    A sample is not its own negative in the queue either: the queue keeps ``index``, ``index2`` and ``labels``, as far
+    as the calls give them.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed

@@ -52,7 +52,7 @@ class MovingAverageEstimator(Normalizer):
 
     Args:
         n: number of samples, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
+        gamma: in (0, 1]; the weight of the newest value. 1 keeps no history.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, the first included.
         domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative

@@ -39,7 +39,7 @@ STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
 class NeuralNormalizer(Normalizer):
-    r"""Network that predicts the log-normalizers; it learns from every batch, so every sample's is current.
+    r"""Network that predicts the log-normalizers and learns from every batch: current for every sample.
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
@@ -50,10 +50,10 @@ class NeuralNormalizer(Normalizer):
     first batch included) ``W`` becomes that queue; then ``updates`` steps are taken on this batch, and the network
     after them gives ``alpha``. While the queue is being filled only as many prototypes are in use, each new feature
     being one; when it is full for the first time, ``W`` restarts as well. A call that deposits nothing (``eval()``)
-    does the same and forgets it.
+    takes the same steps and drops their result.
 
-    *Unimodal*: one network serves both views, whose features it all summarises; ``alpha`` is per view (objective V1 of
-    SogCLR).
+    *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
+    of SogCLR).
 
     Args:
         dim: of the features.
@@ -69,7 +69,7 @@ class NeuralNormalizer(Normalizer):
         through_alpha: also pass the gradient of the objective that reaches the encoders through ``alpha`` (second term
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
         seed: of the first prototypes of a network that is used alone.
-        n: number of samples or sample groups; not needed for anything of its own.
+        n: number of samples or sample groups; not needed, since nothing is kept per sample.
         process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.

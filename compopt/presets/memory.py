@@ -81,13 +81,14 @@ def recommended(
     """Return the estimator to begin with, which needs no tuning.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07. A :class:`~compopt.DCLEstimator` for calls
-    of 1,024 samples and more, where so small a memory adds little, and with ``directions="forward"``, where the memory
-    takes from the candidates what they learn from. Neither keeps anything per sample. Why: ``docs/which.md``.
+    of 1,024 samples and more, where a memory of this size adds little, and with ``directions="forward"``, where
+    the memory takes from the candidates what they learn from. Neither keeps anything per sample. Why:
+    ``docs/which.md``.
 
     Args:
         dim: of the features.
         n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter. Like
-            ``batch_size`` it decides what is built, and a checkpoint wants the same: give both as before to resume.
+            ``batch_size`` it decides what is built: give both as before to resume from a checkpoint.
         batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
