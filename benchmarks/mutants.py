@@ -61,7 +61,7 @@ ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
 BY_READING = {
     ("compopt/kernel/autograd.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
     ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
-    ("compopt/normalizers/functional_optimizer.py", "FunctionalOptimizer.start", "and/or"): ACCELERATOR,
+    ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
     ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
     ("compopt/stores/fetched.py", "gather", "return"): ACCELERATOR,

@@ -25,8 +25,8 @@ from compopt.presets import (
     NeuCLIPEstimator,
     ResidualEstimator,
     SogCLREstimator,
+    recommended,
 )
-from compopt.presets.recommended import recommended
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-r"""Exact quantities of a whole data set's features, to hold estimators against. Chunked: never ``n x n``.
+r"""Exact quantities of a whole data set's features, to compare estimators with. Chunked: never ``n x n``.
 
 All take features ``z1, z2`` of shape ``(n, d)``, row ``i`` of both being sample ``i``, and one batch worth of
 definitions: negatives of ``i`` are all other samples, ``g_i = 1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``. In unimodal
@@ -10,6 +10,7 @@ compute in float32, or in float64 for float64 features, on the features' device;
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,9 @@ from compopt.kernel.autograd import with_gradients
 from compopt.kernel.features import working_dtype
 from compopt.kernel.local import Pairs
 
-MODES = ("bimodal", "unimodal")
-VIEWS = ("averaged", "separate")
+Mode = Literal["bimodal", "unimodal"]
+Views = Literal["averaged", "separate"]
+Directions = Literal["both", "forward"]
 CHUNK_SIZE = 512
 
 
@@ -34,11 +36,11 @@ def log_normalizers(
     z1: Tensor,
     z2: Tensor,
     tau: float | Tensor,
-    mode: str = "bimodal",
-    views: str = "averaged",
+    mode: Mode = "bimodal",
+    views: Views = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
-    directions: str = "both",
+    directions: Directions = "both",
 ) -> Tensor:
     """Exact ``log g_i`` (NeuCLIP, eq. 9).
 
@@ -68,19 +70,19 @@ def log_normalizers(
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.no_grad():
-        a, b = (_prepare(z, normalize) for z in (z1, z2))
-        return _exact(_pairs(a, b, tau, mode, normalize, chunk_size, directions), mode, views)
+        z = [_prepare(z, normalize) for z in (z1, z2)]
+        return _of_views(_pairs(z, tau, mode, normalize, chunk_size, directions).log_ghat, mode, views)
 
 
 def global_loss(
     z1: Tensor,
     z2: Tensor,
     tau: float | Tensor,
-    mode: str = "bimodal",
-    views: str = "averaged",
+    mode: Mode = "bimodal",
+    views: Views = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
-    directions: str = "both",
+    directions: Directions = "both",
 ) -> Tensor:
     """Exact objective ``mean of tau_i log g_i`` over samples and directions.
 
@@ -108,11 +110,11 @@ def global_gradient(
     z1: Tensor,
     z2: Tensor,
     tau: float | Tensor,
-    mode: str = "bimodal",
-    views: str = "averaged",
+    mode: Mode = "bimodal",
+    views: Views = "averaged",
     normalize: bool = True,
     chunk_size: int = CHUNK_SIZE,
-    directions: str = "both",
+    directions: Directions = "both",
     multiply_tau: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
@@ -137,13 +139,13 @@ def global_gradient(
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.enable_grad():
         z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
-        a, b = (_prepare(z, normalize) for z in (z1, z2))
+        z = [_prepare(z, normalize) for z in (z1, z2)]
         with torch.no_grad():
-            pairs = _pairs(a.detach(), b.detach(), tau, mode, normalize, chunk_size, directions)
-            alpha = _exact(pairs, mode, views).expand_as(pairs.positive)
+            pairs = _pairs(z, tau, mode, normalize, chunk_size, directions)
+            alpha = _of_views(pairs.log_ghat, mode, views).expand_as(pairs.positive)
             weight = 1.0 if multiply_tau else 1 / tau
             gradients, _ = pairs.gradients(alpha, weight / alpha.numel(), pairs.sum_weights(alpha))
-        loss = with_gradients(a.new_zeros(()), list(zip((a, b), gradients.unbind(), strict=True)))
+        loss = with_gradients(z[0].new_zeros(()), list(zip(z, gradients.unbind(), strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
     return g1, g2
 
@@ -194,19 +196,17 @@ def normalizer_error(
     with torch.no_grad():
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(n, generator=generator, device="cpu")[
-            : n if anchors is None else checks.count("anchors", anchors)
-        ]
-        order = order.to(a.device)
+        count = n if anchors is None else checks.count("anchors", anchors)
+        order = torch.randperm(n, generator=generator, device="cpu")[:count].to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size, est._anchors)
-        exact = mean_of_views(exact) if est.mode == "unimodal" and views == "averaged" else exact
+        exact = _of_views(exact, est.mode, views)
         stored = est.normalizer.stored(seen.columns, (a, b), tau, est._hyper("normalizer", seen))
-        if stored is not None and stored.shape[1] != exact.shape[1]:
-            raise ValueError(
-                f"{type(est.normalizer).__name__} stores {stored.shape[1]} values per sample, and averages_views="
-                f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
-            )
         if stored is not None:
+            if stored.shape[1] != exact.shape[1]:
+                raise ValueError(
+                    f"{type(est.normalizer).__name__} stores {stored.shape[1]} values per sample, and averages_views="
+                    f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
+                )
             visited = seen.count > 0 if seen.block is not None else torch.ones_like(stored, dtype=torch.bool)
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
@@ -231,7 +231,7 @@ def gradient_error(
     seed: int = 0,
     chunk_size: int = CHUNK_SIZE,
 ) -> dict[str, Tensor]:
-    """How far the estimator's batch gradients are, on average, from the exact global gradient.
+    """Distance of the estimator's batch gradients, on average, from the exact global gradient.
 
     The data set is cut into random batches ``repeats`` times; the batch gradients, each placed at its samples, are
     averaged. With exact normalizers that average is unbiased, so what remains as ``repeats`` grows is the bias of
@@ -243,7 +243,7 @@ def gradient_error(
         est: any estimator; in training mode again afterwards, if it was before.
         z1, z2: current features of the whole data set it was built for, ``(n, d)``.
         batch_size: samples per batch; a last, shorter batch is left out.
-        repeats: how often the data set is cut anew.
+        repeats: number of cuts of the data set.
         seed: of the random batches.
         chunk_size: rows of the exact similarity matrix at a time.
 
@@ -267,8 +267,8 @@ def gradient_error(
     checks.count("batch_size", batch_size)
     checks.count("repeats", repeats)
     _, tau, views = _about(est, z1, z2)
-    options = (est.normalize, chunk_size, est.directions, est.multiply_tau)
-    exact = torch.stack(global_gradient(z1, z2, tau, est.mode, views, *options))
+    options: dict[str, Any] = {name: getattr(est, name) for name in ("mode", "normalize", "directions", "multiply_tau")}
+    exact = torch.stack(global_gradient(z1, z2, tau, views=views, chunk_size=chunk_size, **options))
     total, batches = torch.zeros_like(exact), 0
     training, seen = est.training, (est._last, est._shown)
     learned = [(parameter, parameter.grad) for parameter in est.parameters()]
@@ -298,8 +298,8 @@ def gradient_error(
     }
 
 
-def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, float | Tensor, str]:
-    """Rows and temperatures of all samples, and whether views have a normalizer in common."""
+def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, float | Tensor, Views]:
+    """Return rows and temperatures of all samples, and the ``views`` of the normalizer."""
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a ContrastiveEstimator, got {type(est).__name__}")
     check_features(z1, z2)
@@ -311,11 +311,11 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
 def _check(
     z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int, directions: str
 ) -> float | Tensor:
-    checks.one_of("mode", mode, MODES)
+    checks.one_of("mode", mode, get_args(Mode))
     checks.one_of("directions", directions, DIRECTIONS)
     if directions == "forward" and mode == "unimodal":
         raise ValueError('directions="forward" is for two modalities, got mode="unimodal"')
-    checks.one_of("views", views, VIEWS)
+    checks.one_of("views", views, get_args(Views))
     checks.count("chunk_size", chunk_size)
     check_features(z1, z2)
     return check_tau(tau, len(z1), len(DIRECTIONS[directions]))
@@ -326,27 +326,27 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
     return F.normalize(z, dim=1) if normalize else z
 
 
-def _pairs(
-    a: Tensor, b: Tensor, tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str
-) -> Pairs:
-    key, count = torch.arange(len(a), device=a.device), len(DIRECTIONS[directions])
-    unimodal = mode == "unimodal"
+def _pairs(z: list[Tensor], tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str) -> Pairs:
     return Pairs(
-        torch.stack([a, b]),
+        torch.stack([side.detach() for side in z]),
         tau,
-        [key],
+        [torch.arange(len(z[0]), device=z[0].device)],
         distinct=True,
-        directions=count,
-        unimodal=unimodal,
+        directions=len(DIRECTIONS[directions]),
+        unimodal=mode == "unimodal",
         bounded=bounded,
         chunk_size=chunk_size,
     )
 
 
+def _of_views(log_g: Tensor, mode: str, views: str) -> Tensor:
+    return mean_of_views(log_g) if mode == "unimodal" and views == "averaged" else log_g
+
+
 def _exact_of_anchors(
     rows: Tensor, a: Tensor, b: Tensor, tau: float | Tensor, mode: str, chunk_size: int, directions: int
 ) -> Tensor:
-    """Exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), A)``."""
+    """Return exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), A)``."""
     n, bimodal = len(a), mode == "bimodal"
     tau = torch.as_tensor(tau, dtype=a.dtype, device=a.device).expand(n, directions)
     columns = []
@@ -368,12 +368,8 @@ def _exact_of_anchors(
     return torch.stack(columns, dim=1)
 
 
-def _exact(pairs: Pairs, mode: str, views: str) -> Tensor:
-    return mean_of_views(pairs.log_ghat) if mode == "unimodal" and views == "averaged" else pairs.log_ghat
-
-
 def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
-    """What the (stateless) normalizer makes of one batch, ``(B, A)``."""
+    """Return the estimates of a (stateless) normalizer for one batch, ``(B, A)``."""
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     batch = est._look(rows, a, {"z1": a, "z2": b})
     unimodal = est.mode == "unimodal"

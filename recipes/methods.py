@@ -25,13 +25,11 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),
     "length": (int, "past samples whose features are kept"),
-    "prototypes": (int, "prototypes of the network, or hidden units of a perceptron"),
+    "prototypes": (int, "prototypes of the network"),
     "network_lr": (float, "step size of the network's AdaGrad"),
     "updates": (int, "steps of the network per batch"),
     "restart_every": (int, "commits between restarts of the network; 0: never"),
     "through_alpha": (int, "1: the gradient through the predicted normalizers reaches the encoders too"),
-    "objective": (str, "what the network learns: unified (NeuCLIP) or separate (AmorLIP)"),
-    "architecture": (str, "architecture of the network: prototype or mlp"),
     "prediction": (str, "the network that a residual corrects: before or after it has met the batch"),
     "first": (str, "a sample's first visit: one, the network is believed as at any other; ratio, the batch is"),
     "burn_in": (float, "proposals to a chain before its visits count: a number, or a fraction of them below 1"),
@@ -91,8 +89,6 @@ def _network(o: SimpleNamespace) -> compopt.NeuralNormalizer:
         lr=o.network_lr,
         updates=o.updates,
         restart_every=o.restart_every or None,
-        objective=o.objective,
-        architecture=o.architecture,
         through_alpha=bool(o.through_alpha),
     )
 
@@ -119,7 +115,7 @@ def _emc2(n: int, mode: str, o: SimpleNamespace) -> compopt.ContrastiveEstimator
     )
 
 
-NETWORK = {"prototypes": 1024, "network_lr": 1.0, "objective": "unified", "architecture": "prototype"}
+NETWORK = {"prototypes": 1024, "network_lr": 1.0}
 
 # Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
 # glyphs at batch 64 (benchmarks/results/glyphs.md). Unimodal values were not tuned.

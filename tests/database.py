@@ -291,20 +291,8 @@ def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True)
 DIM = 4  # of the features that the generic tests make
 
 
-def perceptron(mode, width=7, seed=0):
-    """First weights of the library's perceptron, which a twin starts from as well."""
-    shapes, bounds = ((width, DIM), (width,), (width,), (1,)), (DIM, DIM, width, width)
-    random = torch.Generator().manual_seed(seed)
-    networks = 2 if mode == "bimodal" else 1
-    return [
-        (2 * torch.rand(networks, *shape, dtype=torch.float64, generator=random) - 1) / bound**0.5
-        for shape, bound in zip(shapes, bounds, strict=True)
-    ]
-
-
 def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
     """NeuralNormalizer x a temperature: fixed, individual, or global."""
-    mlp = network.get("architecture") == "mlp"
     network = {"lr": 0.2, "updates": 3, "restart_every": 3, **network}
 
     def build(mode, n, dtype, tau, gamma, **o):
@@ -327,10 +315,9 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
             "individual": lambda: DualReference("momentum", 0.9),
             "global": lambda: GlobalDualReference(tau, "momentum", 0.7),
         }
-        initial = perceptron(mode, prototypes) if mlp else None
         return Reference(
             group(n, tau, gamma),
-            NeuralReference(DIM, prototypes, initial=initial, **network),
+            NeuralReference(DIM, prototypes, **network),
             temperature[dual](),
             mode,
             multiply_tau,
@@ -346,7 +333,7 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
         exact_at_gamma_1=False,
         views="separate",
         network=True,
-        restarts=not mlp and network["restart_every"] is not None,
+        restarts=network["restart_every"] is not None,
     )
 
 
@@ -479,10 +466,7 @@ DATABASE = [
     neural("neural-queue", prototypes=15, restart_every=4, lr=1.0, updates=2),
     neural("neural-never-restarted", prototypes=15, restart_every=None),
     neural("neural-no-updates", prototypes=15, updates=0),
-    neural("neural-separate", objective="separate", lr=0.05, eps=0.1),
     neural("neural-adam-reset", optimizer=torch.optim.Adam, lr=0.02, reset_optimizer=True),
-    neural("neural-mlp", architecture="mlp", optimizer=torch.optim.Adam, lr=0.01),
-    neural("neural-mlp-separate", architecture="mlp", objective="separate", lr=0.02, through_alpha=True),
     neural("neural-through-alpha", through_alpha=True, eps=0.3),
     neural("neural-through-alpha-not-multiplied", through_alpha=True, multiply_tau=False, prototypes=15),
     neural("neural-dual", dual="individual", eps=0.01),

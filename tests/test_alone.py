@@ -130,14 +130,6 @@ KINDS = [
         False,
     ),
     Kind("network", network, move_network, "lr", (0.02, 0.1), False),
-    Kind(
-        "perceptron",
-        lambda n, **o: network(n, architecture="mlp", **o),
-        lambda u, d: u.update(d["anchors"], d["log_g"], d["tau"]),
-        "lr",
-        (0.02, 0.1),
-        False,
-    ),
 ]
 BY_NAME = {kind.name: kind for kind in KINDS}
 WITH_ROWS = [kind for kind in KINDS if kind.has_rows]
@@ -671,15 +663,14 @@ def test_a_network_takes_one_temperature_and_learns_what_it_is_told():
 
 
 def test_a_batch_that_is_not_finite_teaches_a_network_nothing():
-    for name in ("network", "perceptron"):
-        kind, d = BY_NAME[name], data()
-        u = kind.make()
-        train(u, kind, d[:2])
-        before = state(u)
-        bad = {**d[2], "log_g": d[2]["log_g"].clone().index_fill_(0, torch.tensor([3]), torch.nan)}
-        assert kind.call(u, bad).isfinite().all()  # the prediction of the network as it was
-        u.step()
-        assert_same_bits(state(u), before)
+    kind, d = BY_NAME["network"], data()
+    u = kind.make()
+    train(u, kind, d[:2])
+    before = state(u)
+    bad = {**d[2], "log_g": d[2]["log_g"].clone().index_fill_(0, torch.tensor([3]), torch.nan)}
+    assert kind.call(u, bad).isfinite().all()  # the prediction of the network as it was
+    u.step()
+    assert_same_bits(state(u), before)
 
 
 def test_networks_compute_as_they_are_under_autocast():

@@ -9,8 +9,10 @@ from torch.nn.functional import normalize
 import compopt
 from compopt import diagnostics
 from compopt import rng as draws
+from compopt.estimator.component import Component
 from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
+from compopt.stores.layout import Column
 from tests.helpers import features
 
 # -- one step, enumerated ----------------------------------------------------------------------------------------
@@ -75,12 +77,12 @@ def targets(z1, z2, tau):
     return s, (s / tau).masked_fill(torch.eye(len(z1), dtype=torch.bool), -torch.inf).softmax(2)
 
 
-def started(est, z1, z2, tau, seed):
-    """Every chain at a draw of its softmax, independent of all others."""
+def started(est, z1, z2, tau, seed, t=0):
+    """Every chain at a draw of its softmax, independent of all others; another ``t`` is other luck."""
     s, p = targets(z1, z2, tau)
     generator = torch.Generator().manual_seed(seed)
     chain = torch.stack([torch.multinomial(p[d], 1, generator=generator)[:, 0] for d in (0, 1)], dim=1)
-    state = est.state_dict()
+    state = {**est.state_dict(), "t": t}
     score = torch.stack([s[d].gather(1, chain[:, d : d + 1])[:, 0] for d in (0, 1)], dim=1)
     state["rows"] = {"chain": chain, "score": score, "count": torch.ones_like(state["rows"]["count"])}
     est.load_state_dict(state)
@@ -126,25 +128,6 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
     assert chi_square(torch.cat(u)) < 33.7  # p = 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tau", [0.1, 0.3, 1.0])
-def test_chains_find_the_softmax_of_the_data_set(tau):
-    """From no state at all; what the batch alone would say is far from it."""
-    z1, z2 = data_set(128)
-    generator = torch.Generator().manual_seed(2)
-    _, p = targets(z1, z2, tau)
-    u = []
-    for seed in range(3):
-        est = compopt.EMC2Estimator(128, tau=tau, seed=seed, dtype=torch.float64)
-        wander(est, z1, z2, 1, 8, generator)
-        early = ranked(est.read(torch.arange(128))["chain"], p, generator)
-        wander(est, z1, z2, 90 if tau == 0.1 else 30, 8, generator)
-        u.append((early, ranked(est.read(torch.arange(128))["chain"], p, generator)))
-    assert chi_square(torch.cat([late for _, late in u])) < 33.7
-    if tau < 1:  # after one visit the chain knows one batch
-        assert chi_square(torch.cat([early for early, _ in u])) > 100
-
-
 @pytest.mark.parametrize("proposals, biased", [("pool", False), ("sweep", True)])
 def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     """The same statistic, after three passes in which every negative is proposed once, from stationary chains."""
@@ -155,8 +138,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     est = compopt.EMC2Estimator(n, tau=tau, proposals=proposals, dtype=torch.float64)
     u = []
     for seed in range(100):
-        started(est, z1, z2, tau, seed)
-        est._engine.t = 100 * seed  # other luck
+        started(est, z1, z2, tau, seed, 100 * seed)
         wander(est, z1, z2, 3, n, generator)
         u.append(ranked(est.read(torch.arange(n))["chain"], p, generator))
     assert (chi_square(torch.cat(u)) > 70) == biased
@@ -196,8 +178,7 @@ def test_the_gradient_is_unbiased():
     found = {name: [] for name in ("emc2", *others)}
     for draw in range(draws_):
         index = torch.randperm(n, generator=generator)[:batch]
-        started(est, z1.detach(), z2.detach(), tau, draw)
-        est._engine.t = draw  # other luck
+        started(est, z1.detach(), z2.detach(), tau, draw, draw)
         loss = est(z1[index], z2[index], index, encode=lambda missing: (z1[missing], z2[missing]))
         found["emc2"].append(torch.stack(torch.autograd.grad(loss, (z1, z2))))
         for name, other in others.items():
@@ -216,67 +197,37 @@ def test_the_gradient_is_unbiased():
 # -- which chain is kept where several are deposited --------------------------------------------------------------
 
 
-def test_a_chain_takes_one_of_its_proposals_whatever_their_order():
-    """Sample and score come from the same deposit, and not always from the one with the larger position."""
-    from compopt.stores.deposits import Deposit, merge
-    from compopt.stores.layout import Column, RowLayout
+class Kept(Component):
+    """Columns of a chain."""
 
-    layout = RowLayout(
-        (
-            Column("chain", 2, torch.int64, reduce="one"),
-            Column("score", 2, reduce="one"),
-            Column("count", 2, torch.int32),
-        )
-    )
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.arange(200)
-    old = torch.zeros(200, layout.words, dtype=torch.complex128)
-    chains = torch.randint(0, 50, (3, 200, 2), generator=generator)
-    scores = torch.rand(3, 200, 2, generator=generator)
-    made = [Deposit(rows, old, {"chain": c, "score": s}, None, True) for c, s in zip(chains, scores, strict=True)]
-    results = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        at, _, new = merge([made[k] for k in order], layout)
-        columns = layout.unpack(new)
-        results.append({name: columns[name][at.argsort(stable=True)][::3] for name in ("chain", "score")})
-    for name in ("chain", "score"):
-        assert torch.equal(results[0][name], results[1][name])
-    assert not torch.equal(results[0]["chain"], chains.amax(0))
-    matches = (results[0]["chain"] == chains) & (results[0]["score"] == scores)
-    assert matches.any(0).all()
-    taken = matches.double().argmax(0)
-    assert 0.25 < (taken == 0).double().mean() < 0.42
+    role = "kept"
+
+    def check(self, group):
+        pass
+
+    def columns(self, directions, dtype):
+        chain = Column("chain", directions, torch.int64, reduce="one")
+        return [chain, Column("score", directions, dtype, reduce="one")]
+
+    def put(self, sample, score):
+        rows = torch.arange(self.n)
+        batch = self._read({"index": rows}, {"x": torch.zeros(self.n)})
+        self._deposit(batch, {"chain": torch.full((self.n, 1), sample), "score": torch.full((self.n, 1), score)})
 
 
 def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
-    """Two of five proposals are the same sample: it is kept in two of five rows."""
-    from compopt.stores.deposits import Deposit, merge
-    from compopt.stores.layout import Column, RowLayout
-
-    layout = RowLayout((Column("chain", 1, torch.int64, reduce="one"), Column("count", 1, torch.int32)))
-    count = 4000
-    rows, old = torch.arange(count), torch.zeros(count, layout.words, dtype=torch.complex128)
-    valid = torch.ones(count, 1, dtype=torch.bool)
-    made = [
-        Deposit(rows, old, {"chain": torch.full((count, 1), sample)}, valid, True) for sample in (7, 3, 7, 11, 5)
-    ] + [Deposit(rows, old, {"chain": torch.full((count, 1), 99)}, ~valid, True)]
-    at, _, new = merge(made, layout)
-    kept = layout.unpack(new)["chain"][at.argsort(stable=True)][:: len(made), 0]
-    share = {sample: float((kept == sample).double().mean()) for sample in (3, 5, 7, 11, 99)}
-    assert share[99] == 0
+    """Two of five proposals are the same sample, kept in two of five rows; the order of deposits does not matter."""
+    proposals, kept = [(7, 0.1), (3, 0.2), (7, 0.3), (11, 0.4), (5, 0.5)], []
+    for order in (proposals, proposals[::-1]):
+        est = Kept(4000, {})
+        for sample, score in order:
+            est.put(sample, score)
+        est.step()
+        kept.append({name: value[:, 0] for name, value in est.read(torch.arange(4000)).items() if name != "count"})
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
     for sample, want in ((3, 0.2), (5, 0.2), (7, 0.4), (11, 0.2)):
-        assert abs(share[sample] - want) < 4 * (want * (1 - want) / count) ** 0.5, share
-
-
-def test_a_direction_that_was_not_visited_has_no_part_in_the_mean():
-    """Neither in the value nor in the number that keeps the exponentials from overflowing."""
-    from compopt.stores.deposits import Deposit, merge
-    from compopt.stores.layout import Column, RowLayout
-
-    layout = RowLayout((Column("log_u", 2, reduce="log_mean_exp"), Column("count", 2, torch.int32)))
-    rows, old = torch.tensor([4, 4, 4]), torch.zeros(3, layout.words, dtype=torch.complex128)
-    proposals = torch.tensor([[-90.0, 90.0], [-91.0, 1.0], [90.0, 2.0]])
-    valid = torch.tensor([[True, False], [True, True], [False, True]])
-    _, _, new = merge([Deposit(rows, old, {"log_u": proposals}, valid, False)], layout)
-    mean = torch.tensor([[-90.0, -91.0], [1.0, 2.0]]).logsumexp(1) - torch.tensor(2.0).log()
-    torch.testing.assert_close(layout.unpack(new)["log_u"], mean.expand(3, 2))
+        share = float((kept[0]["chain"] == sample).double().mean())
+        assert abs(share - want) < 4 * (want * (1 - want) / 4000) ** 0.5
+    known = torch.tensor([[sample, score] for sample, score in proposals])
+    pairs = torch.stack([kept[0]["chain"].float(), kept[0]["score"]], dim=1)
+    assert (pairs[:, None] == known).all(2).any(1).all()  # sample and score are of the same deposit

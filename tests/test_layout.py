@@ -102,7 +102,7 @@ def test_rooms_import_downwards(path):
         "import importlib",
         "def f():\n    from compopt import save",
         "async def f():\n    import compopt.presets",
-        "if TYPE_CHECKING:\n    from compopt.presets.dcl import DCLEstimator",
+        "if TYPE_CHECKING:\n    from compopt.presets.batch import DCLEstimator",
     ],
 )
 def test_upward_imports_are_seen(line):

@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.saved import append_run
+from benchmarks.studies import perceptron
 from benchmarks.studies.command import stamp
 from benchmarks.studies.glyphs_arms import Arm, batch_arms, caption_arms, main_arms, regime_arms
 from benchmarks.studies.glyphs_report import write
@@ -60,6 +61,7 @@ def carry_out(jobs: Iterable[Job], args: argparse.Namespace, module: str = "benc
 def run_one(job: Job, threads: int) -> dict[str, Any]:
     """Train and measure, in this process."""
     torch.set_num_threads(threads)
+    perceptron.register()
     task = GlyphNames(load(), split_seed=job.split, limit=job.limit)
     options = METHODS[job.method].options(task.mode, job.options)
     shared = {"seed": job.seed, "data": task.description, "batches": job.batches}

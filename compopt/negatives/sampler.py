@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,15 +19,12 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.functional import Scalar
 from compopt.kernel.features import nothing
-from compopt.negatives.candidates import Pool, Samples
-from compopt.negatives.chains import Chains, Rules, burn_in_count
-from compopt.negatives.walk import walk
+from compopt.negatives.chains import Chains
+from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.stores.layout import Column
 
-PROPOSALS = ("pool", "sweep")
-Metrics = dict[str, Callable[[], Tensor]]
+Proposals = Literal["pool", "sweep"]
 
 
 class MCMCNegativeSampler(Normalizer):
@@ -46,8 +43,8 @@ class MCMCNegativeSampler(Normalizer):
 
     A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
     those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
-    contributes ``-grad s_ii`` alone. *That is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it befalls 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
+    contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
+    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
     similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
 
     *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
@@ -116,17 +113,17 @@ class MCMCNegativeSampler(Normalizer):
         self,
         n: GroupSpec,
         burn_in: int | float = 0.5,
-        proposals: str = "pool",
+        proposals: Proposals = "pool",
         rescore: bool = False,
         seed: int = 0,
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Literal["cpu", "disk"] | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        checks.one_of("proposals", proposals, PROPOSALS)
+        checks.one_of("proposals", proposals, get_args(Proposals))
         checks.flag("rescore", rescore)
         self.proposals, self.rescore = proposals, rescore
         if checks.whole("seed", seed) >= 1 << 63:
@@ -180,10 +177,11 @@ class MCMCNegativeSampler(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         call.pairs.release()  # its gradients are not asked for
-        counters = (int(self.state["seed"]), call.t, call.window)
-        rules = Rules(self._burn_in(call), self.proposals == "sweep", self.rescore, counters, call.chunk_size)
-        chains = Chains(call, rules, self._ranks)
-        sample, score, failed, metrics = self._shared(call, chains)
+        burn_in = call.hyper("burn_in")
+        if isinstance(burn_in, Tensor):
+            burn_in = burn_in.expand_as(call.pairs.positive)[call.batch.own]
+        chains = Chains(call, self._ranks, burn_in, int(self.state["seed"]), self.proposals == "sweep", self.rescore)
+        sample, score, failed, metrics = self._gather(call, chains)
         # features from outside that are not finite must show in the value as those of the batch do
         alpha = call.pairs.log_ghat + 0.0 * chains.sum_wh  # 0, or NaN
         bad = 0.0 * alpha
@@ -192,38 +190,37 @@ class MCMCNegativeSampler(Normalizer):
             alpha = alpha + 0.0 * failed
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
 
-    def _shared(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, Metrics]:
+    def _gather(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, dict[str, Callable[[], Tensor]]]:
         """Return samples, scores, a flag and metrics of the whole batch, from each rank's own anchors.
 
-        The flag is NaN where something that was encoded is not finite, be it that no anchor has met it.
+        The flag is NaN where something that was encoded is not finite, even if no anchor has met it.
         """
-        totals, error = chains.totals, chains.outside.error
-        numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
-        failed = torch.full_like(totals.inside, float(error is not None))
+        error = chains.outside.error
+        failed = torch.full_like(chains.inside, float(error is not None))
         if call.encoder is not None and call.encoder.encoded is not None:
             failed = failed + nothing(call.encoder.encoded.unit)
-        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
+        numbers = [chains.inside, chains.away, chains.squares, chains.accepted, chains.proposed, failed]
+        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
-        chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)
+        chains.sum_wh, inside, away, squares, accepted, proposed, failed = everyone.unbind(2)
         if error is not None:
             raise error
         if call.encoder is not None and self._ranks.size > 1 and (failed == 1).any():
             raise RuntimeError("encode failed on another rank; nothing was deposited")
         chains.sum_wh = call.pairs.real(chains.sum_wh)
-        usable = inside if call.encoder is None else inside + outside
-        squares = squares if call.encoder is None else squares + outside.square()
-        metrics: Metrics = {
-            "acceptance_rate": partial(_share, accepted, proposed),
-            "outside_visits": partial(_share, outside, inside, outside),
-            "unused_anchors": partial(_unused, usable, proposed),
-            "effective_negatives": partial(_effective, usable, squares),
-        }
-        return sample, score, failed, metrics
-
-    def _burn_in(self, call: Call) -> Scalar:
-        """Return the burn-in, a number or ``(b, A)``."""
-        value = call.hyper("burn_in")
-        return value.expand_as(call.pairs.positive)[call.batch.own] if isinstance(value, Tensor) else value
+        usable = inside if call.encoder is None else inside + away
+        squares = squares if call.encoder is None else squares + away.square()
+        return (
+            sample,
+            score,
+            failed,
+            {
+                "acceptance_rate": partial(_share, accepted, proposed),
+                "outside_visits": partial(_share, away, inside, away),
+                "unused_anchors": partial(_unused, usable, proposed),
+                "effective_negatives": partial(_effective, usable, squares),
+            },
+        )
 
     # -- alone ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-r"""Metropolis-Hastings with uniform proposals, for all anchors at once.
+r"""Metropolis-Hastings with uniform proposals, for all anchors at once, and the candidates that are proposed.
 
 Proposal ``r`` is accepted if ``U_r < exp((s_r - s) / tau)``, that is if its *key* ``s_r / tau - log U_r`` exceeds the
 score ``s / tau`` of where the chain is. Keys do not depend on the chain, so everything but one comparison per proposal
@@ -7,75 +7,125 @@ is done for all proposals at once, and nothing is exponentiated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compopt import rng
-from compopt.negatives.candidates import Candidates, Pool
+from compopt import accelerator, rng
+from compopt.functional import Scalar
+from compopt.kernel.statistics import same_sample
+
+
+class Samples:
+    """Look-up of the samples of a batch by data-set position ``names``, ``(B,)``."""
+
+    def __init__(self, names: Tensor) -> None:
+        self.names = names
+        self._sorted, self._place = torch.sort(names, stable=True)
+
+    def find(self, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the column (in view 1) where the batch first has each sample, ``(b,)``, and True where it has."""
+        at = torch.searchsorted(self._sorted, sample.contiguous()).clamp_(max=len(self.names) - 1)
+        return self._place[at], self._sorted[at] == sample
+
+    def name(self, column: Tensor) -> Tensor:
+        """Return the data-set position of the sample in a column, of either view."""
+        return self.names[column % len(self.names)]
+
+
+class Candidates:
+    """Negatives of some anchors, of either direction, numbered from 0 to ``|N_i| - 1``.
+
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views.
+
+    Args:
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
+        positions: of the anchors in the global batch, ``(b,)``.
+        distinct: known on the host: all keys are one key without repeats.
+        views: columns per sample, 1 or 2.
+
+    Attributes:
+        width: columns.
+        most: no anchor has more negatives, known on the host.
+        count: ``|N_i|``, ``(b,)`` int64, or ``(1,)`` where all have ``most``.
+        alike: known on the host: all anchors have ``most`` negatives.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], positions: Tensor, distinct: bool, views: int) -> None:
+        self._positions, self._views, self._batch = positions, views, len(keys[0])
+        self.width = views * self._batch
+        self.most = self.width - views
+        self._same: Tensor | None = None
+        self.alike = distinct
+        if distinct:
+            self.count = torch.full_like(positions[:1], self.most)
+        else:
+            self._same = same_sample([key[positions] for key in keys], keys)  # (b, B)
+            self.count = views * (~self._same).sum(1)
+            # allowed columns first, in their order; sorting along the rows is five times as fast
+            self._order = torch.argsort(self._same.to(torch.uint8).repeat(1, views), dim=1, stable=True).T
+
+    def column(self, number: Tensor) -> Tensor:
+        """Return the column of each negative by its number, ``(R, b)``; of numbers from ``count`` on, ``width``."""
+        outside = number >= self.count
+        if self._same is None:  # skip the anchor's own columns
+            column = number - _below(self._positions - 1, number)
+            if self._views == 2:
+                column -= _below(self._positions + (self._batch - 1), column)
+        else:
+            column = self._order.gather(0, number.clamp(max=self.width - 1))
+        return column.masked_fill_(outside, self.width)
+
+    def allows(self, column: Tensor) -> Tensor:
+        """Return True where a column of view 1 is a negative of its anchor, ``(b,)``."""
+        if self._same is None:
+            return column != self._positions
+        return ~self._same.gather(1, column[:, None])[:, 0]
+
+
+class Pool:
+    """Candidates that are the same for all anchors, with the attributes of :class:`Candidates`.
+
+    Args:
+        size: number of candidates, ``M``.
+        like: on the device of the batch.
+    """
+
+    alike = True
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.width = self.most = size
+        self.count = torch.full((1,), size, dtype=torch.int64, device=like.device)
+
+    def column(self, number: Tensor) -> Tensor:
+        """Return the column of each candidate by its number, ``(R, b)``."""
+        return number.clamp(max=self.width)
+
+
+def _below(a: Tensor, b: Tensor) -> Tensor:
+    """-1 where ``a < b``, else 0; a comparison and its conversion to int64 take three times as long."""
+    return torch.sub(a, b).bitwise_right_shift_(63)
 
 
 @dataclass
 class Walk:
-    """What one pass of the chains of some anchors found.
+    """Result of one pass of the chains of some anchors.
 
-    A *slot* is where a chain can be: a column (a candidate of the batch, ``0`` to ``Q - 1``), ``Q``, *outside*: at its
-    stored sample, which the batch lacks; ``Q + 1``, *nowhere*: before a first proposal was accepted.
+    A *slot* is a place where a chain can be: a column (a candidate of the batch, ``0`` to ``Q - 1``), ``Q``, *outside*:
+    its stored sample, which the batch lacks; ``Q + 1``, *nowhere*: no proposal was accepted yet.
 
     Attributes:
         visits: proposals after burn-in during which each chain was in each slot, ``(Q + 1, b)``, nowhere left out.
         last: slot at the end, ``(b,)``.
-        accepted: accepted proposals, ``(b,)``.
+        accepted: number of accepted proposals, ``(b,)``.
     """
 
     visits: Tensor
     last: Tensor
     accepted: Tensor
-
-
-def move(keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Where every chain is after each proposal, and how many it accepted: ``(R, b)`` and ``(b,)``.
-
-    Args:
-        keys: ``s_r / tau - log U_r``, ``(R, b)``.
-        scores: ``s_r / tau``, ``(R, b)``.
-        slots: what is proposed, ``(R, b)``.
-        score: of where each chain is, ``(b,)``.
-        start: where that is, ``(b,)``.
-    """
-    accepted = torch.empty_like(keys, dtype=torch.bool)
-    if keys.device.type == "cpu":
-        return _move_on_host(keys, scores, slots, score, start, accepted), accepted.sum(0)
-    current = score.clone()
-    for key, proposed, hit in zip(keys.unbind(), scores.unbind(), accepted.unbind(), strict=True):
-        torch.gt(key, current, out=hit)
-        torch.where(hit, proposed, current, out=current)
-    return places(accepted, slots, start), accepted.sum(0)
-
-
-def _move_on_host(
-    keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tensor, accepted: Tensor
-) -> Tensor:
-    """Four of numpy's calls per proposal, which cost half of torch's, and less than :func:`places` does."""
-    where = torch.empty_like(slots)
-    current, place = score.numpy().copy(), start.numpy()
-    arrays = (x.numpy() for x in (keys, scores, slots, accepted, where))
-    for key, proposed, slot, hit, there in zip(*arrays, strict=True):
-        np.greater(key, current, out=hit)
-        np.putmask(current, hit, proposed)
-        np.copyto(there, place)
-        np.putmask(there, hit, slot)
-        place = there
-    return where
-
-
-def places(accepted: Tensor, slots: Tensor, start: Tensor) -> Tensor:
-    """Where chains that accepted these proposals are after each, ``(R, b)``."""
-    step = torch.arange(len(slots), device=slots.device)[:, None]
-    taken = torch.where(accepted, step, -1).cummax(0).values
-    return torch.where(taken < 0, start, slots.gather(0, taken.clamp(min=0)))
 
 
 def walk(
@@ -86,7 +136,7 @@ def walk(
     streams: Tensor,
     spare: Tensor | None,
 ) -> Walk:
-    """``|N_i|`` proposals to every chain.
+    """Make ``|N_i|`` proposals to every chain.
 
     Args:
         candidates: the anchors' candidates, ``Q`` columns.
@@ -105,11 +155,63 @@ def walk(
         number = rng.below(words, candidates.count + spare)
     slots = candidates.column(number)
     proposed = scores.gather(0, slots)
+    # the same words serve the uniform number: the draw of a slot uses their high bits, this their low ones
     keys = rng.uniform(words, scores.dtype).log_().neg_().add_(proposed)
+    counts = step >= burn_in
     if not candidates.alike:  # anchors with fewer negatives make fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
+        counts = counts & (step < candidates.count)
     where, accepted = move(keys, proposed, slots, scores.gather(0, start[None])[0], start)
-    counts = step >= burn_in if candidates.alike else (step >= burn_in) & (step < candidates.count)
     counts = counts.to(scores.dtype).expand(-1, len(start))
     visits = torch.zeros_like(scores).scatter_add_(0, where, counts)
     return Walk(visits[:-1], where[-1], accepted)
+
+
+def move(keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slot of every chain after each proposal, ``(R, b)``, and how many it accepted, ``(b,)``.
+
+    Args:
+        keys: ``s_r / tau - log U_r``, ``(R, b)``.
+        scores: ``s_r / tau``, ``(R, b)``.
+        slots: proposed ones, ``(R, b)``.
+        score: of where each chain is, ``(b,)``.
+        start: where that is, ``(b,)``.
+    """
+    accepted = torch.empty_like(keys, dtype=torch.bool)
+    if keys.device.type == "cpu":
+        # four of numpy's calls per proposal cost half of torch's, and less than :func:`places` does
+        where = torch.empty_like(slots)
+        at, place = score.numpy().copy(), start.numpy()
+        arrays = (x.numpy() for x in (keys, scores, slots, accepted, where))
+        for key, proposed, slot, hit, there in zip(*arrays, strict=True):
+            np.greater(key, at, out=hit)
+            np.putmask(at, hit, proposed)
+            np.copyto(there, place)
+            np.putmask(there, hit, slot)
+            place = there
+        return where, accepted.sum(0)
+    current = score.clone()
+    for one, candidate, taken in zip(keys.unbind(), scores.unbind(), accepted.unbind(), strict=True):
+        torch.gt(one, current, out=taken)
+        torch.where(taken, candidate, current, out=current)
+    return places(accepted, slots, start), accepted.sum(0)
+
+
+def places(accepted: Tensor, slots: Tensor, start: Tensor) -> Tensor:
+    """Return where chains that accepted these proposals are after each, ``(R, b)``."""
+    step = torch.arange(len(slots), device=slots.device)[:, None]
+    taken = torch.where(accepted, step, -1).cummax(0).values
+    return torch.where(taken < 0, start, slots.gather(0, taken.clamp(min=0)))
+
+
+def burn_in_count(value: Scalar, count: int | Tensor) -> int | Tensor:
+    """Turn a count or a fraction of the proposals into a count that leaves one; on the host if that knows both."""
+    # fractions of several groups come in float32: 0.9 of 10 is 9 there too
+    if isinstance(value, Tensor):
+        value = value.to(accelerator.widest(value.device))
+    elif isinstance(count, Tensor):
+        value = count.new_full((), value, dtype=accelerator.widest(count.device))
+    else:
+        return min(int(value * count * (1 + 1e-6) if value < 1 else value), count - 1)
+    proposals = torch.where(value < 1, (value * count * (1 + 1e-6)).floor(), value)
+    return proposals.to(torch.int64).clamp(max=count - 1)

@@ -1,4 +1,4 @@
-"""The stateless baseline: the batch is all there is."""
+"""Stateless baseline: log-normalizers of the batch alone."""
 
 from __future__ import annotations
 

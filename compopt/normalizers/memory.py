@@ -1,4 +1,4 @@
-"""The newest features as further negatives, moved along with the mean of what the encoders give now."""
+"""Queue of the newest features as further negatives, moved along with the mean of the present batch."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
 class MemoryNormalizer(Normalizer):
-    r"""The batch's negatives and the ``m`` newest features of past batches, in one softmax without the positive.
+    r"""Softmax over the batch's negatives and the ``m`` newest features of past batches, without the positive.
 
     .. math::
         \alpha_i = \log \frac{\sum_{j \in N_i} e^{h_{ij}/\tau_i} + \sum_{q} e^{h_{iq}/\tau_i}}{|N_i| + m}, \qquad
         w_{ij} = \frac{e^{h_{ij}/\tau_i - \alpha_i}}{|N_i| + m}, \qquad
         z_q = z_q^{then} - \bar z^{then} + \bar z^{now}
 
-    A queue of features fails in training for two reasons, and both are mended here:
+    A plain queue of features fails in training for two reasons, which are removed here:
 
     * *Drift.* Encoders move all features together. Anchors are pulled to where positives are now and pushed from where
-      negatives were, so that they run away from their own past. The queue keeps each feature less the mean of its
+      negatives were, so that they move away from their past features. The queue keeps each feature less the mean of its
       batch, and adds the mean of the present batch: what all anchors together are pulled to is then what they are
-      pushed from, as it is within a batch. A running mean lags behind, and does not do.
+      pushed from, as it is within a batch. A running mean lags behind and is not enough.
     * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
       alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: as much pull
-      as push on each anchor, and on all candidates together. With the whole pull on both sides all features meet in a
-      point.
+      as push on each anchor, and on all candidates together. With the whole pull on both sides all features collapse
+      to a point.
 
     Args:
         dim: of the features.
         length: ``m``, samples whose features are kept (unimodal: of both views, which are one queue of ``2 m``).
 
-    Nothing of it is in ``sample_groups``. ``m`` decides how old the oldest feature is, ``m / B`` steps: 8 to 16 did
-    well in trials, 32 did harm. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
+    Neither is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
+    trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
     sample; in unimodal mode there are two per sample. An anchor that has no negative in its batch contributes nothing,
     whatever is in the queue.
 
-    A sample is no negative of itself here either: the queue keeps ``index``, ``index2`` and ``labels``, as far as the
-    calls give them.
+    A sample is not its own negative in the queue either: the queue keeps ``index``, ``index2`` and ``labels``, as far
+    as the calls give them.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
@@ -127,11 +127,13 @@ class MemoryNormalizer(Normalizer):
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state)
-        logits = self._logits(z, queue, positive, scale).masked_fill_(excluded, -math.inf)
+        logits, count = self._compare(z, queue, excluded, positive, scale)
+        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         log_total = torch.logaddexp(pairs.log_sum, self._by_sample(logits.logsumexp(2), positive))
         weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
         if call.training:
+            # kept without the mean of its batch: a later batch adds its own, so that the queue follows the encoders
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
             # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
             usable = all_finite(log_total + mean.sum())
@@ -141,9 +143,8 @@ class MemoryNormalizer(Normalizer):
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
-        count = pairs.count + self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
         return Estimate(
-            log_total - count.clamp(min=1).log(),
+            log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
@@ -163,37 +164,40 @@ class MemoryNormalizer(Normalizer):
     def _feature_gradients(
         self, z: Tensor, queue: Tensor, weights: Tensor, total: Tensor, scale: Tensor, slope: Tensor
     ) -> Tensor:
-        """``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor; the queue moves nothing else."""
+        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor; the queue moves nothing else."""
         push = torch.bmm(weights, queue).addcmul_(total, self._anchors(z.flip(0)), value=-1)
         gradient = push.mul_(self._by_queue(slope * scale).unsqueeze(2)).view(-1, *z.shape[1:])
         return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
 
     def _candidates(self, z: Tensor) -> Tensor:
-        """What enters the queues, those of direction 1 first, ``(D, B, d)``."""
+        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``."""
         return (z if self._views else z.flip(0))[: self._directions]
 
     def _mean(self, candidates: Tensor) -> Tensor:
-        """Means of the candidates, ``(D, 1, d)``; both views have one."""
+        """Return means of the candidates, ``(D, 1, d)``; both views have one."""
         mean = candidates.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
     def _moved(self, state: Mapping[str, Tensor], mean: Tensor, dtype: torch.dtype) -> Tensor:
-        """The features about the mean of now, ``(Q, M, d)``."""
+        """Return the queue moved to the mean of the present batch, ``(Q, M, d)``."""
         moved = (state["queue"] + mean).to(dtype)
         return moved.view(1, -1, self.dim) if self._views else moved
 
     def _excluded(self, keys: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Which slots are no negatives of which anchors: of the same sample, or empty; ``(1, P, M)``."""
+        """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
         stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
         excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
         for key, others in zip(keys[1:], stored[1:], strict=True):
             excluded |= key[:, None] == others
         return (excluded.repeat(2, 2) if self._views else excluded).unsqueeze(0)
 
-    def _logits(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
-        """``h_iq / tau_i``, ``(Q, P, M)``."""
-        similar = torch.bmm(self._anchors(z), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
-        return similar.mul_(self._by_queue(scale).unsqueeze(2))
+    def _compare(
+        self, z: Tensor, queue: Tensor, excluded: Tensor, positive: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, A)``."""
+        logits = torch.bmm(self._anchors(z), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
+        logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
+        return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
         return {name: accelerator.moved(value, device) for name, value in self.working_state(training).items()}
@@ -217,12 +221,12 @@ class MemoryNormalizer(Normalizer):
     def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
         return value.expand(1 if self._views else self._directions, -1).reshape(like.shape[1], len(like)).T
 
-    # -- what diagnostics ask ----------------------------------------------------------------------------------
+    # -- for diagnostics ---------------------------------------------------------------------------------------
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        """The queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN where no slot counts."""
+        """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN where no slot counts."""
         z, state = self._stack(features), self._state_on(features[0].device, False)
         queue = self._moved(state, self._mean(self._candidates(z)), z.dtype)
         index = torch.arange(z.shape[1], device=z.device)
@@ -231,15 +235,13 @@ class MemoryNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
-            excluded = self._excluded(keys, state)
-            logits = self._logits(own, queue, positive, scale).masked_fill_(excluded, -math.inf)
-            count = self._by_sample(excluded.logical_not().sum(2, dtype=z.dtype), positive)
+            logits, count = self._compare(own, queue, self._excluded(keys, state), positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 
 
 def per_anchor_scale(tau: float | Tensor, like: Tensor) -> Tensor:
-    """``1 / tau`` of every anchor, ``(B, A)``, a number too."""
+    """Return ``1 / tau`` of every anchor, ``(B, A)``."""
     scale = scale_of(tau, like, *like.shape)
     return scale if isinstance(scale, Tensor) else like.new_full((), scale).expand_as(like)
 
@@ -271,7 +273,7 @@ def known_keys(given: Mapping[str, Tensor]) -> Tensor:
 
 
 def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
-    """The newest entries, oldest first, of flat tensors ``(m,)``, or along the axis of slots, 1; all, or none."""
+    """Return the newest entries, oldest first, along the axis of slots (the second, if there are two or more)."""
     result = {}
     for name, new in entries.items():
         old, axis = state[name], min(1, new.dim() - 1)

@@ -21,7 +21,8 @@ from compopt.estimator.groups import GroupSpec, Hyper, parse
 from compopt.functional import Scalar
 from compopt.stores.layout import Column
 
-# How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
+Reference = Literal["none", "positive"]
+# Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
 # Column of each domain, and how several proposals for a row become one value.
 DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
@@ -51,7 +52,7 @@ class MovingAverageEstimator(Normalizer):
 
     Args:
         n: number of samples, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value. 1 forgets at once.
+        gamma: in (0, 1]; the weight of the newest value. 1 keeps no history.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, the first included.
         domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
@@ -101,12 +102,12 @@ class MovingAverageEstimator(Normalizer):
         self,
         n: GroupSpec,
         gamma: float = 0.9,
-        reference: str = "none",
+        reference: Reference = "none",
         eps: float = 0.0,
         *,
         domain: Literal["log", "linear"] = "log",
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Literal["cpu", "disk"] | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -171,14 +172,13 @@ class MovingAverageEstimator(Normalizer):
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen("log_u"))
         alpha = log_u if shift is None else log_u - shift
-        return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=self._positive_weight(call, alpha))
-
-    def _positive_weight(self, call: Call, alpha: Tensor) -> Scalar | None:
-        """Return 1 where ``s_ii`` is in the outer function (SogCLR, eq. 10), ``sum_j w_ij`` where it is in ``h_ij``."""
-        outside = call.hyper.choose("reference", REFERENCES)
-        if isinstance(outside, float):
-            return 1.0 if outside else None
-        return torch.where(outside > 0, 1.0, call.pairs.sum_weights(alpha.expand_as(call.pairs.positive)))
+        # the positive has weight 1 where s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij where it is in h_ij
+        positive_weight: Scalar | None
+        if isinstance(inside, float):
+            positive_weight = 1.0 if inside else None
+        else:
+            positive_weight = torch.where(inside > 0, 1.0, pairs.sum_weights(alpha.expand_as(pairs.positive)))
+        return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=positive_weight)
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as torch_functional
@@ -24,16 +24,22 @@ from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.functional import Scalar
 from compopt.kernel.statistics import PairStatistics
-from compopt.normalizers.functional_optimizer import FunctionalOptimizer
-from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
-from compopt.normalizers.queue import Queue
-from compopt.normalizers.training import OBJECTIVES, QUEUE, Training
+from compopt.normalizers.network import (
+    PREFIX,
+    FunctionalOptimizer,
+    Layout,
+    NetworkBatch,
+    Prediction,
+    Prototypes,
+    on_host,
+)
+from compopt.normalizers.queue import empty_ring, push
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
 class NeuralNormalizer(Normalizer):
-    r"""Network that predicts the log-normalizers; it learns from every batch, so every sample's is current.
+    r"""Network that predicts the log-normalizers and learns from every batch: current for every sample.
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
@@ -44,29 +50,26 @@ class NeuralNormalizer(Normalizer):
     first batch included) ``W`` becomes that queue; then ``updates`` steps are taken on this batch, and the network
     after them gives ``alpha``. While the queue is being filled only as many prototypes are in use, each new feature
     being one; when it is full for the first time, ``W`` restarts as well. A call that deposits nothing (``eval()``)
-    does the same and forgets it.
+    takes the same steps and drops their result.
 
-    *Unimodal*: one network serves both views, whose features it all summarises; ``alpha`` is per view (objective V1 of
-    SogCLR).
+    *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
+    of SogCLR).
 
     Args:
         dim: of the features.
-        prototypes: ``m``; for ``architecture="mlp"`` the hidden units.
+        prototypes: ``m``.
         lr: step size of the network's optimizer.
         updates: steps per batch, ``T_u``; 0 leaves the queue of features as the network.
         restart_every: commits between restarts, ``T_r``; ``None``: never after the queue was filled.
         eps: inside the logarithms, >= 0.
-        objective: ``"unified"`` as above (eq. 12); ``"separate"``: ``1/(2B) sum_i (alpha_i - log(eps + ghat_i))^2``.
-        architecture: ``"prototype"``, or ``"mlp"``: one hidden layer that sees ``e_i``, random at first, never
-            restarted, without a queue. It wants a smaller step, such as ``lr=0.01``: with 1 it diverges.
         optimizer: makes the network's optimizer when called with a list of tensors and ``lr=``: a class of
             ``torch.optim``, or ``functools.partial(torch.optim.SGD, momentum=0.9)``.
         reset_optimizer: forget the optimizer's sums at a restart. With AdaGrad and ``lr=1`` the next step then moves
             every coordinate by 1.
         through_alpha: also pass the gradient of the objective that reaches the encoders through ``alpha`` (second term
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
-        seed: of the perceptron's first weights, and of the first prototypes of a network that is used alone.
-        n: number of samples or sample groups; not needed for anything of its own.
+        seed: of the first prototypes of a network that is used alone.
+        n: number of samples or sample groups; not needed, since nothing is kept per sample.
         process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
@@ -85,7 +88,7 @@ class NeuralNormalizer(Normalizer):
 
     Communicates, with K ranks, per call: ``updates + 1`` all-reduces of ``2 B`` doubles (partial log-sum-exps; the
     ``1/tau`` is limited to 490 by their range); with ``through_alpha`` one of ``2 B d`` floats.
-    ``state_dict`` and ``save`` are collective. A perceptron communicates nothing, every rank computes all of it.
+    ``state_dict`` and ``save`` are collective.
 
     Raises:
         ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as a part, fewer prototypes
@@ -93,7 +96,8 @@ class NeuralNormalizer(Normalizer):
         TypeError: a number or a flag that is none; an optimizer that cannot train a network.
 
     References:
-        Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B; Sun et al., AmorLIP, 2025 (separate, mlp).
+        Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B. Another objective and a perceptron (Tables
+        14 to 16): ``benchmarks/studies/perceptron.py``.
 
     Example:
         >>> import torch, compopt
@@ -114,8 +118,6 @@ class NeuralNormalizer(Normalizer):
         updates: int = 10,
         restart_every: int | None = 500,
         eps: float = 0.0,
-        objective: str = "unified",
-        architecture: str = "prototype",
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
         reset_optimizer: bool = False,
         through_alpha: bool = False,
@@ -123,17 +125,14 @@ class NeuralNormalizer(Normalizer):
         n: GroupSpec | None = None,
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Literal["cpu", "disk"] | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
-        checks.one_of("objective", objective, OBJECTIVES)
-        checks.one_of("architecture", architecture, ARCHITECTURES)
         checks.flag("reset_optimizer", reset_optimizer)
         checks.flag("through_alpha", through_alpha)
-        self.objective, self.architecture = objective, architecture
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
@@ -158,8 +157,8 @@ class NeuralNormalizer(Normalizer):
         return {
             "dim": self.dim,
             "prototypes": self.prototypes,
-            "objective": self.objective,
-            "architecture": self.architecture,
+            "objective": "unified",  # of 0.2.0, which had others as well: their checkpoints are refused
+            "architecture": "prototype",
             "optimizer": self.optimizer.name,
             "reset_optimizer": self.reset_optimizer,
             "through_alpha": self.through_alpha,
@@ -168,134 +167,111 @@ class NeuralNormalizer(Normalizer):
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
-        self._shared = setting.mode == "unimodal"  # one network for both views
-        self._directions = setting.directions
-        networks = 1 if self._shared else self._directions
-        self._ranks, self._dtype, self.unit_features = setting.ranks, setting.dtype, setting.normalize
-        if self.architecture == "prototype" and self.prototypes < self._ranks.size:
+        ranks, shared = setting.ranks, setting.mode == "unimodal"
+        if self.prototypes < ranks.size:
             raise ValueError(
-                f"prototypes={self.prototypes} cannot be split over {self._ranks.size} ranks; give at least one to each"
+                f"prototypes={self.prototypes} cannot be split over {ranks.size} ranks; give at least one to each"
             )
-        self.network = ARCHITECTURES[self.architecture](networks, self.dim, self.prototypes, self._ranks)
-        alone = setting.owner is None
-        parameters = (self.network.seeded if alone else self.network.initial)(setting.dtype, self.seed)
-        self.state = dict(zip(self.network.names, parameters, strict=True))
-        if self.network.restarts:
-            empty = partial(Queue.empty, networks, self.prototypes, self.dim, self.part, setting.dtype)
-            queue = Queue.of(parameters[0], self.prototypes) if alone else empty()
-            self.state |= zip(QUEUE, (queue.features, queue.active, queue.place), strict=True)
+        self.layout = Layout(shared, setting.directions, setting.dtype, setting.normalize, ranks)
+        self.state = empty_ring(self.layout.networks, self.prototypes, self.dim, self.part, setting.dtype)
+        self.state["prototypes"] = self.state["queue"].clone()
+        if setting.owner is None:  # used before any features are known: uniform on the sphere, on any number of ranks
+            generator = torch.Generator().manual_seed(self.seed)
+            shape = (self.layout.networks, self.prototypes, self.dim)
+            drawn = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+            seeded = self.part.of(torch_functional.normalize(drawn, dim=2), dim=1).to(setting.dtype)
+            self.state |= {"prototypes": seeded, "queue": seeded.clone()}
+            self.state["queue_active"].fill_(True)
 
     @property
     def part(self) -> Part:
         """Prototypes of this rank."""
-        return self._ranks.part(self.prototypes)
+        return self.layout.ranks.part(self.prototypes)
 
     # -- the call ----------------------------------------------------------------------------------------------
 
     def estimate(self, call: Call) -> Estimate:
-        prediction = self.learn_from(call).after()
+        prediction = self.learn_from(call)
         return Estimate(
             prediction.alpha,
             target=prediction.target,
-            through_alpha=prediction.through_alpha(prediction.alpha),
-            metrics={"network_gap": partial(mean_gap, prediction.target, prediction.alpha)},
+            through_alpha=partial(prediction.through_alpha, prediction.alpha) if self.through_alpha else None,
+            metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )
 
-    def learn_from(self, call: Call, look_first: bool = False) -> Training:
-        """Run queue, restart and updates on one batch; in training mode the new state is proposed.
+    def learn_from(self, call: Call, look_first: bool = False) -> Prediction:
+        """Run queue, restart and updates on one batch, and return the prediction after them.
+
+        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing: the state
+        stays as it was. On a device, where the host cannot know of it, the host's own counters (of the queue, of the
+        optimizer) advance.
 
         Args:
             call: the batch.
-            look_first: also predict before its features and updates reach the network.
+            look_first: return the prediction before the batch's features and updates reach the network; of the very
+                first batch, that of the queue with it.
         """
-        training = Training(self, call, look_first)
+        hyper, device = call.hyper.of_first_group(), call.batch.features[0].device
+        self._check_dim(call.batch.features[0])
+        batch = NetworkBatch(self.layout, call)
+        state = old = self._state_on(device, self.working_state(call.training))
+        # The host reads the flag on the CPU only; on a device the whole step is taken, and undone by _choose.
+        usable = device.type != "cpu" or bool(batch.finite)
+        before = batch.predict(state) if look_first and state["queue_place"].tolist()[1] > 0 else None
+        if usable and batch.others.shape[1]:
+            new, restarted = push(state, batch.others, batch.finite, self.part, call.t, hyper("restart_every"))
+            state = {**state, **new}
+            if restarted and self.reset_optimizer:
+                state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
+        if look_first and before is None:
+            before = batch.predict(state)
+        if usable and hyper("updates"):
+            state = {**state, **batch.train(state, self.optimizer, hyper("lr"), hyper("updates"))}
+        if device.type != "cpu":
+            state = self._choose(batch.finite, state, old)
         if call.training:
-            self._pending_state = dict(training.state)
-        return training
+            self._pending_state = state
+        return batch.predict(state) if before is None else before
 
-    def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return unit features of the anchors by network, and those that prototypes stand for, ``(D, P, d)`` each.
-
-        Args:
-            features: of both modalities or views, ``(B, d)`` each.
-
-        Raises:
-            ValueError: ``d`` is not ``dim``.
-        """
-        if len(features[0]) != len(features[1]):  # used alone, with any number of candidates
-            own, others = (self.anchors((z, z))[0] for z in features)
-            return own, others
-        both = torch.stack(features).to(self._dtype)
-        if both.shape[2] != self.dim:
-            raise ValueError(f"dim is {self.dim}, the features have {both.shape[2]} dimensions; build it with theirs")
-        if not self.unit_features:
-            both = torch_functional.normalize(both, dim=2)
-        others = both if self._shared else both.flip(0)
-        return self.by_network(both[: self._directions]), self.by_network(others[: self._directions])
-
-    def by_network(self, by_direction: Tensor) -> Tensor:
-        """Rearrange a value ``by_direction``, ``(A, B, ...)`` -> ``(D, P, ...)``: in unimodal mode ``P = 2 B``."""
-        return by_direction.reshape(-1, *by_direction.shape[2:]).unsqueeze(0) if self._shared else by_direction
-
-    def per_anchor(self, value: Any, like: Tensor) -> Tensor:
-        """Rearrange a ``value``: a number, ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the network's dtype.
-
-        Args:
-            value: what is rearranged.
-            like: of the shape ``(B, A)``.
-        """
-        value = value.to(self._dtype) if isinstance(value, Tensor) else like.new_full((), value, dtype=self._dtype)
-        return self.by_network(value.expand(like.shape).T)
-
-    def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rearrange a ``value``, ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
-        return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
+    def _check_dim(self, features: Tensor) -> None:
+        if features.shape[1] != self.dim:
+            raise ValueError(
+                f"dim is {self.dim}, the features have {features.shape[1]} dimensions; build it with theirs"
+            )
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        state, alone = self.saved_state(), Ranks.alone()  # whole on every rank: each may ask for what it likes
-        network = ARCHITECTURES[self.architecture](self.network.networks, self.dim, self.prototypes, alone)
-        parameters = [state[name].to(features[0].device) for name in network.names]
-        active = state.get("queue_active", torch.ones(0, dtype=torch.bool, device="cpu")).to(features[0].device)
-        chunks, count = [], len(features[0])
-        for start in range(0, count, STORED_CHUNK):
-            at = slice(start, min(start + STORED_CHUNK, count))
+        self._check_dim(features[0])
+        state = self._state_on(features[0].device, self.saved_state())
+        layout, alone = self.layout, Ranks.alone()  # whole on every rank: each may ask for what it likes
+        eps, chunks = hyper("eps"), []
+        for start in range(0, len(features[0]), STORED_CHUNK):
+            at = slice(start, start + STORED_CHUNK)
             own = (features[0][at], features[1][at])
-            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
-            scale = 1 / self.per_anchor(tau[at] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
-            sweep = network.sweep(self.anchors(own)[0], scale, active, is_bounded(tau))
-            alpha = sweep.predict(parameters) - (self.per_anchor(positive, positive) * scale + sweep.log_count)
-            eps = hyper("eps")
-            eps = self.per_anchor(eps[at], positive) if isinstance(eps, Tensor) else eps
-            chunks.append(self.per_sample(F.add_eps(alpha, eps), positive))
+            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
+            scale, epsilon = (
+                layout.per_anchor(x[at] if isinstance(x, Tensor) and x.dim() else x, positive) for x in (1 / tau, eps)
+            )
+            prototypes = Prototypes(layout.anchors(own)[0], scale, state["queue_active"], alone)
+            shift = layout.per_anchor(positive, positive) * scale + prototypes.log_count
+            alpha = F.add_eps(prototypes.predict(state["prototypes"]) - shift, epsilon)
+            chunks.append(layout.per_sample(alpha, positive))
         return torch.cat(chunks)
-
-    def sweep(self, state: Mapping[str, Tensor], anchors: Tensor, scale: Scalar, bounded: bool) -> Sweep:
-        """Return anchors before the network, with the prototypes that ``state`` has in use.
-
-        Args:
-            state: where the queue says which are in use.
-            anchors: unit features, ``(D, P, d)``.
-            scale: ``1 / tau``, a number or ``(D, P)``.
-            bounded: no exponent needs a maximum, as the host knows.
-        """
-        active = state[QUEUE[1]].to(anchors.device) if self.network.restarts else anchors.new_empty(0)
-        return self.network.sweep(anchors, scale, active, bounded)
 
     # -- state, split over the ranks ---------------------------------------------------------------------------
 
     @property
     def split_state(self) -> bool:
-        return self._ranks.size > 1 and self.network.restarts
+        return self.layout.ranks.size > 1
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         if self._pending_state is None:
             return
         new, self._pending_state = self._pending_state, None
-        self.state = new if found_inf is None else self.choose(found_inf == 0, new, self.state)
+        self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
-    def choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``new`` where ``good`` (0-d, on the device), else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
@@ -305,57 +281,44 @@ class NeuralNormalizer(Normalizer):
             chosen[name] = value
         return chosen
 
-    def knows_something(self, state: Mapping[str, Tensor]) -> bool:
-        """Return whether a prediction from this ``state`` means anything (the host's count of the queue)."""
-        return not self.network.restarts or state["queue_place"].tolist()[1] > 0
-
-    def state_on(self, device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with its tensors on the device, but for what the host reads in every call."""
+    def _state_on(self, device: torch.device, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value if on_host(name, value) else value.to(device) for name, value in state.items()}
 
     def move(self, device: torch.device) -> None:
-        self.state = self.state_on(device, self.state)
+        self.state = self._state_on(device, self.state)
 
     def saved_state(self) -> dict[str, Tensor]:
-        if self.network.restarts:
-            self._ranks.barrier()
+        ranks = self.layout.ranks
+        ranks.barrier()
         return {
-            name: (self._ranks.join(value, self.prototypes, 1) if self._is_split(value) else value).clone()
+            name: (ranks.join(value, self.prototypes, 1) if _is_split(value) else value).clone()
             for name, value in sorted(self.state.items())  # ranks that were loaded may have other orders
         }
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: value for name, value in self.state.items() if not FunctionalOptimizer.owns(name)}
-        needed = {name: value.new_empty(self._whole_shape(value), device="meta") for name, value in own.items()}
+        needed = {name: value.to("meta") for name, value in self.state.items() if not name.startswith(PREFIX)}
+        whole = needed["queue"].new_empty(self.layout.networks, self.prototypes, self.dim)
+        needed |= {"prototypes": whole, "queue": whole}
         # the optimizer's tensors exist from the first batch on
-        if any(FunctionalOptimizer.owns(name) for name in state):
-            needed |= self.optimizer.expected({name: needed[name] for name in self.network.names}, state)
+        if any(name.startswith(PREFIX) for name in state):
+            needed |= self.optimizer.expected(whole, state)
         return needed
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         found = {name: FINITE for name in names if name != "queue_active"}
-        if self.network.restarts:  # next slot, slots filled, commits at the last restart
-            found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
+        # next slot, slots filled, commits at the last restart
+        found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
         return found
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        first = self.state[self.network.names[0]]
-        restored = {}
+        like, restored = self.state["prototypes"], {}
         for name, value in state.items():
             host = on_host(name, value)
-            if self._is_split(value):
+            if _is_split(value):
                 value = self.part.of(value, dim=1)
-            kept = value.dtype if host or not value.is_floating_point() else first.dtype
-            restored[name] = value.to(device="cpu" if host else first.device, dtype=kept).clone()
+            kept = value.dtype if host or not value.is_floating_point() else like.dtype
+            restored[name] = value.to(device="cpu" if host else like.device, dtype=kept).clone()
         self.state = restored
-
-    def _is_split(self, value: Tensor) -> bool:
-        """Return whether this is ``(D, m, d)``: prototypes, their queue, or what the optimizer keeps of them."""
-        return self.network.restarts and value.dim() == 3
-
-    def _whole_shape(self, value: Tensor) -> tuple[int, ...]:
-        shape = tuple(value.shape)
-        return (shape[0], self.prototypes, shape[2]) if self._is_split(value) else shape
 
     # -- alone ---------------------------------------------------------------------------------------------------
 
@@ -391,7 +354,7 @@ class NeuralNormalizer(Normalizer):
         if not len(batch.rows):
             raise ValueError("anchors are empty, of every rank; skip such a batch")
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            prediction = self.learn_from(self._observed(batch, tau)).after()
+            prediction = self.learn_from(self._observed(batch, tau))
         if batch.depositing:
             self._deposit(batch, {})
         return prediction.alpha[:, 0][batch.own]
@@ -412,13 +375,12 @@ class NeuralNormalizer(Normalizer):
         with torch.no_grad():
             batch, tau = self._meet(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            unit, _ = self.anchors((batch.values["z1"], batch.values["z1"]))
-            hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
-            scale = 1 / (tau[:, 0][None].to(self._dtype) if isinstance(tau, Tensor) else tau)
-            sweep = self.sweep(self.state, unit, scale, is_bounded(tau))
-            parameters = [self.state[name].to(unit.device) for name in self.network.names]
-            alpha = F.add_eps(sweep.predict(parameters) - sweep.log_count, hyper("eps"))
-            return alpha[0][batch.own].to(batch.dtype)
+            layout, z = self.layout, batch.values["z1"]
+            scale = 1 / layout.per_anchor(tau, z[:, :1])
+            prototypes = Prototypes(layout.anchors((z, z))[0], scale, self.state["queue_active"], layout.ranks)
+            log_partition = prototypes.predict(self.state["prototypes"].to(z.device)) - prototypes.log_count
+            eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
+            return F.add_eps(log_partition, layout.per_anchor(eps, z[:, :1]))[0][batch.own].to(batch.dtype)
 
     def _meet(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
@@ -478,11 +440,6 @@ class Observed:
         return coefficient
 
 
-def mean_gap(target: Tensor, alpha: Tensor) -> Tensor:
-    """Return the metric ``network_gap``."""
-    return (target - alpha).abs().mean()
-
-
-def on_host(name: str, value: Tensor) -> bool:
-    """Return whether the host reads it in every call, on whichever device the rest is."""
-    return name == "queue_place" or (FunctionalOptimizer.owns(name) and value.dim() == 0)
+def _is_split(value: Tensor) -> bool:
+    """Return True for ``(D, m, d)``: prototypes, their queue, or what the optimizer keeps of them."""
+    return value.dim() == 3

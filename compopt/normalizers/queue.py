@@ -1,8 +1,8 @@
-"""The newest features of the other modality, from which prototypes start again."""
+"""Ring of the newest features, from which the prototypes of a neural normalizer restart."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,92 +10,67 @@ from torch import Tensor
 from compopt.distributed.ranks import Part
 
 
-@dataclass(frozen=True)
-class Queue:
-    """A ring of ``m`` slots per network; each rank keeps the features of its own prototypes' slots.
+def empty_ring(networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a ring without features, as entries of a normalizer's state.
 
-    A value: :meth:`push` returns another queue and leaves this one as it was, because a batch may be discarded.
-
-    Attributes:
-        features: this rank's slots, ``(D, m_k, d)``.
-        active: which of all slots hold a feature, ``(m,)``, on the device.
-        place: next slot to fill, number of slots filled, and number of commits at the last restart (-1: none), as the
-            host counts them, ``(3,)`` int64 on the CPU. They advance even if a batch on a device turns out to be
-            unusable; its slots then keep what they held.
+    ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: slots of all ranks that hold a feature, ``(m,)``.
+    ``queue_place``: next slot to fill, number of filled slots, and number of commits at the last restart (-1: none),
+    ``(3,)`` int64 that stay on the host. They advance even if a device finds out later that the batch is unusable;
+    the slots then keep what they held.
     """
+    return {
+        "queue": torch.zeros(networks, part.size, dim, dtype=dtype, device="cpu"),
+        "queue_active": torch.zeros(width, dtype=torch.bool, device="cpu"),
+        "queue_place": torch.tensor([0, 0, -1], device="cpu"),
+    }
 
-    features: Tensor
-    active: Tensor
-    place: Tensor
 
-    @classmethod
-    def empty(cls, networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> Queue:
-        """No features."""
-        return cls(
-            torch.zeros(networks, part.size, dim, dtype=dtype, device="cpu"),
-            torch.zeros(width, dtype=torch.bool, device="cpu"),
-            torch.tensor([0, 0, -1], device="cpu"),
-        )
+def push(
+    state: Mapping[str, Tensor], new: Tensor, usable: Tensor, part: Part, t: int, restart_every: int | None
+) -> tuple[dict[str, Tensor], bool]:
+    """Add the features of a batch, and restart the prototypes where that is due.
 
-    @classmethod
-    def of(cls, prototypes: Tensor, width: int) -> Queue:
-        """Slots in use that hold no features yet, but prototypes."""
-        active = torch.ones(width, dtype=torch.bool, device="cpu")
-        return cls(prototypes.clone(), active, torch.tensor([0, 0, -1], device="cpu"))
+    Args:
+        state: ``prototypes`` and the entries of :func:`empty_ring`; left as it is, since a batch may be discarded.
+        new: ``(D, P, d)``; of more than ``m`` features the last ``m`` are kept.
+        usable: 0-d flag; if False the slots keep their content.
+        part: slots of this rank.
+        t: commits so far.
+        restart_every: commits between restarts; ``None``: only when the ring first fills.
 
-    @property
-    def full(self) -> bool:
-        """Every slot has been filled (the host's count)."""
-        return bool(self.place.tolist()[1] == len(self.active))
-
-    def is_due(self, t: int, every: int | None) -> bool:
-        """Whether the period of ``every`` commits that ``t`` lies in has not seen a restart."""
-        return every is not None and bool(t // every != self.place.tolist()[2] // every)
-
-    def restarted(self, t: int) -> Queue:
-        """The same, with the note that prototypes restarted at ``t``."""
-        return replace(self, place=torch.tensor([*self.place[:2].tolist(), t], device="cpu"))
-
-    def fill(self, prototypes: Tensor, written: list[tuple[slice, Tensor]], part: Part) -> Tensor:
-        """Prototypes in slots that held nothing before become the features that were written there."""
-        active = part.of(self.active)
-        if active.device.type == "cpu" and active.all():
-            return prototypes
+    Returns:
+        New values of these entries, and True if the prototypes restarted.
+    """
+    queue, active, prototypes = state["queue"].clone(), state["queue_active"].clone(), state["prototypes"]
+    width = len(active)
+    start, filled, restarted_at = state["queue_place"].tolist()
+    if new.shape[1] >= width:
+        new, start = new[:, -width:], 0
+    size = new.shape[1]
+    now_filled = min(width, filled + size)
+    restart = filled < width == now_filled
+    if restart_every is not None:
+        restart = restart or t // restart_every != restarted_at // restart_every
+    known = part.of(state["queue_active"])
+    # On an accelerator the host cannot know that every slot holds a feature without waiting.
+    fill = not restart and not (known.device.type == "cpu" and known.all())
+    if fill:
         prototypes = prototypes.clone()
-        for own, features in written:
-            known = active[own].unsqueeze(1)
-            prototypes[:, own] = torch.where(known, prototypes[:, own], features)
-        return prototypes
-
-    def push(self, new: Tensor, usable: Tensor, part: Part) -> tuple[Queue, list[tuple[slice, Tensor]]]:
-        """Add the features of a batch, oldest first out.
-
-        Args:
-            new: ``(D, P, d)``; of more than ``m`` the last ``m`` are kept, in slots 0 to m - 1.
-            usable: 0-d flag; if False the slots keep their content.
-            part: the slots of this rank.
-
-        Returns:
-            The new queue, and what was written where: slices of this rank's slots with their new content.
-        """
-        width = len(self.active)
-        start, filled, restart = self.place.tolist()
-        if new.shape[1] >= width:
-            new, start = new[:, -width:], 0
-        size = new.shape[1]
-        features, active = self.features.clone(), self.active.clone()
-        written = []
-        for first, stop in ((start, min(start + size, width)), (0, max(0, start + size - width))):
-            if first == stop:
-                continue
-            offset = 0 if first == start else width - start  # the second piece wraps around
-            active[first:stop].logical_or_(usable)
-            low, high = max(first, part.start), min(stop, part.stop)
-            if low >= high:
-                continue
-            own = slice(low - part.start, high - part.start)
-            batch = new[:, offset + low - first : offset + high - first].to(features.dtype)
-            torch.where(usable, batch, features[:, own], out=features[:, own])
-            written.append((own, features[:, own]))
-        place = torch.tensor([(start + size) % width, min(width, filled + size), restart], device="cpu")
-        return Queue(features, active, place), written
+    # slices of slots, since a selection by mask would make the host wait for the device; the second one wraps around
+    for first, stop, taken in ((start, min(start + size, width), 0), (0, start + size - width, width - start)):
+        active[first : max(first, stop)].logical_or_(usable)
+        low, high = max(first, part.start), min(stop, part.stop)
+        if low >= high:
+            continue
+        own = slice(low - part.start, high - part.start)
+        features = new[:, taken + low - first : taken + high - first].to(queue.dtype)
+        torch.where(usable, features, queue[:, own], out=queue[:, own])
+        if fill:  # a slot that held nothing gets its feature as prototype
+            prototypes[:, own] = torch.where(known[own, None], prototypes[:, own], queue[:, own])
+    place = [(start + size) % width, now_filled, t if restart else restarted_at]
+    return {
+        "prototypes": queue if restart else prototypes,
+        "queue": queue,
+        "queue_active": active,
+        "queue_place": torch.tensor(place, device="cpu"),
+    }, restart

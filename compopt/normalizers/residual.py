@@ -1,13 +1,14 @@
-"""A network that is current, corrected by what the samples' own batches show it to miss."""
+"""Network predictions times a moving average, per sample, of the batch's estimate over the prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import l1_loss
 
 from compopt import checks
 from compopt import functional as F
@@ -15,28 +16,28 @@ from compopt.checks.values import Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.normalizers.neural import NeuralNormalizer, mean_gap
+from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column
 
-PREDICTIONS = ("before", "after")
-FIRST_VISITS = ("one", "ratio")
+Prediction = Literal["before", "after"]
+FirstVisit = Literal["one", "ratio"]
 
 
 class ResidualNormalizer(Normalizer):
-    r"""The network's prediction times a moving average of the ratio by which the batches differ from it.
+    r"""Network prediction times a moving average of the ratio by which the batches differ from it.
 
     .. math::
         r_i \leftarrow (1 - \gamma)\, r_i + \gamma\, (\epsilon + \hat g_i)\, e^{-\alpha_i^{net}}, \qquad
         \alpha_i = \alpha_i^{net} + \log r_i
 
-    A moving average per sample is exact but stale; a network is current but approximate. Here the network carries the
-    drift, the row what the network cannot express. Three facts make it work in small batches:
+    A moving average per sample is exact but stale; a network is current but approximate. Here the network follows the
+    drift, and the row holds what the network cannot express. Three facts make it work in small batches:
 
     * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` (``2 / gamma``
       where two views share a row), whatever the batch drew;
     * the network has not met the batch yet (``prediction="before"``), so that it is no copy of the batch's estimate;
-    * with ``through_alpha=True`` of the network, what the weights of the batch's negatives leave of one,
-      ``1 - sum_j w_ij``, goes to the prototypes: a control variate. An anchor that drew easy negatives learns from the
+    * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, goes to the prototypes: a
+      control variate. An anchor that drew easy negatives learns from the
       prototypes, and its expected gradient does not change.
 
     The network need not learn: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
@@ -86,13 +87,13 @@ class ResidualNormalizer(Normalizer):
         neural: NeuralNormalizer,
         n: GroupSpec | None,
         gamma: float = 0.5,
-        prediction: str = "before",
-        first: str = "one",
+        prediction: Prediction = "before",
+        first: FirstVisit = "one",
     ) -> None:
         if not isinstance(neural, NeuralNormalizer):
             raise TypeError(f"neural must be a NeuralNormalizer, got {type(neural).__name__}")
-        checks.one_of("prediction", prediction, PREDICTIONS)
-        checks.one_of("first", first, FIRST_VISITS)
+        checks.one_of("prediction", prediction, get_args(Prediction))
+        checks.one_of("first", first, get_args(FirstVisit))
         neural.check_free()
         if neural.own_groups:
             raise ValueError("n of the network has no effect here: give it to the ResidualNormalizer")
@@ -108,24 +109,23 @@ class ResidualNormalizer(Normalizer):
         return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")] if self.remembers else []
 
     def estimate(self, call: Call) -> Estimate:
-        training = self.neural.learn_from(call, look_first=self.prediction == "before")
-        network = training.before or training.after()
+        network = self.neural.learn_from(call, look_first=self.prediction == "before")
         log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(call.pairs.of_other_view(log_ratio))
-        log_ratio = self._average(call, log_ratio)
+        gamma = call.hyper("gamma")
+        if self.remembers:
+            first = call.unseen("log_ratio") if self.first == "ratio" else None
+            log_ratio = F.moving_average(call.rows["log_ratio"], log_ratio, gamma, first)
+        else:  # every visit starts from a ratio of 1
+            log_ratio = F.moving_average(torch.zeros_like(log_ratio), log_ratio, gamma, None)
         alpha = network.alpha + log_ratio
         return Estimate(
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
-            through_alpha=network.through_alpha(alpha),
-            metrics={"network_gap": partial(mean_gap, network.target, network.alpha)},
+            through_alpha=partial(network.through_alpha, alpha) if self.neural.through_alpha else None,
+            metrics={"network_gap": partial(l1_loss, network.target, network.alpha)},
         )
-
-    def _average(self, call: Call, log_ratio: Tensor) -> Tensor:
-        old = call.rows["log_ratio"] if self.remembers else torch.zeros_like(log_ratio)
-        first = call.unseen("log_ratio") if self.first == "ratio" and self.remembers else None
-        return F.moving_average(old, log_ratio, call.hyper("gamma"), first)
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

@@ -1,14 +1,10 @@
-"""The published methods as compositions; nothing here but which parts and which defaults."""
+"""Published methods as compositions of a normalizer and a temperature."""
 
-from compopt.presets.dcl import DCLEstimator
+from compopt.presets.batch import DCLEstimator, InfoNCEEstimator
 from compopt.presets.emc2 import EMC2Estimator
-from compopt.presets.fastclip import FastCLIPEstimator
-from compopt.presets.infonce import InfoNCEEstimator
-from compopt.presets.isogclr import ISogCLREstimator
-from compopt.presets.memory import MemoryEstimator
-from compopt.presets.neuclip import NeuCLIPEstimator
-from compopt.presets.residual import ResidualEstimator
-from compopt.presets.sogclr import SogCLREstimator
+from compopt.presets.memory import MemoryEstimator, recommended
+from compopt.presets.moving_average import FastCLIPEstimator, ISogCLREstimator, SogCLREstimator
+from compopt.presets.neural import NeuCLIPEstimator, ResidualEstimator
 
 __all__ = [
     "DCLEstimator",
@@ -20,4 +16,5 @@ __all__ = [
     "NeuCLIPEstimator",
     "ResidualEstimator",
     "SogCLREstimator",
+    "recommended",
 ]

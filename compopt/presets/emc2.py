@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, parse, sizes
@@ -30,8 +30,7 @@ class EMC2Estimator(ContrastiveEstimator):
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
     16 in unimodal mode.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.MCMCNegativeSampler`
-    and :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yau et al., EMC2: Efficient MCMC Negative Sampling for Contrastive Learning, ICML 2024, Algorithm 1.
@@ -55,7 +54,7 @@ class EMC2Estimator(ContrastiveEstimator):
         n: GroupSpec,
         burn_in: int | float = 0.5,
         tau: float = 0.2,
-        proposals: str = "pool",
+        proposals: Literal["pool", "sweep"] = "pool",
         rescore: bool = False,
         seed: int = 0,
         **options: Unpack[Options],

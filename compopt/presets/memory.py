@@ -1,19 +1,26 @@
-"""The batch and the newest features in one softmax, as a composition: for batches of 8 to 256."""
+"""Preset with a memory of features, and the estimator to begin with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.ranks import ProcessGroup
 from compopt.normalizers import MemoryNormalizer
+from compopt.presets.batch import DCLEstimator
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+LENGTH = 128  # samples in the memory
+LARGE = 1024  # from here on so many more change little
+TAU = 0.07
 
 
 class MemoryEstimator(ContrastiveEstimator):
@@ -34,8 +41,7 @@ class MemoryEstimator(ContrastiveEstimator):
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
     may be left out when no sample repeats within a batch or the queue.
 
-    The call, communication, errors: see :class:`~compopt.ContrastiveEstimator`, :class:`~compopt.MemoryNormalizer` and
-    :class:`~compopt.FixedTemperature`.
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Cross-batch memory (Wang et al., CVPR 2020) with the positive left out (DCL, Yeh et al., ECCV 2022) and the
@@ -61,3 +67,52 @@ class MemoryEstimator(ContrastiveEstimator):
     ) -> None:
         temperature = FixedTemperature(tau, dtype=options.get("dtype", torch.float32))
         super().__init__(MemoryNormalizer(dim, length), temperature, **options)
+
+
+def recommended(
+    dim: int,
+    n: int | None = None,
+    batch_size: int | None = None,
+    mode: Literal["bimodal", "unimodal"] = "bimodal",
+    directions: Literal["both", "forward"] = "both",
+    chunk_size: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ContrastiveEstimator:
+    """Return the estimator to begin with, which needs no tuning.
+
+    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07. A :class:`~compopt.DCLEstimator` for calls
+    of 1,024 samples and more, where a memory of this size adds little, and with ``directions="forward"``, where
+    the memory takes from the candidates what they learn from. Neither keeps anything per sample. Why:
+    ``docs/which.md``.
+
+    Args:
+        dim: of the features.
+        n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter. Like
+            ``batch_size`` it decides what is built: give both as before to resume from a checkpoint.
+        batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
+            ``None``: not known, taken to be small.
+        mode: ``"bimodal"`` or ``"unimodal"``.
+        directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
+
+    Returns:
+        The estimator. Communicates nothing here; what its calls do, see there.
+
+    Raises:
+        ValueError: dim, n or batch_size < 1, an unknown mode.
+        TypeError: dim, n or batch_size is no integer.
+
+    Example:
+        >>> import compopt
+        >>> type(compopt.recommended(512, batch_size=64)).__name__
+        'MemoryEstimator'
+        >>> type(compopt.recommended(512, batch_size=4096)).__name__
+        'DCLEstimator'
+    """
+    checks.count("dim", dim)
+    length = LENGTH if n is None else max(1, min(LENGTH, checks.count("n", n) // 4))
+    large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
+    if large or directions == "forward":
+        return DCLEstimator(TAU, mode=mode, directions=directions, chunk_size=chunk_size, process_group=process_group)
+    return MemoryEstimator(
+        dim, length, TAU, mode=mode, directions=directions, chunk_size=chunk_size, process_group=process_group
+    )

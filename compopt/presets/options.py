@@ -1,4 +1,4 @@
-"""The options that every preset passes on to :class:`~compopt.ContrastiveEstimator`, spelled once."""
+"""Options that every preset passes on to :class:`~compopt.ContrastiveEstimator`, spelled once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 
@@ -17,19 +17,19 @@ from compopt.distributed.ranks import ProcessGroup
 class CommonOptions(TypedDict, total=False):
     """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
 
-    mode: str
-    directions: str
+    mode: Literal["bimodal", "unimodal"]
+    directions: Literal["both", "forward"]
     normalize: bool
     chunk_size: int | None
     process_group: ProcessGroup | None
-    offload: str | None
+    offload: Literal["cpu", "disk"] | None
     offload_dir: str | os.PathLike[str] | None
     shard: bool
     dtype: torch.dtype
 
 
 class Options(CommonOptions, total=False):
-    """Those of presets that leave the form of the objective to the user."""
+    """Keywords of presets that leave the form of the objective to the user."""
 
     multiply_tau: bool
 
@@ -43,30 +43,26 @@ def takes_options(kind: Any = Options) -> Callable[[Init], Init]:
     ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
 
     Args:
-        kind: the preset's ``**options``: :class:`Options` or :class:`CommonOptions`.
+        kind: type of the preset's ``**options``: :class:`Options` or :class:`CommonOptions`.
     """
 
     def decorate(init: Init) -> Init:
-        options = [p for name, p in _of(ContrastiveEstimator.__init__).items() if name in kind.__annotations__]
-        shown = [p.replace(kind=p.KEYWORD_ONLY) for p in options]
-        own = [p for p in _of(init).values() if p.kind is not p.VAR_KEYWORD]
-        names = [p.name for p in own[1:]] + [p.name for p in shown]
+        base = inspect.signature(ContrastiveEstimator.__init__).parameters
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = [p.replace(kind=p.KEYWORD_ONLY) for name, p in base.items() if name in kind.__annotations__]
+        signature = inspect.Signature([*own, *shown])
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
-                if name not in names:
+                if name not in signature.parameters:
                     raise TypeError(
                         f"{type(self).__name__}() got an unexpected keyword argument {name!r}; it takes "
-                        f"{', '.join(names)}"
+                        f"{', '.join(list(signature.parameters)[1:])}"
                     )
             init(self, *args, **kwargs)
 
-        checked.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
+        checked.__signature__ = signature  # type: ignore[attr-defined]
         return cast(Init, checked)
 
     return decorate
-
-
-def _of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(function).parameters)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
     "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
 }
-MODES = ("individual", "global")
-OPTIMIZERS = ("momentum", "adam")
-# tau_min and tau_max may have been others when a tau was written
+Mode = Literal["individual", "global"]
+Rule = Literal["momentum", "adam"]
+# of saved values; tau_min and tau_max may have been others when a tau was written
 VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
 
 
@@ -112,22 +112,23 @@ class TemperatureDual(Temperature):
         tau_min: float | None = None,
         tau_max: float | None = None,
         max_grad: float | None = None,
-        mode: str = "individual",
-        optimizer: str = "momentum",
+        mode: Mode = "individual",
+        optimizer: Rule = "momentum",
         beta: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Literal["cpu", "disk"] | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        checks.one_of("mode", mode, MODES)
-        checks.one_of("optimizer", optimizer, OPTIMIZERS)
+        checks.one_of("mode", mode, get_args(Mode))
+        checks.one_of("optimizer", optimizer, get_args(Rule))
         if n is None and mode == "individual":
             raise ValueError("n is None; individual temperatures need the number of samples")
         self.mode, self.optimizer = mode, optimizer
+        self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
         super().__init__(
             n,
             {
@@ -186,11 +187,9 @@ class TemperatureDual(Temperature):
         super().joined(groups, setting)
         if self.mode == "individual":
             return
-        tau = groups.groups[0]["tau_init"]
-        names = ("exp_avg", "exp_avg_sq") if self.optimizer == "adam" else ("exp_avg",)
         # float64: one number, and its steps may be far below float32's resolution of tau
-        self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in (*names, "updates")}
-        self.state["tau"] = torch.tensor(tau, dtype=torch.float64, device="cpu")
+        start = {**dict.fromkeys((*self._moments, "updates"), 0.0), "tau": groups.groups[0]["tau_init"]}
+        self.state = {name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in start.items()}
 
     @property
     def tau(self) -> Tensor:
@@ -227,14 +226,13 @@ class TemperatureDual(Temperature):
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         if self.mode == "global":
             return []
-        names = ("tau_exp_avg", "tau_exp_avg_sq") if self.optimizer == "adam" else ("tau_exp_avg",)
         return [
             Column("tau", directions, dtype, initial="tau_init", values=VALUES["tau"]),
-            *(Column(name, directions, dtype, values=VALUES[name.removeprefix("tau_")]) for name in names),
+            *(Column(f"tau_{name}", directions, dtype, values=VALUES[name]) for name in self._moments),
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
-        """In float64, also from a device that has none."""
+        """Return the state in float64, also from a device that has none."""
         return {name: v if v.dtype == torch.float64 else v.cpu().double() for name, v in super().saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
@@ -256,19 +254,14 @@ class TemperatureDual(Temperature):
 
     def _moved_rows(self, batch: Batch, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
         """Return new columns after one step of every sample's temperature."""
-        rows, new = batch.columns, batch.blank.get("tau")
-        second = rows.get("tau_exp_avg_sq")
-
-        def steps() -> Tensor:
-            visits = batch.count.to(gradient.dtype) + 1
-            return visits if new is None else visits.masked_fill(new, 1)
-
-        tau, m, v = self._move(hyper, rows["tau"], gradient, rows["tau_exp_avg"], second, steps)
-        if v is None:
-            return {"tau": tau, "tau_exp_avg": m}
-        moved = {"tau": tau, "tau_exp_avg": m, "tau_exp_avg_sq": v}
-        if new is not None:  # stored as if all visits of the sample had been steps
-            self._rescale(moved, hyper, steps(), batch.count + 1)
+        new, steps = batch.blank.get("tau"), None
+        if self.optimizer == "adam":
+            steps = batch.count.to(gradient.dtype) + 1
+            if new is not None:  # other parts have met the sample before, this one has not
+                steps = steps.masked_fill(new, 1)
+        moved = self._move(hyper, batch.columns, "tau_", gradient, steps)
+        if steps is not None and new is not None:  # stored as if all visits of the sample had been steps
+            self._rescale(moved, hyper, steps, batch.count + 1)
         return moved
 
     def _rescale(self, rows: Mapping[str, Tensor], hyper: Hyper, steps: Tensor, visits: Tensor) -> None:
@@ -286,10 +279,23 @@ class TemperatureDual(Temperature):
         """Return new state after one step of the global temperature on the mean of ``gradient``."""
         state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
         updates = state["updates"] + 1
-        tau, m, v = self._move(
-            hyper.of_first_group(), state["tau"], mean, state["exp_avg"], state.get("exp_avg_sq"), lambda: updates
-        )
-        return {"tau": tau, "exp_avg": m, "updates": updates, **({} if v is None else {"exp_avg_sq": v})}
+        return {**self._move(hyper.of_first_group(), state, "", mean, updates), "updates": updates}
+
+    def _move(
+        self, hyper: Hyper, old: Mapping[str, Tensor], prefix: str, gradient: Tensor, steps: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return ``tau`` and its moments, whose names begin with ``prefix``, after step ``steps`` of the rule."""
+        # clipped before it enters m, as in the code of iSogCLR's authors
+        tau, limit, names = old["tau"], hyper("max_grad"), [prefix + name for name in self._moments]
+        m, *second = (old[name] for name in names)
+        gradient = F.clip(gradient.to(m.dtype), -limit, limit)
+        if second and steps is not None:
+            betas = (hyper("betas", 0), hyper("betas", 1))
+            tau, *moments = F.adam(tau, m, second[0], gradient, steps, hyper("lr"), betas)
+        else:
+            moments = [F.momentum(m, gradient, hyper("beta"))]
+            tau = F.minus_product(tau, moments[0], hyper("lr"))
+        return {"tau": F.clip(tau, hyper("tau_min"), hyper("tau_max")), **dict(zip(names, moments, strict=True))}
 
     # -- alone ---------------------------------------------------------------------------------------------------
 
@@ -322,10 +328,8 @@ class TemperatureDual(Temperature):
         refuse_transforms()
         engine = self._engine
         with engine.handshake.guard():
-            flat = gradient
-            if isinstance(gradient, Tensor) and gradient.dim() == 2 and gradient.shape[1] == 1:
-                flat = gradient[:, 0]
-            flat = check_values("gradient", flat, "(B,) or (B, 1)", 1)
+            column = isinstance(gradient, Tensor) and gradient.dim() == 2
+            flat = check_values("gradient", gradient.squeeze(1) if column else gradient, "(B,) or (B, 1)", 1)
             keys = {"index": self._index(index, len(flat))}
         batch = self._read(keys, {"gradient": flat})
         hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
@@ -361,17 +365,3 @@ class TemperatureDual(Temperature):
             raise TypeError("index is None; individual temperatures need data-set positions")
         tau = self.read(index)["tau"]
         return tau[:, 0] if self._owner is None else tau
-
-    def _move(
-        self, hyper: Hyper, tau: Tensor, gradient: Tensor, m: Tensor, v: Tensor | None, visits: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return new ``tau``, ``m`` and ``v`` after one step of the rule, on any shape."""
-        limit = hyper("max_grad")
-        gradient = F.clip(gradient.to(m.dtype), -limit, limit)
-        if v is None:
-            m = F.momentum(m, gradient, hyper("beta"))
-            moved = F.minus_product(tau, m, hyper("lr"))
-        else:
-            betas = (hyper("betas", 0), hyper("betas", 1))
-            moved, m, v = F.adam(tau, m, v, gradient, visits(), hyper("lr"), betas)
-        return F.clip(moved, hyper("tau_min"), hyper("tau_max")), m, v

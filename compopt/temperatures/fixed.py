@@ -1,4 +1,4 @@
-"""One temperature for all: a constant, a tensor of the user's, or CLIP's learned scale."""
+"""Temperature that all anchors share: a constant, a tensor of the user's, or CLIP's learned scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
 
 class FixedTemperature(Temperature):
-    r"""``tau`` for every anchor.
+    r"""Temperature ``tau`` of every anchor.
 
     Args:
         tau: a number, which every sample group may override; or a 0-d tensor, used as it is: if it requires
@@ -77,7 +77,7 @@ class FixedTemperature(Temperature):
 
     @property
     def log_inverse(self) -> torch.nn.Parameter | None:
-        """The learned ``log(1/tau)``, 0-d; ``None`` where nothing is learned."""
+        """Learned ``log(1/tau)``, 0-d; ``None`` if nothing is learned."""
         return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
     def described(self) -> dict[str, Any]:
@@ -89,18 +89,22 @@ class FixedTemperature(Temperature):
         if "tau" in self.own_defaults:
             checks.positive("tau", group["tau"])
 
-    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
-        if self.tensor is not None:
+    def _shared(self) -> Tensor | None:
+        """Return a temperature that is a tensor; ``None``: groups have numbers."""
+        if self.log_inverse is None:
             return self.tensor
-        if self.log_inverse is not None:
-            return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
+        return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
+
+    def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
+        shared = self._shared()
+        if shared is not None:
+            return shared
         tau = hyper("tau")
         return tau if isinstance(tau, Tensor) else float(tau)
 
     def constants(self) -> list[float] | None:
-        tau = self.tensor if self.log_inverse is None else lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
-        groups = self.sample_groups
-        return [float(tau) if tau is not None else float(group["tau"]) for group in groups]
+        shared = self._shared()
+        return [float(group["tau"] if shared is None else shared) for group in self.sample_groups]
 
     def move(self, device: torch.device) -> None:
         if self.learnable is not None and self.learnable.log_inverse.device != device:

@@ -26,33 +26,23 @@ class NeuralReference:
         updates=10,
         restart_every=500,
         eps=0.0,
-        objective="unified",
-        architecture="prototype",
         optimizer=torch.optim.Adagrad,
         reset_optimizer=False,
         through_alpha=False,
-        initial=None,  # first weights of an mlp
     ):
         self.dim, self.m, self.lr, self.updates, self.restart_every = dim, prototypes, lr, updates, restart_every
-        self.eps, self.objective, self.architecture = eps, objective, architecture
-        self.make, self.reset, self.through_alpha = optimizer, reset_optimizer, through_alpha
-        self.initial = initial
+        self.eps, self.make, self.reset, self.through_alpha = eps, optimizer, reset_optimizer, through_alpha
         self.nets = None
         self.pending = None
 
     # one network ----------------------------------------------------------------------------------
 
-    def fresh(self, which):
+    def fresh(self):
         """Weights, slots, and the optimizer's state_dict."""
-        if self.architecture == "mlp":
-            return {"weights": [w[which].clone() for w in self.initial], "slots": {}, "next": 0, "optimizer": None}
         return {"weights": [torch.zeros(self.m, self.dim).double()], "slots": {}, "next": 0, "optimizer": None}
 
     def log_partition(self, weights, e, tau, slots):
-        """log mean_j exp(cos(e, W_j) / tau), or the perceptron's output / tau."""
-        if self.architecture == "mlp":
-            w, c, v, b = weights
-            return ((w @ e + c).clamp(min=0) @ v + b[0]) / tau
+        """log mean_j exp(cos(e, W_j) / tau)."""
         terms = [torch.dot(unit(e), unit(weights[0][j])) / tau for j in sorted(slots)]
         return torch.logsumexp(torch.stack(terms), dim=0) - math.log(len(terms))
 
@@ -98,10 +88,7 @@ class NeuralReference:
                 if ghat is None:
                     continue
                 alpha = self.alpha(net, weights, e, positive, tau)
-                if self.objective == "unified":
-                    loss = loss + tau * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
-                else:
-                    loss = loss + (alpha - math.log(self.eps + ghat)) ** 2 / 2
+                loss = loss + tau * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
             (loss / len(batch)).backward()
             optimizer.step()
         net["weights"] = [w.detach() for w in weights]
@@ -115,16 +102,15 @@ class NeuralReference:
         z = [unit(z.detach()) for z in ref.features]
         count = 2 if ref.mode == "bimodal" else 1
         if self.nets is None:
-            self.nets = [self.fresh(k) for k in range(count)]
+            self.nets = [self.fresh() for _ in range(count)]
         nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
         first = not (ref.train and self.pending is not None)
         others = [torch.cat(z)] if ref.mode == "unimodal" else [z[1], z[0]][:count]
         self.before = None
-        if self.architecture == "mlp" or nets[0]["slots"]:
+        if nets[0]["slots"]:
             self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         for net, features in zip(nets, others, strict=True):
-            if self.architecture == "prototype":
-                self.push(net, features, ref.steps, first)
+            self.push(net, features, ref.steps, first)
         batches = [[] for _ in nets]
         for a, tau in zip(anchors, taus, strict=True):
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None

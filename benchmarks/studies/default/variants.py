@@ -9,7 +9,7 @@ from torch import Tensor
 
 import compopt
 from benchmarks.studies.default.tasks import DIM, Task
-from compopt.presets.recommended import LENGTH, TAU
+from compopt.presets.memory import LENGTH, TAU
 
 
 class NotMoved(compopt.MemoryNormalizer):

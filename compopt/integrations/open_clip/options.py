@@ -9,7 +9,7 @@ from typing import Any
 
 from compopt import presets
 from compopt.contrastive import ContrastiveEstimator
-from compopt.presets.recommended import recommended
+from compopt.presets import recommended
 
 MODEL = "model"
 

@@ -1,23 +1,21 @@
-"""NeuCLIP as a composition."""
+"""Presets with a network or a queue that predicts each sample's normalizer: NeuCLIP, and our residual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, parse, sizes
-from compopt.normalizers import NeuralNormalizer
+from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-LEARNED = ("global", "individual")
 
 
 class NeuCLIPEstimator(ContrastiveEstimator):
@@ -32,7 +30,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         n: number of samples, or a list of sample groups; needed only for individual temperatures or for groups.
         tau: temperature, the first one where it is learned.
         prototypes, lr, updates, restart_every, eps: of the network, see :class:`~compopt.NeuralNormalizer`.
-        objective, architecture, optimizer, reset_optimizer, through_alpha, seed: of the network, too.
+        optimizer, reset_optimizer, through_alpha, seed: of the network, too.
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``.
         tau_lr: step size of a learned temperature (Adam).
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
@@ -71,10 +69,8 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         restart_every: int | None = 500,
         rho: float = 6.5,
         tau_lr: float = 1e-4,
-        learn_tau: bool | str = False,
+        learn_tau: bool | Literal["global", "individual"] = False,
         eps: float = 0.0,
-        objective: str = "unified",
-        architecture: str = "prototype",
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
         reset_optimizer: bool = False,
         through_alpha: bool = False,
@@ -86,7 +82,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         **options: Unpack[Options],
     ) -> None:
         if not isinstance(learn_tau, bool):
-            checks.one_of("learn_tau", learn_tau, LEARNED)
+            checks.one_of("learn_tau", learn_tau, ("global", "individual"))
         checks.non_negative("rho", rho)
         groups = None if n is None else sizes(n)
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
@@ -111,15 +107,70 @@ class NeuCLIPEstimator(ContrastiveEstimator):
                 updates,
                 restart_every,
                 eps,
-                objective,
-                architecture,
                 optimizer,
                 reset_optimizer,
                 through_alpha,
                 seed,
-                groups,
+                n=groups,
             ),
             temperature,
+            sample_groups=None if n is None else parse(n),
+            **options,
+        )
+
+
+class ResidualEstimator(ContrastiveEstimator):
+    r"""Large-batch gradients from batches of 8 to 64: the newest features predict, the batch and the row correct.
+
+    .. math::
+        \alpha_i = \log \Bigl( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Bigr) + \log r_i, \qquad
+        \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij}
+        + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
+
+    with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
+    :class:`~compopt.ResidualNormalizer` for ``r_i`` and why.
+
+    Args:
+        dim: of the features.
+        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample.
+        gamma: in (0, 1]; weight of the batch's own estimate.
+        tau: temperature.
+        prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
+        eps: added to the inner function.
+        **options: see :class:`~compopt.ContrastiveEstimator`.
+
+    State: the queue, ``(2, m, d)`` (``(1, m, d)`` in unimodal mode and with one direction), twice; with ``n`` a
+    logarithm and a count per sample and direction, 16 bytes a sample.
+
+    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
+
+    References:
+        Ours. MoCo (He et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020) keep a queue of features too,
+        as further negatives; here it predicts the normalizer, and its features take the weight that the batch leaves.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ResidualEstimator(dim=16, n=1000, prototypes=64)
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+    """
+
+    @takes_options()
+    def __init__(
+        self,
+        dim: int,
+        n: GroupSpec | None = None,
+        gamma: float = 0.5,
+        tau: float = 0.07,
+        prototypes: int = 1024,
+        eps: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
+        super().__init__(
+            ResidualNormalizer(queue, None if n is None else sizes(n), gamma),
+            FixedTemperature(tau),
             sample_groups=None if n is None else parse(n),
             **options,
         )

@@ -1,0 +1,389 @@
+r"""Prototypes under a log-sum-exp: predictions of log-normalizers, their gradients, and steps of training on a batch.
+
+Letters (shapes): ``D`` networks (one per direction of anchors; 1 in unimodal mode, shared by both views), ``P``
+anchors of each, ``d`` their dimension, ``m`` prototypes. A network maps unit features ``e_i`` to
+
+.. math:: \ell_i \approx \log \tfrac{1}{n} \sum_j e^{s_{ij}/\tau_i}
+
+so that ``l_i - s_ii / tau_i`` is the log-normalizer. Gradients are written out: an update costs two matrix products,
+and autograd records nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from compopt import functional as F
+from compopt.distributed.ranks import Ranks
+from compopt.estimator.call import Call
+from compopt.functional import Scalar
+from compopt.kernel.features import NORM_MIN, through_normalization
+from compopt.kernel.log_sum_exp import MASKED
+from compopt.kernel.statistics import MAX_UNSHIFTED_SCALE
+
+PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
+# exp of more, squared, would leave float32 in the optimizer's sums.
+MAX_EXPONENT = 40.0
+# Optimizers put step counters on the default device unless told otherwise; they belong on the host.
+HOST = torch.device("cpu")
+
+State = Mapping[str, Tensor]
+
+
+def on_host(name: str, value: Tensor) -> bool:
+    """Return True for entries of a state that the host reads in every call, on whichever device the rest is."""
+    return name == "queue_place" or (name.startswith(PREFIX) and value.dim() == 0)
+
+
+class Prototypes:
+    r"""``l_i = log 1/m sum_j exp(<e_i, W_j / |W_j|> / tau_i)`` over the active prototypes of all ranks (eq. 10, 11).
+
+    One batch of anchors before prototypes that change between predictions.
+
+    Args:
+        features: unit features of the anchors, ``(D, P, d)``.
+        scale: ``1 / tau``, a number, or of each anchor, ``(D, P)``.
+        active: prototypes in use, ``(m,)``.
+        ranks: hold ``m / K`` prototypes each.
+
+    Attributes:
+        bounded: no exponent needs a maximum, as the host knows.
+        log_count: logarithm of the number of active prototypes, 0-d, which :meth:`predict` leaves out.
+
+    Communicates: :meth:`predict` and :meth:`partition` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one
+    of ``D P d``.
+    """
+
+    def __init__(self, features: Tensor, scale: Scalar, active: Tensor, ranks: Ranks) -> None:
+        active = active.to(features.device)
+        self.features, self.scale, self.ranks = features, scale, ranks
+        self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
+        self.log_count = active.sum(dtype=features.dtype).log_()
+        self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
+        own = ranks.part(len(active)).of(active)
+        self._bias = own.log().clamp_(min=MASKED).to(features.dtype).expand(len(features), 1, -1)
+        # work space, made by the operation that fills it first
+        self._logits: Tensor | None = None
+        self._e: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    def predict(self, weights: Tensor) -> Tensor:
+        """Return ``l_i + log_count``, ``(D, P)``, for prototypes ``weights`` ``(D, m_k, d)``."""
+        if self.bounded:
+            return self.partition(weights).log()
+        logits = self._compare(weights)
+        top = logits.amax(2)
+        self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
+        total = self._e.sum(2)
+        log_total = total.log().add_(top)
+        # e_ij share_i are the softmax weights over all ranks
+        if self.ranks.size == 1:
+            self._share = total.reciprocal()
+        else:  # some ranks may have no active prototype
+            half = self.scale / 2
+            centre = half if isinstance(half, Tensor) else log_total.new_full(log_total.shape, half)
+            log_total = self.ranks.log_sum_exp(log_total, centre)
+            self._share = (top - log_total).exp_()
+        return log_total
+
+    def partition(self, weights: Tensor) -> Tensor:
+        """Return the exponential of :meth:`predict`, where exponents are bounded."""
+        self._e = torch.exp(self._compare(weights), out=self._e)
+        self._total = self.ranks.sum_in_doubles(self._e.sum(2))
+        return self._total
+
+    def _compare(self, weights: Tensor) -> Tensor:
+        """``<e_i, W_j / |W_j|> / tau_i``, far below all that occurs where a prototype is not active."""
+        self._weights = weights
+        norm = torch.linalg.vector_norm(weights, dim=2).unsqueeze(1)
+        # a prototype of no length has no direction: its cosine is 0 and it does not learn
+        self._norm = torch.threshold_(norm, NORM_MIN, torch.inf)
+        products = torch.bmm(self._queries, weights.mT, out=self._logits)
+        # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
+        self._logits = torch.addcdiv(self._bias, products, self._norm, out=products)
+        return self._logits
+
+    def _by_partition(self, weight: Tensor) -> Tensor:
+        """Factor that takes ``e_ij`` to ``weight_i softmax_ij``."""
+        return weight / self._total if self.bounded else weight * self._share
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """Return the gradient of ``sum_i weight_i l_i`` with respect to the prototypes of the last prediction.
+
+        Uses up what that kept; the next call overwrites the result.
+        """
+        return self.gradient_by_partition(self._by_partition(weight))
+
+    def gradient_by_partition(self, quotient: Tensor) -> Tensor:
+        r"""Return :meth:`gradient` of the weights ``quotient_i partition_i``.
+
+        With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``.
+        """
+        assert self._logits is not None and self._e is not None
+        e = self._e.div_(self._norm)
+        along = torch.bmm(quotient.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
+        self._gradient = torch.bmm(e.mT, self._queries * quotient.unsqueeze(2), out=self._gradient)
+        return self._gradient.addcmul_(along.mT, self._weights, value=-1)
+
+    def feature_gradients(self, weight: Tensor) -> Tensor:
+        """Return the same with respect to the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
+        assert self._e is not None
+        factor = self._by_partition(weight * self.scale)
+        return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Arrangement of samples, directions and ranks as the networks see them.
+
+    Attributes:
+        shared: one network for both views (unimodal mode).
+        directions: of anchors, ``A``.
+        dtype: of the networks.
+        unit_features: the estimator's features are L2-normalised already.
+        ranks: of the batch and the prototypes.
+    """
+
+    shared: bool
+    directions: int
+    dtype: torch.dtype
+    unit_features: bool
+    ranks: Ranks
+
+    @property
+    def networks(self) -> int:
+        """Number of networks, ``D``."""
+        return 1 if self.shared else self.directions
+
+    def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return unit features of the anchors by network, and those that prototypes stand for, ``(D, P, d)`` each."""
+        units = [z.to(self.dtype) if self.unit_features else normalize(z.to(self.dtype), dim=1) for z in features]
+        if self.shared:
+            both = torch.cat(units).unsqueeze(0)
+            return both, both
+        return torch.stack(units[: self.directions]), torch.stack(units[::-1][: self.directions])
+
+    def per_anchor(self, value: Scalar, like: Tensor) -> Any:
+        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the networks' dtype; a number stays one.
+
+        Args:
+            value: of each anchor.
+            like: of shape ``(B, A)``.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        by_direction = value.to(self.dtype).expand(like.shape).T
+        return by_direction.reshape(1, -1) if self.shared else by_direction
+
+    def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
+        """Rearrange ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
+        return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
+
+
+class NetworkBatch:
+    """Anchors of a call as the networks see them: numbers where all have the same value, else ``(D, P)``.
+
+    Attributes:
+        anchors, others: see :meth:`Layout.anchors`; a sample that is not finite is NaN, and so is what it gets.
+        finite: 0-d, the whole batch is.
+        tau, eps: temperatures, and what is added inside the logarithms.
+        shift: ``s_ii / tau_i``.
+        target: ``log(eps + ghat_i)``.
+        weight: of each anchor in the objective.
+        exact: there is no eps, as the host knows: ``alpha`` is the log-partition but for a shift.
+        most: an upper bound of ``target - alpha`` that the host knows: both are of cosines over ``tau``.
+    """
+
+    def __init__(self, layout: Layout, call: Call) -> None:
+        pairs, like = call.pairs, call.pairs.positive
+        self.layout, self.features, self.like = layout, call.batch.features, like
+        self.anchors, self.others = layout.anchors(self.features)
+        log_ghat = layout.per_anchor(pairs.log_ghat, like)
+        self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in self.features)]))
+        self.tau, self.eps = layout.per_anchor(call.tau, like), layout.per_anchor(call.hyper("eps"), like)
+        self.shift = layout.per_anchor(like, like) / self.tau
+        self.target = F.add_eps(log_ghat, self.eps)
+        self.weight = layout.per_anchor(pairs.factor(1.0 / self.anchors.shape[1]), like)
+        self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
+        self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
+
+    def per_sample(self, value: Tensor) -> Tensor:
+        """Rearrange ``(D, P)`` -> ``(B, A)``."""
+        return self.layout.per_sample(value, self.like)
+
+    def _meet(self, state: State) -> Prototypes:
+        return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
+
+    def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
+        """Derivatives with respect to ``alpha`` -> those with respect to the log-partition: the same but for eps."""
+        return weight if self.exact else weight * (relative - F.add_eps(relative, self.eps)).exp_()
+
+    def predict(self, state: State) -> Prediction:
+        """Return the log-normalizers of the prototypes that a state has in use."""
+        return Prediction(self, self._meet(state), state["prototypes"])
+
+    def train(self, state: State, optimizer: FunctionalOptimizer, lr: float, updates: int) -> dict[str, Tensor]:
+        """Return new prototypes and the optimizer's tensors after some updates on this batch."""
+        return optimizer.run(state, lr, updates, self._gradient(self._meet(state)))
+
+    def _gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
+        """Return the gradient of ``sum_i weight_i tau_i (exp(-alpha_i)(eps + ghat_i) + alpha_i)`` by the prototypes.
+
+        Its negative derivative by ``alpha`` is ``expm1(gap)`` with ``gap = log(eps + ghat) - alpha``.
+        """
+        shift = self.shift + prototypes.log_count
+        goal, factor = self.target + shift, -self.weight * self.tau
+        if prototypes.bounded and self.exact and self.most <= MAX_EXPONENT:
+            # expm1(gap) = exp(goal) / partition - 1: no logarithm, and two operations
+            optimum = goal.exp_().mul_(factor)
+            less = -factor if isinstance(factor, Tensor) else goal.new_full((), -factor)
+
+            def by_partition(weights: Tensor) -> Tensor:
+                partition = prototypes.partition(weights)
+                return prototypes.gradient_by_partition(torch.addcdiv(less, optimum, partition).div_(partition))
+
+            return by_partition
+
+        def gradient(weights: Tensor) -> Tensor:
+            log_total = prototypes.predict(weights)
+            relative = log_total - shift
+            gap = goal - log_total if self.exact else self.target - F.add_eps(relative, self.eps)
+            if self.most > MAX_EXPONENT:
+                gap = gap.clamp_(max=MAX_EXPONENT)
+            return prototypes.gradient(self.through_eps(gap.expm1_().mul_(factor), relative))
+
+        return gradient
+
+
+class Prediction:
+    """Log-normalizers of a batch by some prototypes.
+
+    Attributes:
+        alpha: ``(B, A)``.
+        target: ``log(eps + ghat)``, ``(B, A)``.
+    """
+
+    def __init__(self, batch: NetworkBatch, prototypes: Prototypes, weights: Tensor) -> None:
+        self._batch, self._prototypes = batch, prototypes
+        self._relative = prototypes.predict(weights) - (batch.shift + prototypes.log_count)
+        self.alpha = batch.per_sample(F.add_eps(self._relative, batch.eps))
+        self.target = batch.per_sample(batch.target)
+
+    def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
+        """Return gradients of the objective that reach the features through ``alpha``, ``(2, B, d)``.
+
+        ``exp(-alpha)(eps + ghat) + alpha`` has the derivative ``1 - exp(-alpha)(eps + ghat)``, that is
+        ``1 - sum_j w_ij``.
+
+        Args:
+            alpha: this prediction's but for a constant, ``(B, A)``.
+            slope: derivative of the value with respect to ``alpha``, ``(B, A)``.
+        """
+        batch, layout, features = self._batch, self._batch.layout, self._batch.features
+        rest = layout.per_anchor((self.target - alpha).expm1_().neg_(), alpha)
+        weight = batch.through_eps(layout.per_anchor(slope, alpha) * rest, self._relative)
+        gradients = self._prototypes.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
+        if not layout.unit_features:
+            for gradient, z in zip(gradients, features, strict=False):  # features that are no anchors have none
+                norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
+                through_normalization(gradient, z / norm, norm)
+        if len(gradients) == 1:
+            gradients = torch.cat([gradients, torch.zeros_like(gradients)])
+        pull = batch.per_sample(weight / batch.tau).sum(1, keepdim=True)
+        for gradient, other in zip(gradients, features[::-1], strict=True):
+            F.minus_product(gradient, other, pull, out=gradient)
+        return gradients
+
+
+class FunctionalOptimizer:
+    """Function made of a ``torch.optim`` optimizer: takes prototypes and state, returns new ones, and keeps nothing.
+
+    Args:
+        make: called with a list of tensors and ``lr=``.
+
+    Raises:
+        TypeError: ``make`` does not return a ``torch.optim.Optimizer``, or one that keeps something else than tensors
+            of the parameters' shapes and numbers in tensors, or changes its own options, or needs more than gradients.
+    """
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.make = make
+        try:
+            with HOST:
+                self._try()
+        except Exception as error:
+            raise TypeError(
+                f"optimizer={make!r} cannot train a network: {error}; give a class such as torch.optim.Adagrad, "
+                f"Adam or SGD, or functools.partial of one"
+            ) from error
+
+    def _try(self) -> None:
+        """Take two steps on a small tensor, to see what the optimizer keeps."""
+        tensor = torch.zeros(2, 3, 4, dtype=torch.float32)
+        trial = self._made(tensor, 1.0)
+        self.name = type(trial).__name__
+        # made before the first step by some, such as AdaGrad
+        self._initial = {key: value.flatten()[0].item() for key, value in trial.state.get(tensor, {}).items()}
+        options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
+        for _ in range(2):
+            tensor.grad = torch.ones_like(tensor)
+            trial.step()
+        if {key: value for key, value in trial.param_groups[0].items() if key != "params"} != options:
+            raise TypeError("it keeps state among its options")
+        self._kept = {key: value for key, value in trial.state[tensor].items() if value is not None}
+        for key, value in self._kept.items():
+            if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
+                raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
+
+    def _made(self, tensor: Tensor, lr: float) -> torch.optim.Optimizer:
+        # torch fuses AdaGrad on the CPU only, and only if asked to
+        fused = self.make is torch.optim.Adagrad and tensor.device.type == "cpu"
+        made = self.make([tensor], lr=lr, **({"fused": True} if fused else {}))
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"it makes no torch.optim.Optimizer but an object of type {type(made).__name__}")
+        return made
+
+    def run(self, state: State, lr: float, updates: int, gradient: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Take steps on copies of the ``prototypes`` and the optimizer's tensors in ``state``, and return these."""
+        weights = state["prototypes"].clone()
+        with HOST:
+            optimizer = self._made(weights, lr)
+        kept = {name.removeprefix(PREFIX): value.clone() for name, value in state.items() if name.startswith(PREFIX)}
+        if kept:
+            optimizer.state[weights] = kept
+        for _ in range(updates):
+            weights.grad = gradient(weights)
+            with nullcontext() if optimizer.state else HOST:
+                optimizer.step()
+        weights.grad = None
+        kept = optimizer.state[weights]
+        return {"prototypes": weights, **{PREFIX + key: v for key, v in kept.items() if isinstance(v, Tensor)}}
+
+    def expected(self, prototypes: Tensor, state: State) -> dict[str, Tensor]:
+        """Return the optimizer's tensors after a step, by name, on the meta device.
+
+        Args:
+            prototypes: for shape and dtype.
+            state: saved one. A counter may be of float32 or float64: it has the default dtype of its run.
+        """
+        found = {}
+        for key, value in self._kept.items():
+            dtype = prototypes.dtype if value.dim() and value.is_floating_point() else value.dtype
+            saved = state[PREFIX + key].dtype if PREFIX + key in state else dtype
+            if not value.dim() and {saved, dtype} <= {torch.float32, torch.float64}:
+                dtype = saved
+            shape = prototypes.shape if value.dim() else ()
+            found[PREFIX + key] = torch.empty(shape, dtype=dtype, device="meta")
+        return found
+
+    def initial(self, name: str, like: Tensor) -> Tensor:
+        """Return a tensor of the optimizer before its first step."""
+        return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
