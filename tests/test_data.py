@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from compopt.data.indexed import Indexed, key_index
+from compopt.data import Indexed, key_index
 from compopt.samplers import SpectralBatchSampler
 
 

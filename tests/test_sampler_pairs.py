@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from compopt.samplers import clustering
+from compopt.samplers import spectral
 from compopt.samplers.ordered import highest
 from compopt.samplers.pairs import batch_losses, edge_weights, normalized_affinity
 from tests.helpers import features, generator, near
@@ -112,7 +112,7 @@ def test_sizes_are_exact(sizes, kind):
         z1[3:], z2[3:] = normalize(z1[:1] + 0.05 * z1[3:], dim=1), normalize(z2[:1] + 0.05 * z2[3:], dim=1)
     if kind == "equal":
         z1[:], z2[:] = z1[0], z1[0]
-    clusters = clustering.spectral_clusters(edge_weights(z1, z2, 0.1, 4), sizes, seed=0)
+    clusters = spectral.spectral_clusters(edge_weights(z1, z2, 0.1, 4), sizes, seed=0)
     assert clusters.dtype == torch.int64
     assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
 
@@ -152,7 +152,7 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
     )
     w = edge_weights(z1, z2, 0.2, 3)
     best = max(sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(9, 3))
-    clusters = clustering.spectral_clusters(w, [3, 3, 3], seed=0)
+    clusters = spectral.spectral_clusters(w, [3, 3, 3], seed=0)
     assert kept(w, clusters) == pytest.approx(best, rel=1e-12)
 
 
@@ -165,7 +165,7 @@ def test_random_weights_are_cut_better_than_at_random():
         values = [
             sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(8, 4)
         ]
-        got = kept(w, clustering.spectral_clusters(w, [4, 4], seed=0))
+        got = kept(w, spectral.spectral_clusters(w, [4, 4], seed=0))
         shares.append((got - np.mean(values)) / (max(values) - np.mean(values)))
     assert np.mean(shares) > 0.8 and min(shares) > 0, shares
 
@@ -173,7 +173,7 @@ def test_random_weights_are_cut_better_than_at_random():
 def test_the_assignment_is_the_cheapest_for_its_centres():
     """Against all ways to give six points three places each, for centres that k-means finds exactly."""
     points = np.array([[0.0], [0.1], [0.2], [0.3], [5.0], [5.1]])
-    clusters = clustering.even_clusters(points, [3, 3], seed=0)
+    clusters = spectral.even_clusters(points, [3, 3], seed=0)
     centres = [points[:4].mean(), points[4:].mean()]
     cost = {
         mine: sum(abs(points[i, 0] - centres[0 if i in mine else 1]) for i in range(6))
@@ -189,14 +189,14 @@ def test_the_assignment_is_the_cheapest_for_its_centres():
 def test_the_same_seed_gives_the_same_clusters():
     z1, z2 = unit(60, 5, seed=8)
     w = edge_weights(z1, z2, 0.1, 6)
-    a, b = (clustering.spectral_clusters(w, [6] * 10, seed=3) for _ in range(2))
+    a, b = (spectral.spectral_clusters(w, [6] * 10, seed=3) for _ in range(2))
     assert torch.equal(a, b)
 
 
 def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr(clustering, "find_spec", lambda name: None if name == "sklearn" else name)
+    monkeypatch.setattr(spectral, "find_spec", lambda name: None if name == "sklearn" else name)
     with pytest.raises(ImportError, match=r"scikit-learn.*\.\[samplers\]"):
-        clustering.require()
+        spectral.SpectralBatchSampler(8, 2)
 
 
 # ordered ------------------------------------------------------------------------------------------
