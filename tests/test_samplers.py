@@ -222,12 +222,6 @@ def test_bad_features(index, z1, z2, error, message):
     assert torch.equal(sampler.bank.rows, before[0]) and torch.equal(sampler.bank.seen, before[1])
 
 
-@both
-def test_arguments_of_the_thread_are_deprecated(make):
-    with pytest.warns(FutureWarning, match="background and lead have no effect"):
-        assert list(make(background=False, lead=0.5)) == list(make())
-
-
 def test_repr_names_the_arguments():
     text = repr(ordered())
     assert (

@@ -8,7 +8,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,6 @@ PLANNING = "the planning of a sampler's epoch"
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments that every batch sampler has, see :class:`~compopt.samplers.SpectralBatchSampler`."""
-
-    background: bool | None
-    lead: float | None
-    dtype: torch.dtype
-    offload: Offload | None
-    process_group: ProcessGroup | None
-    rank: int | None
-    world_size: int | None
-
-
 class BankSampler(Sampler[list[int]]):
     """Batches chosen by the newest features of every sample; random ones until every sample was observed.
 
@@ -46,8 +34,21 @@ class BankSampler(Sampler[list[int]]):
     The plan of an epoch is a sequence of global batches, made when the epoch begins. Each iteration is an epoch; the
     first one after :meth:`load_state_dict` goes on where the state was taken.
 
-    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. Arguments, state, communication and
-    metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`.
+    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. State, communication and metrics: as
+    of :class:`~compopt.samplers.SpectralBatchSampler`.
+
+    Args:
+        n: number of samples; indices are 0 .. n - 1.
+        batch_size: ``B``, over all ranks.
+        tau: temperature of the losses by which batches are chosen.
+        seed: of all random choices, together with the epoch.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
+        dtype: of the bank: float16, bfloat16, float32, float64.
+        offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
+        process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
+            initialised.
+        rank, world_size: instead of a process group: nothing is communicated, :meth:`observe` takes the whole batch,
+            and every rank must compute the same features, to the bit.
 
     Attributes:
         epoch: number of the epoch that was entered last.
@@ -62,7 +63,6 @@ class BankSampler(Sampler[list[int]]):
     Warns:
         UserWarning: when an epoch begins: features that were not finite; samples that never had finite ones; nothing
             of what was observed in the epoch before was one of its batches.
-        FutureWarning: ``background`` or ``lead`` is given; plans were made in a thread once, and neither has an effect.
 
     Example:
         >>> import compopt
@@ -75,17 +75,15 @@ class BankSampler(Sampler[list[int]]):
         self,
         n: int,
         batch_size: int,
-        tau: float = 0.1,
-        seed: int = 0,
-        labels: Tensor | None = None,
         *,
-        background: bool | None = None,
-        lead: float | None = None,
-        dtype: torch.dtype = torch.float16,
-        offload: Offload | None = None,
-        process_group: ProcessGroup | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
+        tau: float,
+        seed: int,
+        labels: Tensor | None,
+        dtype: torch.dtype,
+        offload: Offload | None,
+        process_group: ProcessGroup | None,
+        rank: int | None,
+        world_size: int | None,
     ) -> None:
         self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
@@ -93,12 +91,6 @@ class BankSampler(Sampler[list[int]]):
         checks.positive("tau", tau)
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
-        if background is not None or lead is not None:
-            warnings.warn(
-                "background and lead have no effect any more: an epoch's batches are formed when it begins",
-                FutureWarning,
-                stacklevel=3,
-            )
         self.tau, self.seed = float(tau), int(seed)
         if labels is not None:
             labels = inputs.check_vector("labels", labels, self.n, "a data set of {} samples").cpu().long().clone()

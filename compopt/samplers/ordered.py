@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks import inputs
-from compopt.samplers.base import BankSampler, Options
+from compopt.distributed.ranks import ProcessGroup
+from compopt.samplers.bank import Offload
+from compopt.samplers.base import BankSampler
 from compopt.samplers.pairs import batch_losses
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Numbers in the similarity matrices of the candidates that are weighed at a time
 PIECE = 1 << 20
@@ -51,12 +50,12 @@ class OrderedBatchSampler(BankSampler):
         keep: batches of an epoch, ``q <= k``.
         tau: temperature of the loss.
         seed: of the candidates, together with the epoch.
-        labels, dtype, offload, process_group, rank, world_size: as in
-            :class:`~compopt.samplers.SpectralBatchSampler`.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         group: an older name of ``labels``.
+        dtype, offload, process_group, rank, world_size: as of :class:`~compopt.samplers.BankSampler`.
 
-    State, communication, metrics: as there; also ``coverage``, ``kept_loss`` and ``candidate_loss``, the mean losses of
-    the newest plan's batches and of its candidates in nats.
+    State, communication, metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
+    ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
 
     Raises:
         ValueError: ``keep`` exceeds ``candidates`` or the number of different batches.
@@ -83,14 +82,28 @@ class OrderedBatchSampler(BankSampler):
         tau: float = 0.1,
         seed: int = 0,
         labels: Tensor | None = None,
-        *,
+        dtype: torch.dtype = torch.float16,
+        offload: Offload | None = None,
+        process_group: ProcessGroup | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         group: Tensor | None = None,
-        **options: Unpack[Options],
     ) -> None:
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
-        super().__init__(n, batch_size, tau, seed, inputs.one_name(labels, group), **options)
+        super().__init__(
+            n,
+            batch_size,
+            tau=tau,
+            seed=seed,
+            labels=inputs.one_name(labels, group),
+            dtype=dtype,
+            offload=offload,
+            process_group=process_group,
+            rank=rank,
+            world_size=world_size,
+        )
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(
                 f"keep must be at most the {math.comb(self.n, self.batch_size)} batches of {batch_size} that n={n} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks import inputs
-from compopt.samplers.base import BankSampler, Options
+from compopt.distributed.ranks import ProcessGroup
+from compopt.samplers.bank import Offload
+from compopt.samplers.base import BankSampler
 from compopt.samplers.pairs import edge_weights, normalized_affinity
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
 # k-means is started so often; the best run counts
@@ -69,18 +68,13 @@ class SpectralBatchSampler(BankSampler):
         batch_size: ``B``, over all ranks.
         group: batches per group, ``k``; a tensor ``(n,)`` is taken for ``labels``, as the estimators' ``group`` is.
         tau: temperature of the weights.
-        sharpness: of the affinity.
         seed: of groups, k-means and the order of batches, together with the epoch.
         drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, which
             must have two samples, and one for each rank.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
-        dtype: of the bank: float16, bfloat16, float32, float64.
-        offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
-        process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
-            initialised.
-        rank, world_size: instead of a process group: nothing is communicated, :meth:`observe` takes the whole batch,
-            and every rank must compute the same features, to the bit.
+        sharpness: of the affinity.
+        dtype, offload, process_group, rank, world_size: as of :class:`~compopt.samplers.BankSampler`.
 
     Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
     one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
@@ -122,9 +116,12 @@ class SpectralBatchSampler(BankSampler):
         seed: int = 0,
         drop_last: bool = False,
         labels: Tensor | None = None,
-        *,
+        dtype: torch.dtype = torch.float16,
+        offload: Offload | None = None,
         sharpness: float = 1.0,
-        **options: Unpack[Options],
+        process_group: ProcessGroup | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
         if missing:  # now, not after the first epoch
@@ -138,7 +135,18 @@ class SpectralBatchSampler(BankSampler):
         checks.flag("drop_last", drop_last)
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
-        super().__init__(n, batch_size, tau, seed, labels, **options)
+        super().__init__(
+            n,
+            batch_size,
+            tau=tau,
+            seed=seed,
+            labels=labels,
+            dtype=dtype,
+            offload=offload,
+            process_group=process_group,
+            rank=rank,
+            world_size=world_size,
+        )
         rest = 0 if drop_last else self.n % self.batch_size
         if 0 < rest < max(2, self.world_size):
             raise ValueError(
