@@ -18,7 +18,7 @@ from compopt import checks, rng
 from compopt.checks import inputs
 from compopt.distributed import control
 from compopt.distributed.handshake import Handshake
-from compopt.distributed.ranks import Part, ProcessGroup, Ranks
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.forgotten import warn
 from compopt.samplers.bank import FeatureBank, Offload
 
@@ -47,16 +47,14 @@ class BankSampler(Sampler[list[int]]):
         offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
-        rank, world_size: instead of a process group: nothing is communicated, :meth:`observe` takes the whole batch,
-            and every rank must compute the same features, to the bit.
 
     Attributes:
         epoch: number of the epoch that was entered last.
         metrics: figures of the newest plan and of this epoch; seconds are those of this rank.
 
     Raises:
-        ValueError: batch_size < 2 or > n, tau <= 0, a seed of 2^63 or more, bad labels; rank without world_size or
-            beside a process_group, fewer samples in a batch than ranks; another dtype or ``offload``.
+        ValueError: batch_size < 2 or > n, tau <= 0, a seed of 2^63 or more, bad labels; fewer samples in a batch than
+            ranks; another dtype or ``offload``.
         TypeError: an argument of the wrong type; ``labels`` and ``group`` together.
         RuntimeError: at an iteration: another rank could not make its part of the plan. The next iteration tries again.
 
@@ -82,8 +80,6 @@ class BankSampler(Sampler[list[int]]):
         dtype: torch.dtype,
         offload: Offload | None,
         process_group: ProcessGroup | None,
-        rank: int | None,
-        world_size: int | None,
     ) -> None:
         self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
@@ -96,7 +92,12 @@ class BankSampler(Sampler[list[int]]):
             labels = inputs.check_vector("labels", labels, self.n, "a data set of {} samples").cpu().long().clone()
         self.labels = labels
         self.bank = FeatureBank(self.n, dtype, offload)
-        self._join(process_group, rank, world_size)
+        self._ranks = Ranks(process_group)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        if self.batch_size < self.world_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
+            )
         self._handshake = Handshake(self._ranks, control.OBSERVE)
         # Position. A loader with workers asks for batches long before they are trained on: a loop that observes its
         # batches tells how far it is; of any other loop only the number of batches handed out is known.
@@ -109,25 +110,6 @@ class BankSampler(Sampler[list[int]]):
         self._plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
         self._warned_of_unseen = False
-
-    def _join(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:
-        if (rank is None) != (world_size is None):
-            raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
-        self._apart = rank is not None  # ranks that do not talk to each other
-        if rank is None or world_size is None:
-            self._ranks = Ranks(group)
-            self.rank, self.world_size = self._ranks.rank, self._ranks.size
-        else:
-            if group is not None:
-                raise ValueError("give process_group or rank and world_size, not both")
-            self._ranks = Ranks.alone()
-            self.rank, self.world_size = checks.whole("rank", rank), checks.count("world_size", world_size)
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
-        if self.batch_size < self.world_size:
-            raise ValueError(
-                f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
-            )
 
     # -- what subclasses define ------------------------------------------------------------------------------------
 
@@ -216,8 +198,7 @@ class BankSampler(Sampler[list[int]]):
 
     def _begin(self) -> Tensor:
         """Enter the next epoch, or a loaded one where its state was taken, and return its plan."""
-        if not self._apart:
-            self._ranks.check_alive()
+        self._ranks.check_alive()
         if self._strangers and not (self._matched or self._warned_of_strangers):
             self._warned_of_strangers = True
             warnings.warn(
@@ -247,7 +228,7 @@ class BankSampler(Sampler[list[int]]):
     def _own(self, plan: Tensor, number: int) -> Tensor:
         """This rank's part of a batch."""
         batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
-        return Part.share(len(batch), self.rank, self.world_size).of(batch)
+        return self._ranks.part(len(batch)).of(batch)
 
     def _warn_of_unseen(self, unseen: Tensor) -> None:
         samples = unseen.nonzero().flatten().tolist()
@@ -282,8 +263,8 @@ class BankSampler(Sampler[list[int]]):
         that a state taken between two batches continues with the second.
 
         Args:
-            index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for). With K ranks of
-                a process group those of this rank's part; with ``rank=`` and ``world_size=`` of the whole batch.
+            index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for); with K ranks those
+                of this rank's part.
             z1, z2: features, ``(b, d)``, normalised here; no gradient is kept. Rows that are not finite are left out,
                 and a warning counts them when the next epoch begins.
 
@@ -292,17 +273,13 @@ class BankSampler(Sampler[list[int]]):
         Raises:
             RuntimeError: another rank refused its arguments.
             IndexError: a position outside ``0 .. n - 1``.
-            TypeError, ValueError: wrong types or shapes, another ``d`` than before; with ``rank=`` an index that is
-                only this rank's part of a batch.
+            TypeError, ValueError: wrong types or shapes, another ``d`` than before.
         """
-        if not self._apart:
-            self._ranks.check_alive()
-        plan = self._plans.get(self.epoch)
+        self._ranks.check_alive()
         with self._handshake.guard():
             index = self._checked(index, z1, z2)
-            if self._apart and self.world_size > 1 and plan is not None and len(index):
-                self._check_whole(index, plan)
         index = self._write(index, z1, z2)
+        plan = self._plans.get(self.epoch)
         if plan is not None and self._begun:
             self._follow(index, plan)
 
@@ -312,15 +289,6 @@ class BankSampler(Sampler[list[int]]):
         inputs.check_range("index", index, self.n)
         self.bank.check_width(z1.shape[1])
         return index
-
-    def _check_whole(self, index: Tensor, plan: Tensor) -> None:
-        """Refuse a rank's part of a batch where ranks do not talk to each other: each must observe the whole."""
-        for number in range(self._seen, self._handed):
-            if torch.equal(index, self._own(plan, number)):
-                raise ValueError(
-                    f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the whole "
-                    f"batch, or build the sampler with process_group="
-                )
 
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         """Write features of this rank's samples into the banks of all ranks; return the samples of all."""
@@ -347,8 +315,8 @@ class BankSampler(Sampler[list[int]]):
         """Fill the bank by encoding every sample: an alternative to :meth:`observe`, before an epoch begins.
 
         Args:
-            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks of a process group each encodes
-                its part of every chunk, and gets an index of one sample where it has none.
+            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks each encodes its part of
+                every chunk, and gets an index of one sample where it has none.
             chunk_size: samples at a time.
 
         Raises:

@@ -52,7 +52,7 @@ class OrderedBatchSampler(BankSampler):
         seed: of the candidates, together with the epoch.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         group: an older name of ``labels``.
-        dtype, offload, process_group, rank, world_size: as of :class:`~compopt.samplers.BankSampler`.
+        dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
 
     State, communication, metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
     ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
@@ -85,8 +85,6 @@ class OrderedBatchSampler(BankSampler):
         dtype: torch.dtype = torch.float16,
         offload: Offload | None = None,
         process_group: ProcessGroup | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
         group: Tensor | None = None,
     ) -> None:
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
@@ -101,8 +99,6 @@ class OrderedBatchSampler(BankSampler):
             dtype=dtype,
             offload=offload,
             process_group=process_group,
-            rank=rank,
-            world_size=world_size,
         )
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(

@@ -74,7 +74,7 @@ class SpectralBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
         sharpness: of the affinity.
-        dtype, offload, process_group, rank, world_size: as of :class:`~compopt.samplers.BankSampler`.
+        dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
 
     Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
     one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
@@ -120,8 +120,6 @@ class SpectralBatchSampler(BankSampler):
         offload: Offload | None = None,
         sharpness: float = 1.0,
         process_group: ProcessGroup | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
     ) -> None:
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
         if missing:  # now, not after the first epoch
@@ -144,8 +142,6 @@ class SpectralBatchSampler(BankSampler):
             dtype=dtype,
             offload=offload,
             process_group=process_group,
-            rank=rank,
-            world_size=world_size,
         )
         rest = 0 if drop_last else self.n % self.batch_size
         if 0 < rest < max(2, self.world_size):
