@@ -39,8 +39,7 @@ def naive_loss(z1, z2, batch, tau, labels=None):
     return total / (2 * len(batch))
 
 
-@pytest.mark.parametrize("batch_size", [2, 5, 32])
-@pytest.mark.parametrize("tau", [0.05, 0.1, 1.0])
+@pytest.mark.parametrize("batch_size, tau", [(2, 1.0), (5, 0.1), (32, 0.05)])
 def test_weights_are_their_definition(batch_size, tau):
     z1, z2 = unit(7, 4, seed=1)
     w = edge_weights(z1, z2, tau, batch_size)
@@ -141,7 +140,7 @@ def partitions(m, size):
     yield from cut(list(range(m)))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_planted_clusters_are_the_best_of_all_partitions(seed):
     """Three heaps of three: brute force over all 280 partitions finds the cut that clustering finds."""
     g = generator(seed)
@@ -154,20 +153,6 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
     best = max(sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(9, 3))
     clusters = spectral.spectral_clusters(w, [3, 3, 3], seed=0)
     assert kept(w, clusters) == pytest.approx(best, rel=1e-12)
-
-
-def test_random_weights_are_cut_better_than_at_random():
-    """Where nothing is planted: most of the way from the mean partition to the best, on average."""
-    shares = []
-    for seed in range(10):
-        z1, z2 = unit(8, 3, seed=seed, spread=1.5)
-        w = edge_weights(z1, z2, 0.2, 4)
-        values = [
-            sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(8, 4)
-        ]
-        got = kept(w, spectral.spectral_clusters(w, [4, 4], seed=0))
-        shares.append((got - np.mean(values)) / (max(values) - np.mean(values)))
-    assert np.mean(shares) > 0.8 and min(shares) > 0, shares
 
 
 def test_the_assignment_is_the_cheapest_for_its_centres():
@@ -184,13 +169,6 @@ def test_the_assignment_is_the_cheapest_for_its_centres():
         frozenset(best),
         frozenset(range(6)) - set(best),
     }
-
-
-def test_the_same_seed_gives_the_same_clusters():
-    z1, z2 = unit(60, 5, seed=8)
-    w = edge_weights(z1, z2, 0.1, 6)
-    a, b = (spectral.spectral_clusters(w, [6] * 10, seed=3) for _ in range(2))
-    assert torch.equal(a, b)
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -204,11 +204,7 @@ class KeyIndex:
         return f"keys {self.first}..{self.first + self.n - 1}"
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Return the row of a sample, ``0 .. n - 1``.
-
-        Args:
-            sample: with ``__key__``; folders before the key do not count.
-            position: ignored.
+        """Return the row of a sample by its ``__key__``; folders before the key do not count, nor does ``position``.
 
         Raises:
             ValueError: the key is no integer, or outside the range.
@@ -277,11 +273,7 @@ class UidIndex:
         return int(high) << 64 | int(low)
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Return the row of a sample, ``0 .. n - 1``, by bisection.
-
-        Args:
-            sample: with ``__key__``, perhaps ``json``.
-            position: ignored.
+        """Return the row of a sample by its ``__key__`` or ``json``, found by bisection; ``position`` is ignored.
 
         Raises:
             ValueError: the sample has no identifier, or one that is not in the file.
@@ -313,11 +305,9 @@ class UidIndex:
 
 
 def _base_key(sample: Mapping[str, Any]) -> str:
-    """Key without folders."""
     return str(sample.get("__key__")).rsplit("/", 1)[-1]
 
 
 def _named(sample: Mapping[str, Any]) -> str:
-    """Description of a sample for error messages."""
     place = f"of {Path(str(sample['__url__'])).name}" if "__url__" in sample else "(no __url__)"
     return f"key {sample.get('__key__')!r} {place}"

@@ -181,7 +181,7 @@ class ShardBatches(IterableDataset[Any]):
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
         self.read, self.decode, self.seed = read, decode, checks.whole("seed", seed)
-        listed = [sizes.entry(shard) for shard in self.shards]
+        listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
         self._counts = [count for _, count in listed]

@@ -56,7 +56,7 @@ class ShardIndex:
         self.n = 0
         self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
         self._bytes: dict[str, int] = {}  # of the files that were there when the index was built
-        self._last: tuple[str, int, int, str] = ("", 0, 0, "")  # samples of one shard come one after another
+        self._last = "", ("", 0, 0)  # samples of one shard come one after another: its URL and entry
         for name, count in shards.items():
             self._append(name, checks.count(f"the size of shard {name}", count))
 
@@ -193,8 +193,8 @@ class ShardIndex:
         """
         url = sample.get("__url__")
         if url is None or url != self._last[0]:
-            self._last = self._find(url)
-        _, first, count, name = self._last
+            self._last = url, self.entry(url)
+        name, first, count = self._last[1]
         if not 0 <= position < count:
             raise ValueError(
                 f"shard {name} has a sample at position {position} (key {sample.get('__key__')!r}), and {count} "
@@ -202,17 +202,12 @@ class ShardIndex:
             )
         return first + position
 
-    def count(self, url: str) -> int:
-        """Samples that the shard at ``url`` should have; a ``ValueError`` if it is not in the index."""
-        return self._find(url)[2]
+    def entry(self, url: Any) -> tuple[str, int, int]:
+        """Name, first row and number of samples of the shard at ``url``: the longest name that the URL ends with.
 
-    def entry(self, url: str) -> tuple[str, int]:
-        """Name in the index and number of samples of the shard at ``url``; a ``ValueError`` if it is not there."""
-        _, _, count, name = self._find(url)
-        return name, count
-
-    def _find(self, url: Any) -> tuple[str, int, int, str]:
-        """URL, first row, count and name of the shard whose name is the longest that the URL ends with."""
+        Raises:
+            ValueError: it is not in the index.
+        """
         if not isinstance(url, str):
             raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
         location = url
@@ -223,7 +218,7 @@ class ShardIndex:
         for start in range(len(parts)):
             name = "/".join(parts[start:])
             if name in self._shards:
-                return url, *self._shards[name], name
+                return name, *self._shards[name]
         raise ValueError(
             f"shard {url} is not among the {len(self._shards)} of the index. If it was renamed, give it its old name; "
             f"if it is new, append it with ShardIndex.build(shards, extend=index), and its rows with add_sample_group"
@@ -300,9 +295,8 @@ class indexed_reader:
             FileNotFoundError: a local shard is missing or empty.
         """
         shards = list(shards)
-        check = getattr(self.index, "check", None)
-        if check is not None:
-            check(shards)
+        if isinstance(self.index, ShardIndex):
+            self.index.check(shards)
             return
         check_files(shards)
         for shard, count in (shards[0], 1), (shards[-1], None):
@@ -311,10 +305,10 @@ class indexed_reader:
 
     def _warn_if_short(self, url: Any, found: int) -> None:
         """Warn once of each shard that gave fewer samples than it should."""
-        count = getattr(self.index, "count", None)  # keys have none: any of them may be missing
-        if count is None or not isinstance(url, str) or url in self._short:
+        # any key may be missing: only a ShardIndex knows how many samples there should be
+        if not isinstance(self.index, ShardIndex) or not isinstance(url, str) or url in self._short:
             return
-        expected = count(url)
+        expected = self.index.entry(url)[2]
         if found < expected:
             self._short[url] = expected - found
             warnings.warn(
