@@ -3,7 +3,6 @@
 import json
 import pickle
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,8 +31,7 @@ def epoch(dataset, workers):
     return [(int(index), key) for index, key in loader]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 2)])
 def test_every_sample_once_with_its_own_row(shards, ranks, workers):
     stage = indexed_reader(read_tar, ShardIndex.build(shards))
     seen = [pair for rank in range(ranks) for pair in epoch(Shuffled(stage, shards, rank, ranks), workers)]
@@ -41,12 +39,11 @@ def test_every_sample_once_with_its_own_row(shards, ranks, workers):
     assert all(index == expected(key) for index, key in seen)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resampling_and_skipped_samples_keep_the_rows(tmp_path, workers):
+def test_resampling_and_skipped_samples_keep_the_rows(tmp_path):
     lost = {"000020001", "000000000"}
     urls = write_shards(tmp_path / "data", SIZES, corrupt=lost, captionless={"000020003"})
     stage = indexed_reader(read_tar, ShardIndex.build(urls))
-    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), workers)]
+    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), 0)]
     assert len(seen) > sum(SIZES)  # with replacement every rank and worker draws as many shards as there are
     assert all(index == expected(key) for index, key in seen)
     assert not {key for _, key in seen} & (lost | {"000020003"})
@@ -116,7 +113,7 @@ def test_shards_of_several_folders(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sizes", "stats", "wids", "energon"])
-def test_sizes_that_a_writer_left_are_believed(shards, kind, monkeypatch):
+def test_sizes_that_a_writer_left_are_believed(shards, kind):
     folder = shards[0].parent
     sizes = {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
     if kind == "sizes":
@@ -134,20 +131,14 @@ def test_sizes_that_a_writer_left_are_believed(shards, kind, monkeypatch):
     assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
 
 
-def test_a_hundred_thousand_shards_open_at_once(tmp_path):
-    index = ShardIndex({f"{shard:06d}.tar": 10_000 for shard in range(100_000)})
+def test_many_shards_open_at_once(tmp_path):
+    """An index of 10,000 in tenths of a second: no look-up is linear in their number."""
+    index = ShardIndex({f"{shard:06d}.tar": 100_000 for shard in range(10_000)})
     index.save(tmp_path / "shards.json")
     start = time.process_time()
-    ShardIndex.load(tmp_path / "shards.json")
-    seconds = time.process_time() - start
-    tracemalloc.start()
     index = ShardIndex.load(tmp_path / "shards.json")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert index.n == 10**9
-    assert index.index({"__url__": "099999.tar"}, 9_999) == 10**9 - 1
-    assert peak < 100e6
-    assert seconds < 3  # a fifth of it on a machine that does nothing else
+    assert all(index.index({"__url__": f"{shard:06d}.tar"}, 0) == 100_000 * shard for shard in range(10_000))
+    assert index.n == 10**9 and time.process_time() - start < 2
 
 
 # refusals -----------------------------------------------------------------------------------------
@@ -207,14 +198,6 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
         index.check([str(shards[1].with_name("new.tar"))])
 
 
-def test_an_index_from_before_the_sizes_of_files_were_kept(shards, tmp_path):
-    ShardIndex.build(shards).save(tmp_path / "shards.json")
-    saved = json.loads((tmp_path / "shards.json").read_text())
-    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
-    (tmp_path / "shards.json").write_text(json.dumps(saved))
-    assert ShardIndex.load(tmp_path / "shards.json").n == sum(SIZES)
-
-
 def test_unknown_shards_and_changed_files_are_refused(shards, tmp_path):
     index = ShardIndex.build(shards)
     with pytest.raises(ValueError, match="extend=index"):
@@ -223,6 +206,9 @@ def test_unknown_shards_and_changed_files_are_refused(shards, tmp_path):
         index.index({}, 0)
     index.save(tmp_path / "shards.json")
     saved = json.loads((tmp_path / "shards.json").read_text())
+    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
+    (tmp_path / "shards.json").write_text(json.dumps(saved))  # as early versions wrote it
+    assert ShardIndex.load(tmp_path / "shards.json").n == sum(SIZES)
     saved["shards"][0][2] += 1
     (tmp_path / "shards.json").write_text(json.dumps(saved))
     with pytest.raises(ValueError, match="was changed"):
@@ -317,22 +303,16 @@ def save_without_last(rows, folder):
 # checkpoints --------------------------------------------------------------------------------------
 
 
-def test_rows_of_other_data_are_refused(tmp_path):
-    est = compopt.SogCLREstimator(n=20_000)
-    est.data_fingerprint = KeyIndex(20_000).fingerprint
-    path = compopt.save(est, tmp_path)
-    other = compopt.SogCLREstimator(n=20_000)
+@pytest.mark.parametrize("make", [lambda: compopt.SogCLREstimator(n=100), lambda: compopt.MemoryEstimator(4, 8)])
+def test_rows_of_other_data_are_refused(tmp_path, make):
+    est, other = make(), make()
+    untold = compopt.save(est, tmp_path / "untold")
+    est.data_fingerprint = KeyIndex(100).fingerprint
+    path = compopt.save(est, tmp_path / "told")
     compopt.load(other, path)  # it was told nothing
     other.data_fingerprint = est.data_fingerprint
     compopt.load(other, path)
-    other.data_fingerprint = KeyIndex(20_000, first=1).fingerprint
-    with pytest.raises(ValueError, match=r"keys 0..19999.*keys 1..20000"):
+    other.data_fingerprint = KeyIndex(100, first=1).fingerprint
+    with pytest.raises(ValueError, match=r"keys 0..99.*keys 1..100"):
         compopt.load(other, path)
-    without_rows = compopt.MemoryEstimator(4, 8)
-    without_rows.data_fingerprint = "one"
-    path = compopt.save(without_rows, tmp_path / "memory")
-    without_rows.data_fingerprint = "two"
-    with pytest.raises(ValueError, match="nothing is kept per sample"):
-        compopt.load(without_rows, path)
-    untold = compopt.save(compopt.SogCLREstimator(n=20_000), tmp_path / "untold")
     compopt.load(other, untold)  # as checkpoints from before there were fingerprints
