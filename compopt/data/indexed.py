@@ -32,8 +32,8 @@ class Indexed(Dataset[tuple[Any, ...]]):
     ``collate_fn`` must expect. Batched reading (``__getitems__``) is passed on to a data set that has it.
 
     Several data sets: ``Indexed(ConcatDataset([a, b]))``, whose positions are those of sample groups in the same order.
-    ``ConcatDataset([Indexed(a), Indexed(b)])`` would number both from 0, so that their samples share rows; use
-    ``Indexed(b, first=len(a))`` if each must be wrapped by itself.
+    ``ConcatDataset([Indexed(a), Indexed(b)])`` would number both from 0, so that samples share rows: if each must be
+    wrapped by itself, use ``Indexed(b, first=len(a))``.
 
     Args:
         dataset: with ``len()`` and ``[]``.
@@ -76,11 +76,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return range(len(self))[position]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Items of a batch, as torch's ``DataLoader`` asks for them; read at once if the data set supports that.
-
-        Raises:
-            ValueError: the data set's own ``__getitems__`` does not return one item per position.
-        """
+        """Items of a batch, as torch's ``DataLoader`` asks for them; a ``ValueError`` unless one comes per position."""
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return [self[position] for position in positions]
@@ -167,11 +163,9 @@ class SampleIndex(Protocol):
         """Text that is equal if the same samples have the same rows; ``est.data_fingerprint`` takes it."""
 
     def index(self, sample: dict[str, Any], position: int) -> int:
-        """Return the row of a sample, ``0 .. n - 1``; raise a ``ValueError`` if it has none.
+        """Return the row, ``0 .. n - 1``, of a sample with ``__key__`` and ``__url__``, or raise a ``ValueError``.
 
-        Args:
-            sample: as the reader gives it, with ``__key__`` and ``__url__``.
-            position: its place in its shard, from 0 on.
+        ``position`` is its place in its shard, from 0 on.
         """
 
 
@@ -186,7 +180,7 @@ class KeyIndex:
         first: the smallest one.
 
     Raises:
-        ValueError: n < 1 or first < 0.
+        ValueError: n < 1 or first < 0; at a sample, a key that is no integer, or outside the range.
         TypeError: n or first is no integer.
 
     Example:
@@ -204,11 +198,7 @@ class KeyIndex:
         return f"keys {self.first}..{self.first + self.n - 1}"
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Return the row of a sample by its ``__key__``; folders before the key do not count, nor does ``position``.
-
-        Raises:
-            ValueError: the key is no integer, or outside the range.
-        """
+        """Row of a sample, or a ``ValueError``; neither folders before the key nor ``position`` count."""
         key = _base_key(sample)
         if not (key.isascii() and key.isdigit()):
             raise ValueError(f"{_named(sample)} is no integer; use a ShardIndex")
@@ -238,7 +228,7 @@ class UidIndex:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file has another dtype or no rows, is not sorted, or has an identifier twice (as far as the
-            places that are looked at show).
+            places that are looked at show); at a sample, no identifier, or one that is not in the file.
 
     Example:
         >>> import compopt, numpy, os, tempfile
@@ -273,11 +263,7 @@ class UidIndex:
         return int(high) << 64 | int(low)
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Return the row of a sample by its ``__key__`` or ``json``, found by bisection; ``position`` is ignored.
-
-        Raises:
-            ValueError: the sample has no identifier, or one that is not in the file.
-        """
+        """Return the row of a sample, found by bisection, or raise a ``ValueError``; ``position`` does not count."""
         uid = self._uid(sample)
         row = bisect_left(range(self.n), uid, key=self._at)
         if row == self.n or self._at(row) != uid:

@@ -83,7 +83,9 @@ class PrefetchLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         try:
-            yield from self._within() if _looks_ahead(self.loader) else self._ahead()
+            # accelerate's loaders, recognised by their attributes, since accelerate need not be installed
+            inside = hasattr(type(self.loader), "end") and hasattr(self.loader, "base_dataloader")
+            yield from self._within() if inside else self._ahead()
         finally:
             if self._forget is not None:
                 self._forget()
@@ -92,7 +94,7 @@ class PrefetchLoader(Generic[T]):
         """Batches of a loader that looks ahead by itself, announced where it takes them from the one inside it."""
         loader: Any = self.loader
         inner = loader.base_dataloader
-        loader.base_dataloader = _Announced(inner, self._take)
+        loader.base_dataloader = _Announced(inner, self._announce, None, *self._wanted)
         try:
             yield from loader
         finally:
@@ -123,40 +125,21 @@ class PrefetchLoader(Generic[T]):
 _END = object()
 
 
-def _looks_ahead(loader: Any) -> bool:
-    # accelerate's loaders, recognised by their attributes, since accelerate need not be installed
-    return hasattr(type(loader), "end") and hasattr(loader, "base_dataloader") and hasattr(loader, "end_of_dataloader")
-
-
-class _Announced:
-    """Loader inside another one; each batch is announced when it is taken."""
-
-    def __init__(self, loader: Any, take: Callable[[Iterator[Any]], Any]) -> None:
-        self._loader, self._take = loader, take
+class _Announced(PrefetchLoader[Any]):
+    """Loader inside accelerate's, which looks ahead itself; each batch is announced when it is taken."""
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         while (batch := self._take(batches)) is not _END:
             yield batch
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
     @property  # type: ignore[misc]  # the loader outside passes its own class on, as accelerate does
     def __class__(self) -> type:
-        return self._loader.__class__
+        return self.loader.__class__
 
 
 def select_index(batch: Any, index: Any) -> Tensor:
-    """Return the data-set positions in a batch: at a position, under a key, or what a function finds.
-
-    Raises:
-        TypeError: the batch is of another kind than ``index`` asks for, or what is there is no tensor of integers.
-        ValueError: the batch has no such entry, or it is not 1-D.
-    """
+    """Return the data-set positions in a batch: at a position, under a key, or what a function finds."""
     if callable(index):
         found = index(batch)
     elif isinstance(batch, Mapping):

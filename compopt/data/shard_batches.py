@@ -217,14 +217,7 @@ class ShardBatches(IterableDataset[Any]):
         return Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
-        """Record that this rank has trained on further batches, in the order in which the loader gave them.
-
-        Args:
-            batches: how many, >= 1.
-
-        Raises:
-            ValueError: the epoch has fewer left.
-        """
+        """Record that this rank has trained on the next ``batches`` >= 1; raise a ``ValueError`` if fewer are left."""
         if checks.count("batches", batches) > len(self):
             raise ValueError(f"advance({batches}): {len(self)} batches of this epoch are left")
         self.done += batches
@@ -256,11 +249,8 @@ class ShardBatches(IterableDataset[Any]):
         Otherwise the rest of the epoch is divided anew: the order differs, but no sample comes twice, and only those of
         the last incomplete batch are missing.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
         Raises:
-            ValueError: the state is of other shards or of another seed, or is no state of this class.
+            ValueError: ``state_dict`` is of other shards or of another seed, or is no state of this class.
         """
         mine = self.state_dict()
         if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
@@ -298,10 +288,11 @@ class ShardBatches(IterableDataset[Any]):
         workers = range(layout.workers) if info is None else [(self.done + info.id) % layout.workers]
         done, left = self.done, len(self)  # the position may advance while this runs
         lanes = [self._lane(worker, done) for worker in workers]
-        for number in range(done, done + left) if info is None else ():
-            yield next(lanes[number % layout.workers])
         if info is not None:
             yield from lanes[0]
+            return
+        for number in range(done, done + left):
+            yield next(lanes[number % layout.workers])
 
     def _lane(self, worker: int, done: int) -> Iterator[Any]:
         """Batches that a worker of this rank still has to give after ``done`` batches of the rank."""
@@ -309,7 +300,13 @@ class ShardBatches(IterableDataset[Any]):
         last, waiting = None, 0  # number of batches owed until there is one to give
         for batch in self._batches(worker, turn):
             if batch is None:
-                self._warn_of_empty()
+                self._empty += 1
+                if not self._empty & (self._empty - 1):  # warn of the 1st, 2nd, 4th, 8th, ...
+                    warnings.warn(
+                        f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, "
+                        f"epoch {self.epoch}; {self._empty} such batches by now); another batch is given twice",
+                        stacklevel=2,
+                    )
                 if not waiting and last is None:
                     last = self._before(worker, turn)
             last, waiting = last if batch is None else batch, waiting + 1
@@ -338,16 +335,6 @@ class ShardBatches(IterableDataset[Any]):
         """Last non-empty batch before a turn, the one that an uninterrupted run would repeat."""
         earlier = (next(self._batches(worker, number)) for number in reversed(range(turn)))
         return next((batch for batch in earlier if batch is not None), None)
-
-    def _warn_of_empty(self) -> None:
-        self._empty += 1
-        if self._empty & (self._empty - 1):  # warn of the 1st, 2nd, 4th, 8th, ...
-            return
-        warnings.warn(
-            f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, epoch "
-            f"{self.epoch}; {self._empty} such batches by now); another batch is given twice",
-            stacklevel=2,
-        )
 
     def _shuffled(self, samples: Iterator[Sample | None], lane: int, block: int) -> Iterator[Sample | None]:
         """Samples of a lane, each block in its own order, from a given block on."""

@@ -56,7 +56,7 @@ class ShardIndex:
         self.n = 0
         self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
         self._bytes: dict[str, int] = {}  # of the files that were there when the index was built
-        self._last = "", ("", 0, 0)  # samples of one shard come one after another: its URL and entry
+        self._last: tuple[Any, tuple[str, int, int]] = "", ("", 0, 0)  # URL and entry: samples of a shard come in turn
         for name, count in shards.items():
             self._append(name, checks.count(f"the size of shard {name}", count))
 
@@ -117,13 +117,9 @@ class ShardIndex:
         return index
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON: ``[name, first row, count]`` of each shard, and the bytes of their files.
+        """Write the index to ``path`` as JSON: ``[name, first row, count]`` of each shard, and the bytes of its file.
 
-        Args:
-            path: of the file; an older one is replaced as a whole.
-
-        Raises:
-            OSError: it cannot be written.
+        An older file is replaced as a whole.
         """
         rows = [[name, first, count] for name, (first, count) in self._shards.items()]
         about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
@@ -133,10 +129,7 @@ class ShardIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardIndex:
-        """Read a file that :meth:`save` wrote.
-
-        Args:
-            path: of the file.
+        """Read the file at ``path``, which :meth:`save` wrote.
 
         Raises:
             FileNotFoundError: there is none.
@@ -160,10 +153,7 @@ class ShardIndex:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def check(self, shards: Iterable[str]) -> None:
-        """Refuse shards that are not those of the index, as far as can be told without reading them.
-
-        Args:
-            shards: paths or URLs.
+        """Refuse shards (paths or URLs) that are not those of the index, as far as can be told without reading them.
 
         Raises:
             ValueError: a shard has another name, or as a local file another size than when the index was built.
@@ -182,11 +172,7 @@ class ShardIndex:
                 )
 
     def index(self, sample: Mapping[str, Any], position: int) -> int:
-        """Return the row of a sample, ``0 .. n - 1``.
-
-        Args:
-            sample: with ``__url__``, the shard it was read from.
-            position: its place in there, from 0 on.
+        """Return the row, ``0 .. n - 1``, of a sample with ``__url__``; ``position`` is its place in that shard.
 
         Raises:
             ValueError: the shard is not in the index, or has more samples than the index says.
@@ -203,11 +189,7 @@ class ShardIndex:
         return first + position
 
     def entry(self, url: Any) -> tuple[str, int, int]:
-        """Name, first row and number of samples of the shard at ``url``: the longest name that the URL ends with.
-
-        Raises:
-            ValueError: it is not in the index.
-        """
+        """Name (the longest that ``url`` ends with), first row and count of a shard; a ``ValueError`` if unknown."""
         if not isinstance(url, str):
             raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
         location = url
@@ -286,9 +268,6 @@ class indexed_reader:
 
         A :class:`ShardIndex` looks at names and files. For any other index the first sample of the first shard and all
         of the last shard are read: the largest keys are there. One process of many is enough.
-
-        Args:
-            shards: paths or URLs.
 
         Raises:
             ValueError: a shard or a sample that the index does not know.
