@@ -134,14 +134,7 @@ class BankSampler(Sampler[list[int]]):
         """
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both features of ``samples`` and their labels, if there are any, on the bank's device.
-
-        Args:
-            samples: data-set positions, of any shape.
-
-        Returns:
-            Features ``(..., d)``, twice, float32 or wider, and labels ``(...)``, int64, or ``None``.
-        """
+        """Both features ``(..., d)`` and the labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
 
@@ -152,12 +145,7 @@ class BankSampler(Sampler[list[int]]):
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
     def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
-        """Plan of random batches, before all samples were observed: ``(samples,)`` int64.
-
-        Args:
-            epoch: decides the order, together with the seed.
-            missing: samples never observed, ``(n,)`` bool; they come first, so that those left out get their turn.
-        """
+        """Plan of random batches, ``(samples,)`` int64; those never observed, ``missing`` ``(n,)``, come first."""
         return self.random_batches(len(self), epoch, first=missing).flatten()
 
     # -- random orders, functions of the seed and of counters --------------------------------------------------------
@@ -173,10 +161,7 @@ class BankSampler(Sampler[list[int]]):
     def random_batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
         """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.
 
-        Args:
-            count: number of batches.
-            epoch: number of the epoch.
-            first: True for samples that the first permutation begins with, ``(n,)``.
+        The first permutation begins with the samples that are True in ``first``, ``(n,)``.
         """
         size = self.n // self.batch_size * self.batch_size
         orders = []
@@ -210,8 +195,8 @@ class BankSampler(Sampler[list[int]]):
         if self._begun:
             self.epoch, self._seen, self._follows = self.epoch + 1, 0, self._matched
         self._matched, self._strangers, self._handed = False, False, self._seen
-        started = time.perf_counter()
         self._begun = False  # if the plan fails, the next iteration tries this epoch again
+        started = time.perf_counter()
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= self.epoch}
         if self.epoch not in self._plans:
             unseen, missing = self.bank.unseen(), self.bank.missing()
@@ -226,7 +211,7 @@ class BankSampler(Sampler[list[int]]):
         return self._plans[self.epoch]
 
     def _own(self, plan: Tensor, number: int) -> Tensor:
-        """This rank's part of a batch."""
+        """Part of a batch that this rank has."""
         batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
         return self._ranks.part(len(batch)).of(batch)
 
@@ -361,11 +346,8 @@ class BankSampler(Sampler[list[int]]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was taken, with the next iteration, on any number of ranks. Communicates nothing.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
         Raises:
-            ValueError: the state is of a sampler with other arguments.
+            ValueError: ``state_dict`` is of a sampler with other arguments.
         """
         own, other = self.config(), dict(state_dict["config"])
         for name in {**own, **other}:
