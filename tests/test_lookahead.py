@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -135,22 +133,3 @@ def test_where_it_is_not(batch, index, error, message):
 def test_what_cannot_be_iterated():
     with pytest.raises(TypeError, match="got int"):
         PrefetchLoader(5, Log().announce)
-
-
-@pytest.mark.launch
-def test_the_interpreter_exits_in_the_middle_of_a_loop():
-    """With rows under way, a DataLoader with workers, and a loop that never ends properly."""
-    code = """
-import torch
-import compopt
-from torch.utils.data import DataLoader, TensorDataset
-est = compopt.SogCLREstimator(40, offload="cpu")
-if __name__ == "__main__":
-    loop = iter(est.prefetch(DataLoader(TensorDataset(torch.arange(40)), batch_size=4, num_workers=1)))
-    (index,) = next(loop)
-    est(torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), index).backward()
-    est.step()
-    print("end", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.strip() == "end", done.stderr

@@ -156,20 +156,3 @@ def test_a_batch_has_a_sample_for_each_rank():
     for few, also_few, last in the_pool().run(refused_sizes, 4):
         assert few == also_few == "batch_size=3 counts over all ranks and must be at least world_size=4"
         assert "the last batch has 2 of n=50 samples for world_size=4 ranks" in last
-
-
-def early(group):
-    """Built before the group is: as one process, and asked afterwards."""
-    alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)
-    sampler = spectral(process_group=alone)
-    sampler._ranks.group = None  # what a sampler has that was built without any group
-    try:
-        next(iter(sampler))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_sampler_from_before_the_group_is_refused():
-    for message in the_pool().run(early, 2):
-        assert "built before torch.distributed was initialised" in message

@@ -34,7 +34,7 @@ whose batch has another one with the same caption, a false negative; `labels=` d
 TIMES = f"""Seconds to form an epoch's batches, B = {BATCH}, k = {GROUP}, d = 128, random features in clusters; `OSGD`
 weighs 1,500 candidates. *Training* is the same model's epoch without any sampler."""
 HIDDEN = """Seconds of the epochs of one training run on all cores, in parentheses what of them the loop waited for its
-batches: the first epoch's are random, the second's are formed when it begins, the third's while the second runs."""
+batches: the first epoch's are random, those of others are formed when they begin."""
 
 
 def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
