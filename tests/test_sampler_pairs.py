@@ -116,28 +116,14 @@ def test_sizes_are_exact(sizes, kind):
     assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
 
 
-def kept(w, clusters):
-    """The weight inside clusters."""
-    return float(w[clusters[:, None] == clusters].sum()) / 2
-
-
-def partitions(m, size):
-    """All ways to cut range(m) into parts of one size."""
-    if m == 0:
-        yield ()
+def partitions(rest, size):
+    """All ways to cut a list into parts of one size."""
+    if not rest:
+        yield []
         return
-
-    def cut(rest):
-        if not rest:
-            yield []
-            return
-        first, *others = rest
-        for mates in itertools.combinations(others, size - 1):
-            left = [x for x in others if x not in mates]
-            for tail in cut(left):
-                yield [(first, *mates), *tail]
-
-    yield from cut(list(range(m)))
+    for mates in itertools.combinations(rest[1:], size - 1):
+        for tail in partitions([x for x in rest[1:] if x not in mates], size):
+            yield [(rest[0], *mates), *tail]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,9 +136,13 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
         normalize(centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64), dim=1) for _ in range(2)
     )
     w = edge_weights(z1, z2, 0.2, 3)
-    best = max(sum(float(w[a, b]) for part in p for a, b in itertools.combinations(part, 2)) for p in partitions(9, 3))
+
+    def kept(parts):
+        return sum(float(w[a, b]) for part in parts for a, b in itertools.combinations(part, 2))
+
     clusters = spectral.spectral_clusters(w, [3, 3, 3], seed=0)
-    assert kept(w, clusters) == pytest.approx(best, rel=1e-12)
+    found = [(clusters == c).nonzero().flatten().tolist() for c in range(3)]
+    assert kept(found) == pytest.approx(max(map(kept, partitions(list(range(9)), 3))), rel=1e-12)
 
 
 def test_the_assignment_is_the_cheapest_for_its_centres():

@@ -114,20 +114,17 @@ def test_shards_of_several_folders(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sizes", "stats", "wids", "energon"])
 def test_sizes_that_a_writer_left_are_believed(shards, kind):
-    folder = shards[0].parent
-    sizes = {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
-    if kind == "sizes":
-        (folder / "sizes.json").write_text(json.dumps(sizes))
-    elif kind == "wids":
-        listed = [{"url": f"s3://b/{name}", "nsamples": size} for name, size in sizes.items()]
-        (folder / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
-    elif kind == "energon":
-        (folder / ".nv-meta").mkdir()
-        (folder / ".nv-meta" / ".info.json").write_text(json.dumps({"shard_counts": sizes}))
-    else:
-        for name, size in sizes.items():
-            stats = {"count": size + 3, "successes": size}
-            (folder / f"{name[:5]}_stats.json").write_text(json.dumps(stats))
+    folder, sizes = shards[0].parent, {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
+    listed = [{"url": f"s3://b/{name}", "nsamples": size} for name, size in sizes.items()]
+    files = {
+        "sizes": {"sizes.json": sizes},
+        "wids": {"index.json": {"wids_version": 1, "shardlist": listed}},
+        "energon": {".nv-meta/.info.json": {"shard_counts": sizes}},
+        "stats": {f"{name[:5]}_stats.json": {"count": n + 3, "successes": n} for name, n in sizes.items()},
+    }[kind]
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
     assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
 
 
@@ -292,12 +289,8 @@ def test_files_that_hold_no_sorted_identifiers(uids, tmp_path):
     np.save(tmp_path / "numbers.npy", np.arange(5))
     with pytest.raises(ValueError, match="pairs of 64-bit integers"):
         UidIndex(tmp_path / "numbers.npy")
-    assert UidIndex(path).fingerprint != UidIndex(save_without_last(rows, tmp_path)).fingerprint
-
-
-def save_without_last(rows, folder):
-    np.save(folder / "fewer.npy", rows[:-1])
-    return folder / "fewer.npy"
+    np.save(tmp_path / "fewer.npy", rows[:-1])
+    assert UidIndex(path).fingerprint != UidIndex(tmp_path / "fewer.npy").fingerprint
 
 
 # checkpoints --------------------------------------------------------------------------------------
