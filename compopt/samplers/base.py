@@ -134,7 +134,7 @@ class BankSampler(Sampler[list[int]]):
         """
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both features ``(..., d)`` and the labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
+        """Features ``(..., d)``, twice, and labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
 
@@ -231,6 +231,7 @@ class BankSampler(Sampler[list[int]]):
         pieces = self.work(self.epoch)
         # in float32 whatever the loop around it casts to
         with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), control.doing(PLANNING):
+            # an error of one rank is raised on all, so that none waits in the exchange
             own = ranks.agree(lambda: [self.do(piece) for piece in pieces[ranks.rank :: ranks.size]])
             everyone = ranks.gather_objects(own)
         results = [everyone[number % ranks.size][number // ranks.size] for number in range(len(pieces))]
@@ -285,6 +286,7 @@ class BankSampler(Sampler[list[int]]):
     def _follow(self, index: Tensor, plan: Tensor) -> None:
         """Note how far the loop is if these are the samples of one batch handed out, or of several in a row."""
         size = self.batch_size
+        # an accumulation window may be observed at once, and batches before it may have been skipped
         firsts = plan[::size][self._seen : self._handed]
         for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
             start = (self._seen + number) * size
