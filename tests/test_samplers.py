@@ -191,11 +191,6 @@ def test_bad_arguments_of_one_sampler(make, options, error, message):
         make(**options)
 
 
-def test_sizes_of_the_last_batch():
-    assert [len(batch) for batch in spectral(34, 32)] == [32, 2]
-    assert [len(batch) for batch in spectral(33, 32, drop_last=True)] == [32]
-
-
 @pytest.mark.parametrize(
     ("index", "shapes", "error", "message"),
     [
@@ -213,13 +208,6 @@ def test_bad_features(index, shapes, error, message):
     with pytest.raises(error, match=message):
         sampler.observe(index, *map(torch.ones, shapes))
     assert torch.equal(sampler.bank.rows, before[0]) and torch.equal(sampler.bank.seen, before[1])
-
-
-def test_repr_names_the_arguments():
-    text = repr(ordered())
-    assert (
-        text.startswith("OrderedBatchSampler(n=50, batch_size=8, tau=0.1, seed=0") and "candidates=30, keep=5" in text
-    )
 
 
 def test_they_compose_with_an_estimator():
