@@ -18,9 +18,9 @@ def test_the_seed_decides(make):
 
 
 @both
-@pytest.mark.parametrize("stop", [0, 1, 5, 7, 9, 14, 20, 21])
+@pytest.mark.parametrize("stop", [0, 1, 5, 7, 9, 14])
 def test_resume_continues_bit_for_bit(make, stop):
-    whole = train(make(), 40)
+    whole = train(make(), 26)
     first = make()
     trace = train(first, stop)
     file = io.BytesIO()
@@ -28,7 +28,7 @@ def test_resume_continues_bit_for_bit(make, stop):
     file.seek(0)
     second = make()
     second.load_state_dict(torch.load(file, weights_only=True))
-    assert train(second, 40 - stop, clock=stop) == whole[stop:]
+    assert train(second, 26 - stop, clock=stop) == whole[stop:]
     assert trace == whole[:stop]
 
 

@@ -90,15 +90,9 @@ class OrderedBatchSampler(BankSampler):
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
+        labels = inputs.one_name(labels, group)
         super().__init__(
-            n,
-            batch_size,
-            tau=tau,
-            seed=seed,
-            labels=inputs.one_name(labels, group),
-            dtype=dtype,
-            offload=offload,
-            process_group=process_group,
+            n, batch_size, tau=tau, seed=seed, labels=labels, dtype=dtype, offload=offload, process_group=process_group
         )
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(

@@ -134,14 +134,7 @@ class SpectralBatchSampler(BankSampler):
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
         super().__init__(
-            n,
-            batch_size,
-            tau=tau,
-            seed=seed,
-            labels=labels,
-            dtype=dtype,
-            offload=offload,
-            process_group=process_group,
+            n, batch_size, tau=tau, seed=seed, labels=labels, dtype=dtype, offload=offload, process_group=process_group
         )
         rest = 0 if drop_last else self.n % self.batch_size
         if 0 < rest < max(2, self.world_size):
