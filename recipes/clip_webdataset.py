@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
-from compopt.data.shard_list import check_files
+from compopt.data.shard_files import check_files
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL

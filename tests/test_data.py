@@ -1,15 +1,13 @@
 """compopt.data: stable indices for map-style data sets and for streams of keys."""
 
 import pickle
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from compopt.data.indexed import Indexed, key_index
+from compopt.data import Indexed, key_index
 from compopt.samplers import SpectralBatchSampler
 
 
@@ -21,13 +19,6 @@ class Pairs(Dataset):
 
     def __getitem__(self, i):
         return torch.tensor(float(i)), torch.tensor(-float(i))
-
-
-def test_indexed_appends_the_position():
-    data = Indexed(Pairs())
-    assert len(data) == 10
-    image, text, index = data[7]
-    assert (float(image), float(text), int(index)) == (7.0, -7.0, 7)
 
 
 def test_indexed_through_a_loader():
@@ -132,54 +123,6 @@ def test_streams_are_refused_even_with_a_length():
         Indexed(Stream())
 
 
-def test_negative_positions_are_normalised_or_refused():
-    data = Indexed(Pairs())
-    try:
-        item = data[-1]
-    except (IndexError, ValueError):
-        return
-    assert int(item[-1]) == 9
-
-
-def test_key_index_is_stable_and_numbers_from_zero():
-    keys = ["b/17.jpg", "a/3.jpg", "c/1.jpg"]
-    index = key_index(keys)
-    table = {key: index[key] for key in keys}
-    assert sorted(table.values()) == [0, 1, 2]
-    assert {key: key_index(keys)[key] for key in keys} == table
-
-
-@pytest.mark.launch
-def test_key_index_does_not_depend_on_the_process():
-    """Python's str hash is salted per process; rows must not be."""
-    code = "from compopt.data import key_index; k = ['x', 'y', 'z', 'w']; t = key_index(k); print([t[i] for i in k])"
-    results = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin", "PYTHONPATH": "."},
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(results) == 1
-
-
-def test_key_index_refuses_duplicates_or_maps_them_to_one_row():
-    try:
-        index = key_index(["a", "b", "a"])
-    except ValueError as error:
-        assert "a" in str(error)
-        return
-    assert index["a"] != index["b"]
-
-
-def test_an_unknown_key_is_an_error():
-    with pytest.raises(KeyError):
-        key_index(["a", "b"])["c"]
-
-
 @pytest.mark.parametrize("size", [1, None, 2])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_sampler_of_batches_given_as_a_sampler(together, size):
@@ -188,3 +131,16 @@ def test_a_sampler_of_batches_given_as_a_sampler(together, size):
     with pytest.raises(TypeError, match=r"position must be an integer, got \[.*batch_sampler="):
         next(iter(DataLoader(data, sampler=batches, batch_size=size)))
     assert len(next(iter(DataLoader(data, batch_sampler=batches)))[-1]) == 5
+
+
+def test_key_index_numbers_keys_in_their_order():
+    """Not by hash, which is salted per process."""
+    assert key_index(["b/17.jpg", "a/3.jpg", "c/1.jpg"]) == {"b/17.jpg": 0, "a/3.jpg": 1, "c/1.jpg": 2}
+    with pytest.raises(ValueError, match=r"key 'a' occurs twice \(positions 0 and 2\)"):
+        key_index(["a", "b", "a"])
+
+
+def test_negative_positions_are_those_of_the_same_samples():
+    assert [int(Indexed(Pairs())[position][-1]) for position in (-1, 9)] == [9, 9]
+    with pytest.raises(IndexError):
+        Indexed(Pairs())[10]

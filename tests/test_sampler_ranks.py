@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compopt.samplers import ordered
+import compopt.samplers.ordered as ordered_module
 from tests.pool import the_pool
-from tests.samplers import KINDS, N, both, moving, spectral, table, train
+from tests.samplers import KINDS, N, both, moving, ordered, spectral, table, train
 
 pytestmark = pytest.mark.distributed
 STEPS = 24
@@ -20,36 +20,6 @@ def whole_batches(make, world):
 def joined(parts):
     """Batches of all ranks: their parts in the order of the ranks."""
     return [sum(batch, []) for batch in zip(*parts, strict=True)]
-
-
-@both
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_parts_of_ranks_without_a_group_join_to_the_batches_of_one(make, world):
-    """rank= and world_size= alone: every rank observes the whole batch."""
-    options = whole_batches(make, world)
-    whole = train(make(**options), STEPS)
-    parts = []
-    for rank in range(world):
-        sampler, own = make(rank=rank, world_size=world, **options), []
-        while len(own) < STEPS:
-            for batch in sampler:
-                own.append(batch)
-                everyone = whole[len(own) - 1]
-                sampler.observe(torch.tensor(everyone), *moving(len(own), everyone))
-                if len(own) == STEPS:
-                    break
-        parts.append(own)
-    assert joined(parts) == whole
-    for number, batch in enumerate(whole):
-        sizes = [len(part[number]) for part in parts]
-        assert sum(sizes) == len(batch) and max(sizes) - min(sizes) <= 1
-
-
-def test_a_part_where_the_whole_batch_is_needed_is_refused():
-    sampler = spectral(rank=1, world_size=2)
-    batch = torch.tensor(next(iter(sampler)))
-    with pytest.raises(ValueError, match="whole batch.*process_group="):
-        sampler.observe(batch, *moving(0, batch))
 
 
 def run(group, number, options, stop):
@@ -75,12 +45,15 @@ def run(group, number, options, stop):
 
 
 @both
-@pytest.mark.parametrize("world", [2, 4])  # 4: the default group, whose ranks share the work; 2: each does all of it
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_of_a_group_have_the_batches_of_one(make, world):
     options = whole_batches(make, world)
     whole = train(make(**options), STEPS)
     results = the_pool().run(run, world, KINDS.index(make), options, 10)
     assert joined([own for own, _ in results]) == whole
+    for number in range(STEPS):
+        sizes = [len(own[number]) for own, _ in results]
+        assert max(sizes) - min(sizes) <= 1
     resumed = make(**options)  # a state of K ranks continues on one
     resumed.load_state_dict(results[0][1])
     assert train(resumed, STEPS - 10, clock=10) == whole[10:]
@@ -108,40 +81,37 @@ def test_refresh_shares_the_encoding(make):
 
 
 def broken(group, number):
-    """One rank's pieces fail in the thread."""
-    ordered.PIECE, piece = 1, ordered.PIECE  # a piece per candidate: work for every rank
+    """The pieces of one rank fail."""
+    ordered_module.PIECE, piece = 1, ordered_module.PIECE  # a piece per candidate: work for every rank
     try:
-        return _broken(KINDS[number](process_group=group, lead=1.0, **whole_batches(KINDS[number], 4)))
+        return _broken(KINDS[number](process_group=group, **whole_batches(KINDS[number], 4)))
     finally:
-        ordered.PIECE = piece
+        ordered_module.PIECE = piece
 
 
 def _broken(sampler):
     sampler.refresh(lambda index: tuple(z[index] for z in table()))
-    list(sampler)  # its plan is made in the foreground; the next epoch's in the thread, from then on
-    sampler.state_dict()  # waits for the thread
 
     def do(piece):
         raise ZeroDivisionError("in a piece")
 
     if sampler.rank == 1:
-        sampler.do = do
-    batches = iter(sampler)
-    batch = next(batches)
-    index = torch.tensor(batch)
-    sampler.observe(index, *(z[index] for z in table()))  # raises nothing, on any rank
+        good, sampler.do = sampler.do, do
     try:
-        list(sampler)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+        next(iter(sampler))
+    except (RuntimeError, ZeroDivisionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    if sampler.rank == 1:
+        sampler.do = good
+    assert len(list(sampler)) == len(sampler) and sampler.epoch == 0, "the run may go on, with this epoch"
+    return message
 
 
 @both
 def test_an_error_on_one_rank_is_raised_on_all(make):
     found = the_pool().run(broken, 4, KINDS.index(make))
     assert all("rank 1 failed: ZeroDivisionError: in a piece" in found[rank] for rank in (0, 2, 3)), found
-    assert "ZeroDivisionError: in a piece" in found[1]
+    assert found[1] == "ZeroDivisionError: in a piece"
 
 
 def refused(group, number, where):
@@ -172,18 +142,17 @@ def test_what_one_rank_refuses_stops_all(make, where):
     assert found[1].startswith("IndexError: index" if where == "observe" else "ValueError: index has")
 
 
-def early(group):
-    """Built before the group is: as one process, and asked afterwards."""
-    alone = dist.new_group([dist.get_rank(group)], use_local_synchronization=True)
-    sampler = spectral(process_group=alone)
-    sampler._ranks.group = None  # what a sampler has that was built without any group
-    try:
-        next(iter(sampler))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+def refused_sizes(group):
+    found = []
+    for make, n, batch_size in ((spectral, N, 3), (ordered, N, 3), (spectral, N, 16)):
+        try:
+            make(n, batch_size, process_group=group)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
-def test_a_sampler_from_before_the_group_is_refused():
-    for message in the_pool().run(early, 2):
-        assert "built before torch.distributed was initialised" in message
+def test_a_batch_has_a_sample_for_each_rank():
+    for few, also_few, last in the_pool().run(refused_sizes, 4):
+        assert few == also_few == "batch_size=3 counts over all ranks and must be at least world_size=4"
+        assert "the last batch has 2 of n=50 samples for world_size=4 ranks" in last

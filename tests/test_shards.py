@@ -3,7 +3,6 @@
 import json
 import pickle
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,8 +31,7 @@ def epoch(dataset, workers):
     return [(int(index), key) for index, key in loader]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 2)])
 def test_every_sample_once_with_its_own_row(shards, ranks, workers):
     stage = indexed_reader(read_tar, ShardIndex.build(shards))
     seen = [pair for rank in range(ranks) for pair in epoch(Shuffled(stage, shards, rank, ranks), workers)]
@@ -41,12 +39,11 @@ def test_every_sample_once_with_its_own_row(shards, ranks, workers):
     assert all(index == expected(key) for index, key in seen)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resampling_and_skipped_samples_keep_the_rows(tmp_path, workers):
+def test_resampling_and_skipped_samples_keep_the_rows(tmp_path):
     lost = {"000020001", "000000000"}
     urls = write_shards(tmp_path / "data", SIZES, corrupt=lost, captionless={"000020003"})
     stage = indexed_reader(read_tar, ShardIndex.build(urls))
-    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), workers)]
+    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), 0)]
     assert len(seen) > sum(SIZES)  # with replacement every rank and worker draws as many shards as there are
     assert all(index == expected(key) for index, key in seen)
     assert not {key for _, key in seen} & (lost | {"000020003"})
@@ -116,52 +113,39 @@ def test_shards_of_several_folders(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sizes", "stats", "wids", "energon"])
-def test_sizes_that_a_writer_left_are_believed(shards, kind, monkeypatch):
-    folder = shards[0].parent
-    sizes = {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
-    if kind == "sizes":
-        (folder / "sizes.json").write_text(json.dumps(sizes))
-    elif kind == "wids":
-        listed = [{"url": f"s3://b/{name}", "nsamples": size} for name, size in sizes.items()]
-        (folder / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
-    elif kind == "energon":
-        (folder / ".nv-meta").mkdir()
-        (folder / ".nv-meta" / ".info.json").write_text(json.dumps({"shard_counts": sizes}))
-    else:
-        for name, size in sizes.items():
-            stats = {"count": size + 3, "successes": size}
-            (folder / f"{name[:5]}_stats.json").write_text(json.dumps(stats))
+def test_sizes_that_a_writer_left_are_believed(shards, kind):
+    folder, sizes = shards[0].parent, {shard.name: 10 * size for shard, size in zip(shards, SIZES, strict=True)}
+    listed = [{"url": f"s3://b/{name}", "nsamples": size} for name, size in sizes.items()]
+    files = {
+        "sizes": {"sizes.json": sizes},
+        "wids": {"index.json": {"wids_version": 1, "shardlist": listed}},
+        "energon": {".nv-meta/.info.json": {"shard_counts": sizes}},
+        "stats": {f"{name[:5]}_stats.json": {"count": n + 3, "successes": n} for name, n in sizes.items()},
+    }[kind]
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
     assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
 
 
-def test_a_hundred_thousand_shards_open_at_once(tmp_path):
-    index = ShardIndex({f"{shard:06d}.tar": 10_000 for shard in range(100_000)})
+def test_many_shards_open_at_once(tmp_path):
+    """An index of 10,000 in tenths of a second: no look-up is linear in their number."""
+    index = ShardIndex({f"{shard:06d}.tar": 100_000 for shard in range(10_000)})
     index.save(tmp_path / "shards.json")
     start = time.process_time()
-    ShardIndex.load(tmp_path / "shards.json")
-    seconds = time.process_time() - start
-    tracemalloc.start()
     index = ShardIndex.load(tmp_path / "shards.json")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert index.n == 10**9
-    assert index.index({"__url__": "099999.tar"}, 9_999) == 10**9 - 1
-    assert peak < 100e6
-    assert seconds < 3  # a fifth of it on a machine that does nothing else
+    assert all(index.index({"__url__": f"{shard:06d}.tar"}, 0) == 100_000 * shard for shard in range(10_000))
+    assert index.n == 10**9 and time.process_time() - start < 2
 
 
 # refusals -----------------------------------------------------------------------------------------
 
 
-def test_a_shard_longer_than_its_manifest_is_named(shards):
+def test_a_shard_that_differs_from_its_manifest_is_named(shards):
     stage = indexed_reader(read_tar, ShardIndex.build(shards))
     write_shard(shards[1], [f"00001{row:04d}" for row in range(4)])
     with pytest.raises(ValueError, match=r"00001.tar has a sample at position 3 \(key '000010003'\), and 3"):
         list(stage([{"url": str(shards[1])}]))
-
-
-def test_a_shorter_shard_is_warned_of_once(shards):
-    stage = indexed_reader(read_tar, ShardIndex.build(shards))
     write_shard(shards[2], ["000020000", "000020001"])
     with pytest.warns(UserWarning, match=r"00002.tar gave 2 of 7 samples; by now 5 samples of 1 shards") as said:
         list(stage([{"url": str(shards[2])}] * 2))
@@ -173,12 +157,10 @@ def test_bad_shards_are_named_before_training(shards, tmp_path):
         ShardIndex.build(tmp_path)
     with pytest.raises(FileNotFoundError, match="missing.tar"):
         ShardIndex.build([shards[0], tmp_path / "data" / "missing.tar"])
-    shards[4].write_bytes(shards[4].read_bytes()[:2000])
-    with pytest.raises(ValueError, match="00004.tar"):
-        ShardIndex.build(shards)
-    shards[4].write_bytes(b"")
-    with pytest.raises(ValueError, match="00004.tar is empty: 0 bytes"):
-        ShardIndex.build(shards)
+    for content, said in ((shards[4].read_bytes()[:2000], "00004.tar"), (b"", "00004.tar is empty: 0 bytes")):
+        shards[4].write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            ShardIndex.build(shards)
     write_shard(shards[4], [])
     with pytest.raises(ValueError, match="00004.tar holds no sample"):
         ShardIndex.build(shards)
@@ -194,10 +176,11 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
     index = ShardIndex.load(tmp_path / "shards.json")
     names = [str(shard) for shard in shards]
     index.check([*names[:4], "s3://elsewhere/00001.tar"])
-    content = shards[1].read_bytes()
-    shards[1].write_bytes(content[: len(content) // 2])
+    shards[1].write_bytes(shards[1].read_bytes()[:2000])
     for known in (index, ShardIndex.build(shards, extend=index)):
-        with pytest.raises(ValueError, match=r"00001.tar has \d+ bytes, and \d+ when the index was built: it was repl"):
+        with pytest.raises(
+            ValueError, match=r"00001.tar has 2000 bytes, and \d+ when the index was built: it was repl"
+        ):
             known.check(names[:4])
     ShardIndex({shard.name: 4 for shard in shards}).check(names)  # nothing is known of the files
     shards[1].rename(shards[1].with_name("new.tar"))
@@ -205,38 +188,24 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
         index.check(names[:4])
     with pytest.raises(ValueError, match="new.tar is not among the 4 of the index. If it was renamed, give it its old"):
         index.check([str(shards[1].with_name("new.tar"))])
-
-
-def test_an_index_from_before_the_sizes_of_files_were_kept(shards, tmp_path):
-    ShardIndex.build(shards).save(tmp_path / "shards.json")
-    saved = json.loads((tmp_path / "shards.json").read_text())
-    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
-    (tmp_path / "shards.json").write_text(json.dumps(saved))
-    assert ShardIndex.load(tmp_path / "shards.json").n == sum(SIZES)
-
-
-def test_unknown_shards_and_changed_files_are_refused(shards, tmp_path):
-    index = ShardIndex.build(shards)
     with pytest.raises(ValueError, match="extend=index"):
         index.index({"__url__": "00077.tar"}, 0)
     with pytest.raises(ValueError, match="__url__"):
         index.index({}, 0)
-    index.save(tmp_path / "shards.json")
-    saved = json.loads((tmp_path / "shards.json").read_text())
+
+
+def test_changed_files_are_refused(shards, tmp_path):
+    path = tmp_path / "shards.json"
+    ShardIndex.build(shards).save(path)
+    saved = json.loads(path.read_text())
+    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
+    path.write_text(json.dumps(saved))  # as early versions wrote it
+    assert ShardIndex.load(path).n == sum(SIZES)
     saved["shards"][0][2] += 1
-    (tmp_path / "shards.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="was changed"):
-        ShardIndex.load(tmp_path / "shards.json")
-    (tmp_path / "shards.json").write_text("[]")
-    with pytest.raises(ValueError, match="no index of shards"):
-        ShardIndex.load(tmp_path / "shards.json")
-
-
-def test_reader_arguments():
-    with pytest.raises(TypeError, match="read must be"):
-        indexed_reader(None, KeyIndex(3))
-    with pytest.raises(TypeError, match="index must be"):
-        indexed_reader(read_tar, {"a": 1})
+    for content, said in ((json.dumps(saved), "was changed"), ("[]", "no index of shards")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            ShardIndex.load(path)
 
 
 def test_a_look_before_training(shards):
@@ -244,14 +213,17 @@ def test_a_look_before_training(shards):
     names, largest = [str(shard) for shard in shards], 50_001
     for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
         indexed_reader(read_tar, index).check(names)
-    with pytest.raises(ValueError, match="'000050001' of 00005.tar is outside"):
-        indexed_reader(read_tar, KeyIndex(largest)).check(names)
-    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
         with pytest.raises(FileNotFoundError, match="1 of 7 shards are missing or empty"):
             indexed_reader(read_tar, index).check([*names[:1], names[0].replace("data", "gone"), *names[1:]])
+    with pytest.raises(ValueError, match="'000050001' of 00005.tar is outside"):
+        indexed_reader(read_tar, KeyIndex(largest)).check(names)
     write_shard(shards[0], ["cat"])
     with pytest.raises(ValueError, match="'cat' of 00000.tar is no integer"):
         indexed_reader(read_tar, KeyIndex(largest + 1)).check(names)
+    with pytest.raises(TypeError, match="read must be"):
+        indexed_reader(None, KeyIndex(3))
+    with pytest.raises(TypeError, match="index must be"):
+        indexed_reader(read_tar, {"a": 1})
 
 
 # keys ---------------------------------------------------------------------------------------------
@@ -271,68 +243,47 @@ def test_integer_keys_need_no_manifest(shards):
     assert KeyIndex(10).fingerprint != KeyIndex(10, first=1).fingerprint
 
 
-@pytest.fixture
-def uids(tmp_path):
+def test_identifiers_in_a_sorted_file(tmp_path):
     random = np.random.default_rng(0)
     values = sorted(int.from_bytes(random.bytes(16), "big") for _ in range(5_000))
     rows = np.array([(uid >> 64, uid & (2**64 - 1)) for uid in values], dtype="u8,u8")
-    np.save(tmp_path / "uids.npy", rows)
-    return tmp_path / "uids.npy", values
-
-
-def test_identifiers_in_a_sorted_file(uids):
-    path, values = uids
-    index = pickle.loads(pickle.dumps(UidIndex(path)))
+    files = {"uids": rows, "fewer": rows[:-1], "backwards": rows[::-1], "twice": np.repeat(rows[:10], 2)}
+    for name, content in {**files, "numbers": np.arange(5)}.items():
+        np.save(tmp_path / f"{name}.npy", content)
+    index = pickle.loads(pickle.dumps(UidIndex(tmp_path / "uids.npy")))
     for row in (0, 1, 2_500, 4_999):
-        assert index.index({"__key__": f"{values[row]:032x}-17"}) == row
-        assert index.index({"__key__": "000012", "json": json.dumps({"uid": f"{values[row]:032x}"}).encode()}) == row
-        assert index.index({"__key__": "000012", "json": {"uid": f"{values[row]:032X}"}}) == row
-    with pytest.raises(ValueError, match="is not in"):
-        index.index({"__key__": f"{values[7] + 1:032x}"})
-    with pytest.raises(ValueError, match="has no identifier"):
-        index.index({"__key__": "000012", "json": b"{}"})
-    with pytest.raises(ValueError, match="'000012' .* has no identifier"):
-        index.index({"__key__": "000012", "json": b"{damaged"})
-
-
-def test_files_that_hold_no_sorted_identifiers(uids, tmp_path):
-    path, _ = uids
-    rows = np.load(path)
-    np.save(tmp_path / "backwards.npy", rows[::-1])
-    np.save(tmp_path / "twice.npy", np.repeat(rows[:10], 2))
-    for name in ("backwards", "twice"):
-        with pytest.raises(ValueError, match="not sorted"):
+        uid = f"{values[row]:032x}"
+        for sample in (
+            {"__key__": f"{uid}-17"},
+            *({"json": about} for about in (f'{{"uid": "{uid}"}}'.encode(), {"uid": uid.upper()})),
+        ):
+            assert index.index({"__key__": "000012", **sample}) == row
+    for sample, said in (
+        ({"__key__": f"{values[7] + 1:032x}"}, "is not in"),
+        ({"__key__": "000012", "json": b"{}"}, "has no identifier"),
+        ({"__key__": "000012", "json": b"{damaged"}, "'000012' .* has no identifier"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            index.index(sample)
+    for name, said in (("backwards", "not sorted"), ("twice", "not sorted"), ("numbers", "pairs of 64-bit integers")):
+        with pytest.raises(ValueError, match=said):
             UidIndex(tmp_path / f"{name}.npy")
-    np.save(tmp_path / "numbers.npy", np.arange(5))
-    with pytest.raises(ValueError, match="pairs of 64-bit integers"):
-        UidIndex(tmp_path / "numbers.npy")
-    assert UidIndex(path).fingerprint != UidIndex(save_without_last(rows, tmp_path)).fingerprint
-
-
-def save_without_last(rows, folder):
-    np.save(folder / "fewer.npy", rows[:-1])
-    return folder / "fewer.npy"
+    assert index.fingerprint != UidIndex(tmp_path / "fewer.npy").fingerprint
 
 
 # checkpoints --------------------------------------------------------------------------------------
 
 
-def test_rows_of_other_data_are_refused(tmp_path):
-    est = compopt.SogCLREstimator(n=20_000)
-    est.data_fingerprint = KeyIndex(20_000).fingerprint
-    path = compopt.save(est, tmp_path)
-    other = compopt.SogCLREstimator(n=20_000)
+@pytest.mark.parametrize("make", [lambda: compopt.SogCLREstimator(n=100), lambda: compopt.MemoryEstimator(4, 8)])
+def test_rows_of_other_data_are_refused(tmp_path, make):
+    est, other = make(), make()
+    untold = compopt.save(est, tmp_path / "untold")
+    est.data_fingerprint = KeyIndex(100).fingerprint
+    path = compopt.save(est, tmp_path / "told")
     compopt.load(other, path)  # it was told nothing
     other.data_fingerprint = est.data_fingerprint
     compopt.load(other, path)
-    other.data_fingerprint = KeyIndex(20_000, first=1).fingerprint
-    with pytest.raises(ValueError, match=r"keys 0..19999.*keys 1..20000"):
+    other.data_fingerprint = KeyIndex(100, first=1).fingerprint
+    with pytest.raises(ValueError, match=r"keys 0..99.*keys 1..100"):
         compopt.load(other, path)
-    without_rows = compopt.MemoryEstimator(4, 8)
-    without_rows.data_fingerprint = "one"
-    path = compopt.save(without_rows, tmp_path / "memory")
-    without_rows.data_fingerprint = "two"
-    with pytest.raises(ValueError, match="nothing is kept per sample"):
-        compopt.load(without_rows, path)
-    untold = compopt.save(compopt.SogCLREstimator(n=20_000), tmp_path / "untold")
     compopt.load(other, untold)  # as checkpoints from before there were fingerprints

@@ -34,7 +34,7 @@ whose batch has another one with the same caption, a false negative; `labels=` d
 TIMES = f"""Seconds to form an epoch's batches, B = {BATCH}, k = {GROUP}, d = 128, random features in clusters; `OSGD`
 weighs 1,500 candidates. *Training* is the same model's epoch without any sampler."""
 HIDDEN = """Seconds of the epochs of one training run on all cores, in parentheses what of them the loop waited for its
-batches: the first epoch's are random, the second's are formed when it begins, the third's while the second runs."""
+batches: the first epoch's are random, those of others are formed when they begin."""
 
 
 def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
@@ -51,7 +51,7 @@ def trained(epochs: int, limit: int, seed: int) -> tuple[Run, float]:
 
 def samplers(n: int, labels: Tensor, seed: int) -> dict[str, Any]:
     """Build the samplers by name; the first never sees a feature."""
-    common: dict[str, Any] = {"tau": TAU, "seed": seed, "background": False}
+    common: dict[str, Any] = {"tau": TAU, "seed": seed}
     keep = min(150, n // BATCH // 10)
     return {
         "random": SpectralBatchSampler(n, BATCH, drop_last=True, **common),
@@ -121,8 +121,8 @@ def times(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     for seed in range(rounds):
         for n in sizes:
             made = {
-                "spectral": SpectralBatchSampler(n, BATCH, GROUP, TAU, seed, background=False),
-                "OSGD": OrderedBatchSampler(n, BATCH, tau=TAU, seed=seed, background=False),
+                "spectral": SpectralBatchSampler(n, BATCH, GROUP, TAU, seed),
+                "OSGD": OrderedBatchSampler(n, BATCH, tau=TAU, seed=seed),
             }
             for name, sampler in made.items():
                 sampler.observe(torch.arange(n), *clustered(n))

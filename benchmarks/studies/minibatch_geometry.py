@@ -172,7 +172,7 @@ def ordered_batches(setting: Setting) -> Any:
     return OrderedBatchSampler(setting.n, setting.batch_size, 10 * keep, keep, 1.0, setting.seed, **AT_ONCE)
 
 
-AT_ONCE: dict[str, Any] = {"background": False, "dtype": torch.float32}
+AT_ONCE: dict[str, Any] = {"dtype": torch.float32}
 METHODS: dict[str, Callable[[Setting], Any]] = {
     "random": random_batches,
     "OSGD": ordered_batches,

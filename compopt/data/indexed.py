@@ -1,33 +1,43 @@
-"""Stable data-set indices: what every stateful estimator needs and most loaders do not give."""
+"""Indices of samples: positions in a map-style data set, numbers for keys, integer keys, 128-bit identifiers."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import re
+from bisect import bisect_left
 from collections import namedtuple
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from compopt import checks
 
+_UID = re.compile(r"[0-9a-f]{32}", flags=re.IGNORECASE)
+# Rows of a file of identifiers that are looked at when it is opened.
+SAMPLED = 4096
+
 
 class Indexed(Dataset[tuple[Any, ...]]):
-    """A map-style data set whose items end with their position.
+    """Map-style data set that appends its position to each item.
 
     ``(image, text)`` becomes ``(image, text, position)``; a named tuple gets a field ``index`` and stays one of its
     kind; a dict gets the key ``"index"``; any other item, a dataclass too, becomes ``(item, position)``, which a
     ``collate_fn`` must expect. Batched reading (``__getitems__``) is passed on to a data set that has it.
 
     Several data sets: ``Indexed(ConcatDataset([a, b]))``, whose positions are those of sample groups in the same order.
-    Not ``ConcatDataset([Indexed(a), Indexed(b)])``: both would begin at 0, and samples of both would share rows. Where
-    each must be wrapped by itself, tell where it begins: ``Indexed(b, first=len(a))``.
+    ``ConcatDataset([Indexed(a), Indexed(b)])`` would number both from 0, so that samples share rows: if each must be
+    wrapped by itself, use ``Indexed(b, first=len(a))``.
 
     Args:
         dataset: with ``len()`` and ``[]``.
         first: position of its first sample.
-
-    Nothing is stored beside the data set, and nothing communicated.
 
     Raises:
         TypeError: the data set is a stream; a position that is a list; ``first`` is no integer.
@@ -53,11 +63,11 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> Any:
-        position = self._checked(position)
+        position = self._non_negative(position)
         return _with_index(self.dataset[position], self.first + position)
 
-    def _checked(self, position: int) -> int:
-        """A position from 0 on: a negative one names the same sample as its positive twin."""
+    def _non_negative(self, position: int) -> int:
+        # a negative position names the same sample as its positive twin, and must give it the same row
         if isinstance(position, list):
             raise TypeError(
                 f"position must be an integer, got {position!r}; give a sampler of batches to the DataLoader as "
@@ -66,15 +76,11 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return range(len(self))[position]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The items of a batch, as torch's ``DataLoader`` asks for them; read at once if the data set can.
-
-        Raises:
-            ValueError: the data set's own ``__getitems__`` does not return one item per position.
-        """
+        """Items of a batch, as torch's ``DataLoader`` asks for them; a ``ValueError`` unless one comes per position."""
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return [self[position] for position in positions]
-        positions = [self._checked(position) for position in positions]
+        positions = [self._non_negative(position) for position in positions]
         items = many(positions)
         if not isinstance(items, Sequence) or len(items) != len(positions):
             got = f"{len(items)} items" if isinstance(items, Sequence) else type(items).__name__
@@ -86,7 +92,6 @@ class Indexed(Dataset[tuple[Any, ...]]):
 
 
 def _with_index(item: Any, position: int) -> Any:
-    """An item that ends with its position."""
     fields = item if isinstance(item, dict) else getattr(item, "_fields", ()) if isinstance(item, tuple) else ()
     if "index" in fields:
         raise ValueError("the items already have a field or key 'index'; rename it or use it directly")
@@ -99,26 +104,25 @@ def _with_index(item: Any, position: int) -> Any:
 
 @cache
 def _extended(kind: Any) -> Any:
-    """A kind of named tuple, with its methods, that has one more field."""
-    fields = namedtuple(kind.__name__, (*kind._fields, "index"))  # type: ignore[misc]  # the names are known later
-    # workers send batches to the process that trains; a class made here is found there by the one it extends
+    """Extend a named-tuple class by a field ``index``; methods are kept."""
+    fields = namedtuple(kind.__name__, (*kind._fields, "index"))  # type: ignore[misc]  # fields are known at run time
+    # the class exists in no module, so that pickling names the class that it extends
     members = {"__slots__": (), "__doc__": kind.__doc__, "__reduce__": lambda self: (_restored, (kind, tuple(self)))}
     return type(kind.__name__, (fields, kind), members)
 
 
 def _restored(kind: Any, values: Iterable[Any]) -> Any:
-    """A pickled named tuple of an extended kind."""
     return _extended(kind)(*values)
 
 
 def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
-    """Keys of streaming data (URLs, file names) -> stable positions 0, 1, ... in the order given.
+    """Number the keys of streaming data (URLs, file names) 0, 1, ... in the order given.
 
     Args:
         keys: one per sample, hashable, all different.
 
     Returns:
-        A dict, which holds all keys in memory: one position for each.
+        A dict from key to position, which holds all keys in memory.
 
     Raises:
         ValueError: a key occurs twice.
@@ -134,3 +138,162 @@ def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
             raise ValueError(f"key {key!r} occurs twice (positions {index[key]} and {len(index)}); keys must differ")
         index[key] = len(index)
     return index
+
+
+class SampleIndex(Protocol):
+    """Interface that gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
+
+    Attributes:
+        n: number of rows; ``index`` is below it.
+
+    Example:
+        >>> import compopt
+        >>> class ByName:  # an index of your own
+        ...     n, fingerprint = 2, "names, version 1"
+        ...     def index(self, sample, position):
+        ...         return {"cat": 0, "dog": 1}[sample["__key__"]]
+        >>> ByName().index({"__key__": "dog"}, 0)
+        1
+    """
+
+    n: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is equal if the same samples have the same rows; ``est.data_fingerprint`` takes it."""
+
+    def index(self, sample: dict[str, Any], position: int) -> int:
+        """Return the row, ``0 .. n - 1``, of a sample with ``__key__`` and ``__url__``, or raise a ``ValueError``.
+
+        ``position`` is its place in its shard, from 0 on.
+        """
+
+
+class KeyIndex:
+    """Rows by integer key, such as img2dataset's ``__key__``, which is shard number and row in one.
+
+    No manifest is needed, and nothing moves when samples are skipped, reordered or downloaded again from the same list.
+    Keys of failed downloads are rows that stay idle: ``n`` counts keys, not samples.
+
+    Args:
+        n: keys are ``first .. first + n - 1``.
+        first: the smallest one.
+
+    Raises:
+        ValueError: n < 1 or first < 0; at a sample, a key that is no integer, or outside the range.
+        TypeError: n or first is no integer.
+
+    Example:
+        >>> import compopt
+        >>> compopt.data.KeyIndex(n=20_000).index({"__key__": "000010007"})
+        10007
+    """
+
+    def __init__(self, n: int, first: int = 0) -> None:
+        self.n, self.first = checks.count("n", n), checks.whole("first", first)
+
+    @property
+    def fingerprint(self) -> str:
+        """The range of keys, in words."""
+        return f"keys {self.first}..{self.first + self.n - 1}"
+
+    def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
+        """Row of a sample, or a ``ValueError``; neither folders before the key nor ``position`` count."""
+        key = _base_key(sample)
+        if not (key.isascii() and key.isdigit()):
+            raise ValueError(f"{_named(sample)} is no integer; use a ShardIndex")
+        row = int(key) - self.first
+        if not 0 <= row < self.n:
+            raise ValueError(
+                f"{_named(sample)} is outside {self.first} .. {self.first + self.n - 1}; give KeyIndex the number of "
+                f"keys, not of samples"
+            )
+        return row
+
+
+class UidIndex:
+    """Rows by 128-bit identifier: the place in a sorted file, such as those of DataComp's subsets.
+
+    The file is mapped into memory, not read. The identifier of a sample is its key (``uid`` or ``uid-17``) or, failing
+    that, ``"uid"`` in its json: 32 hexadecimal digits.
+
+    Args:
+        path: an ``.npy`` file of dtype ``u8,u8``: the upper and lower half of each identifier, ascending, 16 bytes a
+            row.
+
+    Attributes:
+        n: rows of the file.
+        fingerprint: checksum of ``n`` and some 4,096 of the identifiers.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another dtype or no rows, is not sorted, or has an identifier twice (as far as the
+            places that are looked at show); at a sample, no identifier, or one that is not in the file.
+
+    Example:
+        >>> import compopt, numpy, os, tempfile
+        >>> uids = numpy.array([(0, 7), (1, 5)], dtype="u8,u8")  # the upper and the lower half, ascending
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     numpy.save(os.path.join(folder, "subset.npy"), uids)
+        ...     index = compopt.data.UidIndex(os.path.join(folder, "subset.npy"))
+        ...     index.index({"__key__": f"{1:016x}{5:016x}"})
+        1
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._rows = rows = np.load(path, mmap_mode="r")
+        if rows.dtype.names is None or [rows.dtype[k] for k in range(len(rows.dtype.names))] != [np.uint64] * 2:
+            raise ValueError(f"{self.path} must hold pairs of 64-bit integers (dtype 'u8,u8'), got {rows.dtype}")
+        if rows.ndim != 1 or not len(rows):
+            raise ValueError(f"{self.path} must hold a list of identifiers, got shape {rows.shape}")
+        self.n = len(rows)
+        places = np.unique(np.linspace(0, self.n - 1, min(self.n, SAMPLED)).astype(np.int64))
+        neighbours = np.union1d(places, np.minimum(places + 1, self.n - 1))
+        if any(one >= other for one, other in pairwise(map(self._at, neighbours))):
+            raise ValueError(f"{self.path} is not sorted in ascending order, or has an identifier twice")
+        sampled = [self._at(place) for place in places]
+        self.fingerprint = "uids " + hashlib.sha256(repr((self.n, sampled)).encode()).hexdigest()[:32]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UidIndex, (self.path,)  # workers map the file themselves
+
+    def _at(self, row: int) -> int:
+        high, low = self._rows[row]
+        return int(high) << 64 | int(low)
+
+    def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
+        """Return the row of a sample, found by bisection, or raise a ``ValueError``; ``position`` does not count."""
+        uid = self._uid(sample)
+        row = bisect_left(range(self.n), uid, key=self._at)
+        if row == self.n or self._at(row) != uid:
+            raise ValueError(f"uid {uid:032x} ({_named(sample)}) is not in {self.path}")
+        return row
+
+    @staticmethod
+    def _uid(sample: Mapping[str, Any]) -> int:
+        found = _UID.match(_base_key(sample))
+        if found is not None:
+            return int(found[0], 16)
+        about = sample.get("json")
+        if isinstance(about, bytes | str):
+            try:
+                about = json.loads(about)
+            except ValueError:  # damaged json counts as missing
+                about = None
+        uid = about.get("uid") if isinstance(about, Mapping) else None
+        if not isinstance(uid, str) or _UID.fullmatch(uid) is None:
+            raise ValueError(
+                f"{_named(sample)} has no identifier of 32 hexadecimal digits, neither in the key nor in its json "
+                f"under 'uid'"
+            )
+        return int(uid, 16)
+
+
+def _base_key(sample: Mapping[str, Any]) -> str:
+    return str(sample.get("__key__")).rsplit("/", 1)[-1]
+
+
+def _named(sample: Mapping[str, Any]) -> str:
+    place = f"of {Path(str(sample['__url__'])).name}" if "__url__" in sample else "(no __url__)"
+    return f"key {sample.get('__key__')!r} {place}"

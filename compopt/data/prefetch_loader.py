@@ -1,4 +1,4 @@
-"""A loader that tells one batch ahead which rows will be needed."""
+"""Loader that announces one batch ahead which rows will be needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PrefetchLoader(Generic[T]):
-    """The batches of a loader, unchanged and in order, each announced before its predecessor is handed out.
+    """Iterate over the batches of a loader, each announced before its predecessor is handed out.
 
     While the loop trains on batch k, batch k + 1 has been taken from the loader and its rows are under way. The
     batch after it is taken only when the loop asks for batch k + 1: the loader is at most one batch ahead. This has
@@ -29,11 +29,11 @@ class PrefetchLoader(Generic[T]):
     Args:
         loader: an iterable of batches, or an iterator.
         announce: called with the index of the next batch, ``(B,)`` integers on whatever device it is, and with
-            index2 where that is asked for.
+            index2 if that is given.
         forget: called when the iteration ends, however it does: announced rows may not be needed.
-        index: where a batch holds its index: the position in a tuple or list (the last entry by default), the key
-            in a dict, or a function of the batch.
-        index2: where it holds the rows of the second modality, if these have their own.
+        index: place of the index in a batch: the position in a tuple or list (the last entry by default), the key in a
+            dict, or a function of the batch.
+        index2: place of the rows of the second modality, if these have their own.
 
     Communicates: nothing itself; see :meth:`~compopt.Estimator.prefetch` for what announcing does.
 
@@ -83,16 +83,18 @@ class PrefetchLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         try:
-            yield from self._within() if _looks_ahead(self.loader) else self._ahead()
+            # accelerate's loaders, recognised by their attributes, since accelerate need not be installed
+            inside = hasattr(type(self.loader), "end") and hasattr(self.loader, "base_dataloader")
+            yield from self._within() if inside else self._ahead()
         finally:
             if self._forget is not None:
                 self._forget()
 
     def _within(self) -> Iterator[T]:
-        """The batches of a loader that looks ahead by itself, announced where it takes them."""
+        """Batches of a loader that looks ahead by itself, announced where it takes them from the one inside it."""
         loader: Any = self.loader
         inner = loader.base_dataloader
-        loader.base_dataloader = _Announced(inner, self._take)
+        loader.base_dataloader = _Announced(inner, self._announce, None, *self._wanted)
         try:
             yield from loader
         finally:
@@ -113,7 +115,7 @@ class PrefetchLoader(Generic[T]):
             current = following
 
     def _take(self, batches: Iterator[Any]) -> Any:
-        """The next batch, announced."""
+        """Take the next batch and announce it."""
         batch = next(batches, _END)
         if batch is not _END:
             self._announce(*(select_index(batch, index) for index in self._wanted))
@@ -123,40 +125,21 @@ class PrefetchLoader(Generic[T]):
 _END = object()
 
 
-def _looks_ahead(loader: Any) -> bool:
-    """accelerate's; told by what it has, since accelerate need not be installed."""
-    return hasattr(type(loader), "end") and hasattr(loader, "base_dataloader") and hasattr(loader, "end_of_dataloader")
-
-
-class _Announced:
-    """A loader inside another one; each batch is announced when it is taken."""
-
-    def __init__(self, loader: Any, take: Callable[[Iterator[Any]], Any]) -> None:
-        self._loader, self._take = loader, take
+class _Announced(PrefetchLoader[Any]):
+    """Loader inside accelerate's, which looks ahead itself; each batch is announced when it is taken."""
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         while (batch := self._take(batches)) is not _END:
             yield batch
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
     @property  # type: ignore[misc]  # the loader outside passes its own class on, as accelerate does
     def __class__(self) -> type:
-        return self._loader.__class__
+        return self.loader.__class__
 
 
 def select_index(batch: Any, index: Any) -> Tensor:
-    """The data-set positions in a batch: at a position, under a key, or what a function finds.
-
-    Raises:
-        TypeError: the batch is of another kind than ``index`` asks for, or what is there is no tensor of integers.
-        ValueError: the batch has no such entry, or it is not 1-D.
-    """
+    """Return the data-set positions in a batch: at a position, under a key, or what a function finds."""
     if callable(index):
         found = index(batch)
     elif isinstance(batch, Mapping):

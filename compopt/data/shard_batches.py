@@ -1,4 +1,4 @@
-"""An epoch over tar shards that can be left after any batch and taken up again."""
+"""Epochs over tar shards that can be left after any batch and resumed."""
 
 from __future__ import annotations
 
@@ -7,31 +7,113 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from compopt import checks
-from compopt.data.shard_list import shard_list
+from compopt.data.shard_files import shard_list
 from compopt.data.shards import ShardIndex
-from compopt.data.spans import Layout, Span, Spans, block_order
+from compopt.rng import fold
 
 Sample = dict[str, Any]
+Integers = npt.NDArray[np.int64]
+
+
+class Spans:
+    """Ordered positions, kept as intervals: what thousands of workers leave of their blocks are millions of these.
+
+    Args:
+        intervals: ``(k, 2)``, first position and the one after the last; neighbours that continue each other are
+            joined.
+    """
+
+    def __init__(self, intervals: Integers) -> None:
+        intervals = intervals[intervals[:, 0] < intervals[:, 1]]
+        apart, edge = intervals[1:, 0] != intervals[:-1, 1], np.ones(min(1, len(intervals)), dtype=bool)
+        self._starts, stops = intervals[np.append(edge, apart), 0], intervals[np.append(apart, edge), 1]
+        self._ends = np.cumsum(stops - self._starts)
+        self._begins = self._ends - (stops - self._starts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def cut(self, start: int, stop: int) -> Integers:
+        """Intervals ``(k, 2)`` of the ``start``-th to the last position before the ``stop``-th."""
+        first, last = np.searchsorted(self._ends, start, side="right"), np.searchsorted(self._begins, stop)
+        begins, starts = self._begins[first:last], self._starts[first:last]
+        low, high = np.maximum(start, begins), np.minimum(stop, self._ends[first:last])
+        return np.stack([starts + low - begins, starts + high - begins], axis=1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of an epoch between ranks and workers.
+
+    A *lane* is the share of one worker of one rank: successive positions in blocks of ``shuffle``, each put into an
+    order of its own. Every rank has equally many batches. The lanes of a rank give them in turn, so that the numbers of
+    two lanes differ by one batch at most.
+    """
+
+    ranks: int
+    workers: int
+    batch_size: int
+    shuffle: int
+
+    def batches(self, total: int) -> int:
+        """Batches of a rank; samples that do not fill one on every rank are left out."""
+        return total // (self.ranks * self.batch_size)
+
+    def turns(self, worker: int, batches: int) -> int:
+        """Number of a rank's first ``batches`` batches that the worker gives."""
+        return max(0, -(-(batches - worker) // self.workers))
+
+    def lane(self, total: int, rank: int, worker: int) -> tuple[int, int]:
+        """First position and number of samples of a lane."""
+        batches = self.batches(total)
+        before = rank * batches + sum(self.turns(earlier, batches) for earlier in range(worker))
+        return before * self.batch_size, self.turns(worker, batches) * self.batch_size
+
+    def rest(self, spans: Spans, done: int, key: tuple[int, ...]) -> Spans:
+        """Positions that remain after every rank's first ``done`` batches."""
+        left = []
+        for lane in range(self.ranks * self.workers):
+            rank, worker = divmod(lane, self.workers)
+            start, size = self.lane(len(spans), rank, worker)
+            block, given = divmod(self.turns(worker, done) * self.batch_size, self.shuffle)
+            first, last = start + block * self.shuffle, start + size
+            if given:  # of a block that was begun, the samples later in its order remain
+                order = block_order((*key, lane, block), min(self.shuffle, last - first))
+                held = np.concatenate([np.arange(*span) for span in spans.cut(first, first + len(order))])
+                positions = held[sorted(order[given:])]
+                left.append(np.stack([positions, positions + 1], axis=1))
+                first += len(order)
+            left.append(spans.cut(first, last))
+        left.append(spans.cut(self.ranks * self.batches(len(spans)) * self.batch_size, len(spans)))
+        return Spans(np.concatenate(left))
+
+
+def block_order(key: tuple[int, ...], size: int) -> list[int]:
+    """Order of a block's samples, a function of its key."""
+    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(fold(*key))).tolist()
 
 
 class ShardBatches(IterableDataset[Any]):
-    r"""Batches of samples of tar shards, each sample once per epoch, in an order that can be taken up anywhere.
+    """Batches of samples of tar shards, each sample once per epoch, in an order that can be resumed after any batch.
 
     An epoch puts the shards into an order drawn from ``(seed, epoch)``. What they hold is shared equally between all
     workers of all ranks, if need be by cutting a shard. Each worker reads its share in blocks of ``shuffle`` samples
     and shuffles each block. The position in an epoch is thus a number of batches: no buffer has to be saved, and a
     resumed run reads from the block in which it was left.
 
-    A batch is a list of samples as ``read`` gives them, shorter where samples could not be read, or what ``decode``
-    makes of it. In place of a batch of which nothing is left its worker gives the one before it once more, or, if there
+    A batch is a list of samples as ``read`` gives them, shorter where samples could not be read, or the result of
+    ``decode``. In place of a batch of which nothing is left its worker gives the one before it once more, or, if there
     is none, the first one after it: ranks keep equally many, and a resumed run gives the same.
 
     Args:
@@ -99,7 +181,7 @@ class ShardBatches(IterableDataset[Any]):
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
         self.read, self.decode, self.seed = read, decode, checks.whole("seed", seed)
-        listed = [sizes.entry(shard) for shard in self.shards]
+        listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
         self._counts = [count for _, count in listed]
@@ -125,23 +207,17 @@ class ShardBatches(IterableDataset[Any]):
         self._empty = 0  # batches of which nothing was left
         self.set_epoch(0)
 
-    # -- position ----------------------------------------------------------------------------------------------
-
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, ``epoch`` >= 0; each has another order. Call it on every rank, with the same number."""
         self.epoch, self.done = checks.whole("epoch", epoch), 0
-        self._earlier: list[tuple[Layout, int]] = []  # how this epoch was read before, and so many batches of a rank
-        self._spans = Spans([(0, self.n)])
+        self._earlier: list[tuple[Layout, int]] = []  # layouts in which this epoch was read before, batches of a rank
+        self._spans = self._whole()
+
+    def _whole(self) -> Spans:
+        return Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
-        """Say that this rank has trained on further batches, in the order in which the loader gave them.
-
-        Args:
-            batches: how many, >= 1.
-
-        Raises:
-            ValueError: the epoch has fewer left.
-        """
+        """Record that this rank has trained on the next ``batches`` >= 1; raise a ``ValueError`` if fewer are left."""
         if checks.count("batches", batches) > len(self):
             raise ValueError(f"advance({batches}): {len(self)} batches of this epoch are left")
         self.done += batches
@@ -157,7 +233,7 @@ class ShardBatches(IterableDataset[Any]):
         return sum(layout.ranks * layout.batch_size * done for layout, done in stages)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the epoch: plain numbers and words, the same on every rank."""
+        """Return the position in the epoch: plain numbers and words, the same on every rank."""
         stages = [(layout, done) for layout, done in [*self._earlier, (self.layout, self.done)] if done]
         return {
             "shards": self._fingerprint,
@@ -169,15 +245,12 @@ class ShardBatches(IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was taken.
 
-        With the same ranks, workers and sizes of batch and block the batches are those that would have come. With
-        others, what is left of the epoch is shared anew: still no sample comes twice and none is missing, but those
-        of the last incomplete batch; the order is another one.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
+        With the same ranks, workers, ``batch_size`` and ``shuffle`` the batches are those that would have come.
+        Otherwise the rest of the epoch is divided anew: the order differs, but no sample comes twice, and only those of
+        the last incomplete batch are missing.
 
         Raises:
-            ValueError: the state is of other shards or of another seed, or is no state of this class.
+            ValueError: ``state_dict`` is of other shards or of another seed, or is no state of this class.
         """
         mine = self.state_dict()
         if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
@@ -185,7 +258,7 @@ class ShardBatches(IterableDataset[Any]):
                 "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
                 "same sizes and in the same order, and the same seed, or begin with the next epoch: set_epoch"
             )
-        earlier, spans = [], Spans([(0, self.n)])
+        earlier, spans = [], self._whole()
         for stage, options in enumerate(state_dict["read"]):
             layout = Layout(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
             done = checks.count("done", options["done"])
@@ -199,8 +272,6 @@ class ShardBatches(IterableDataset[Any]):
             self.done = earlier.pop()[1]
         self._earlier, self._spans = earlier, spans
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Any]:
         info, layout = get_worker_info(), self.layout
         if info is not None and info.num_workers != layout.workers:
@@ -213,22 +284,29 @@ class ShardBatches(IterableDataset[Any]):
                 "workers that persist see neither set_epoch nor the position; leave persistent_workers off"
             )
         self._iterated = info is not None
-        # loaders begin with worker 0, which therefore takes the part of the worker whose turn it is
+        # a loader asks worker 0 first, which therefore takes the lane whose turn it is
         workers = range(layout.workers) if info is None else [(self.done + info.id) % layout.workers]
         done, left = self.done, len(self)  # the position may advance while this runs
         lanes = [self._lane(worker, done) for worker in workers]
-        for number in range(done, done + left) if info is None else ():
-            yield next(lanes[number % layout.workers])
         if info is not None:
             yield from lanes[0]
+            return
+        for number in range(done, done + left):
+            yield next(lanes[number % layout.workers])
 
     def _lane(self, worker: int, done: int) -> Iterator[Any]:
-        """What a worker of this rank still has to give after ``done`` batches of the rank."""
+        """Batches that a worker of this rank still has to give after ``done`` batches of the rank."""
         turn = self.layout.turns(worker, done)
-        last, waiting = None, 0  # batches to give, as soon as there is one
+        last, waiting = None, 0  # number of batches owed until there is one to give
         for batch in self._batches(worker, turn):
             if batch is None:
-                self._warn_of_nothing()
+                self._empty += 1
+                if not self._empty & (self._empty - 1):  # warn of the 1st, 2nd, 4th, 8th, ...
+                    warnings.warn(
+                        f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, "
+                        f"epoch {self.epoch}; {self._empty} such batches by now); another batch is given twice",
+                        stacklevel=2,
+                    )
                 if not waiting and last is None:
                     last = self._before(worker, turn)
             last, waiting = last if batch is None else batch, waiting + 1
@@ -242,50 +320,37 @@ class ShardBatches(IterableDataset[Any]):
             )
 
     def _batches(self, worker: int, turn: int) -> Iterator[Any]:
-        """Batches of a worker of this rank from a turn on; ``None`` for those of which nothing is left."""
+        """Batches of a worker of this rank from a turn on; ``None`` if nothing of one is left."""
         layout = self.layout
         start, size = layout.lane(len(self._spans), self.rank, worker)
         block, given = divmod(turn * layout.batch_size, layout.shuffle)
         first = start + block * layout.shuffle
-        samples = self._read(self._spans.cut(first, start + size))
+        samples = self._read(self._spans.cut(first, start + size).tolist())
         shuffled = islice(self._shuffled(samples, self.rank * layout.workers + worker, block), given, None)
         while places := list(islice(shuffled, layout.batch_size)):
             batch = [sample for sample in places if sample is not None]
             yield (self.decode(batch) if self.decode else batch) if batch else None
 
     def _before(self, worker: int, turn: int) -> Any:
-        """The last batch before a turn of which something is left, which a run without a stop has given last."""
-        for earlier in reversed(range(turn)):
-            batch = next(self._batches(worker, earlier))
-            if batch is not None:
-                return batch
-        return None
-
-    def _warn_of_nothing(self) -> None:
-        self._empty += 1
-        if self._empty & (self._empty - 1):  # the 1st, 2nd, 4th, 8th, ... is said
-            return
-        warnings.warn(
-            f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, epoch "
-            f"{self.epoch}; {self._empty} such batches by now); another batch is given twice",
-            stacklevel=2,
-        )
+        """Last non-empty batch before a turn, the one that an uninterrupted run would repeat."""
+        earlier = (next(self._batches(worker, number)) for number in reversed(range(turn)))
+        return next((batch for batch in earlier if batch is not None), None)
 
     def _shuffled(self, samples: Iterator[Sample | None], lane: int, block: int) -> Iterator[Sample | None]:
-        """The samples of a lane, each block in its own order, from a given block on."""
+        """Samples of a lane, each block in its own order, from a given block on."""
         key = (self.seed, self.epoch, len(self._earlier), lane)
         held = list(islice(samples, self.layout.shuffle))
         while held:
-            following: list[Sample | None] = []  # read meanwhile, so that nobody waits between two blocks
+            following: list[Sample | None] = []
             for place in block_order((*key, block), len(held)):
-                following += islice(samples, 1)
+                following += islice(samples, 1)  # read the next block meanwhile, so that no wait lies between blocks
                 sample, held[place] = held[place], None
                 yield sample
             held, block = following, block + 1
 
-    def _read(self, spans: Iterable[Span]) -> Iterator[Sample | None]:
-        """The samples at these positions of the epoch; None for those that cannot be read."""
-        opened, at = -1, 0  # the shard that is read, the place in it
+    def _read(self, spans: Iterable[list[int]]) -> Iterator[Sample | None]:
+        """Samples at these positions of the epoch; None for those that cannot be read."""
+        opened, at = -1, 0  # the open shard, the place in it
         stream: Iterator[Sample] = iter(())
         for shard, start, stop in self._places(spans):
             if shard != opened:
@@ -302,8 +367,8 @@ class ShardBatches(IterableDataset[Any]):
                     f"append it under another name"
                 )
 
-    def _places(self, spans: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
-        """``(shard, first, stop)`` of positions of the epoch, whose shards have an order of their own."""
+    def _places(self, spans: Iterable[list[int]]) -> Iterator[tuple[int, int, int]]:
+        """``(shard, first, stop)`` of positions of the epoch, in its order of shards."""
         order = block_order((self.seed, self.epoch), len(self.shards))
         ends = list(accumulate(self._counts[shard] for shard in order))
         for start, stop in spans:

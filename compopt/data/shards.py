@@ -1,4 +1,4 @@
-"""A stable row for every sample of a list of tar shards."""
+"""Rows of samples in tar shards, by shard and position, and the reader stage that adds them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from compopt import checks
-from compopt.data.shard_list import check_files, is_local, shard_list, size_of
-from compopt.data.shard_sizes import sizes_of
+from compopt.data.indexed import SampleIndex
+from compopt.data.shard_files import check_files, count_all, is_local, shard_list, size_of
 
 FORMAT = 1
 
@@ -24,12 +26,11 @@ class ShardIndex:
     read, nor on workers, ranks, shuffling or skipped samples. The place must be counted as the tar is read, before
     anything selects or shuffles: see :func:`~compopt.data.indexed_reader`.
 
-    Shards are known by the end of their path, so that they may move to another folder or another machine together.
+    Shards are identified by the end of their path, so that they may move to another folder or another machine together.
     Rows are only ever appended (:meth:`build` with ``extend=``): existing ones keep their place for good.
 
-    *What a position cannot see.* A sample of which no file can be read is not counted by the reader, and the rows of
-    those after it in that shard shift by one in that pass. Keys have no such hole: see
-    :class:`~compopt.data.KeyIndex`.
+    A sample of which no file can be read is not counted by the reader, and the rows of those after it in that shard
+    shift by one in that pass. A :class:`~compopt.data.KeyIndex` has no such hole.
 
     Args:
         shards: names and sizes in samples, in the order of their rows.
@@ -37,8 +38,8 @@ class ShardIndex:
     Attributes:
         n: rows of all shards.
 
-    State: names, first rows and sizes, and the bytes of the files that were there when it was built. Communicates
-    nothing: every rank has the whole of it.
+    State: names, first rows and sizes, and the bytes of the files that were there when it was built. Every rank has all
+    of it; nothing is communicated.
 
     Raises:
         ValueError: a shard occurs twice, or has no sample.
@@ -55,7 +56,7 @@ class ShardIndex:
         self.n = 0
         self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
         self._bytes: dict[str, int] = {}  # of the files that were there when the index was built
-        self._last: tuple[str, int, int, str] = ("", 0, 0, "")  # samples of one shard come one after another
+        self._last: tuple[Any, tuple[str, int, int]] = "", ("", 0, 0)  # URL and entry: samples of a shard come in turn
         for name, count in shards.items():
             self._append(name, checks.count(f"the size of shard {name}", count))
 
@@ -79,7 +80,7 @@ class ShardIndex:
         """List shards with their sizes.
 
         Sizes come from ``sizes.json``, a wids index, Energon's ``.nv-meta/.info.json`` or img2dataset's
-        ``*_stats.json`` where these are; other shards are counted.
+        ``*_stats.json`` if these exist; other shards are counted.
 
         Args:
             shards: a folder, a pattern with braces (``"data/{00000..00099}.tar"``) or wildcards, or a list of files.
@@ -100,43 +101,35 @@ class ShardIndex:
             raise FileNotFoundError(f"no shards at {shards}")
         base = Path(root) if root is not None else Path(os.path.commonpath([file.parent for file in files]))
         names = [file.relative_to(base).as_posix() for file in files]
-        index = cls({} if extend is None else {name: count for name, (_, count) in extend._shards.items()})
+        older = {} if extend is None else extend._shards
+        index = cls({name: count for name, (_, count) in older.items()})
         index._bytes = {} if extend is None else dict(extend._bytes)
-        for name, file, count in zip(names, files, sizes_of(files, progress), strict=True):
+        for name, file, count in zip(names, files, count_all(files, progress), strict=True):
             if size_of(file):
                 index._bytes.setdefault(name, size_of(file))
-            if extend is None or name not in extend._shards:
+            if name not in older:
                 index._append(name, count)
-            elif extend._shards[name][1] != count:
+            elif older[name][1] != count:
                 raise ValueError(
-                    f"shard {name} has {count} samples, and {extend._shards[name][1]} in the index to extend; rows of "
-                    f"a shard that was written anew are not those of the old one: give it another name"
+                    f"shard {name} has {count} samples, and {older[name][1]} in the index to extend; rows of a shard "
+                    f"that was written anew are not those of the old one: give it another name"
                 )
         return index
 
-    # -- files -------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON: ``[name, first row, count]`` of each shard, and the bytes of their files.
+        """Write the index to ``path`` as JSON: ``[name, first row, count]`` of each shard, and the bytes of its file.
 
-        Args:
-            path: of the file; an older one is replaced as a whole.
-
-        Raises:
-            OSError: it cannot be written.
+        An older file is replaced as a whole.
         """
         rows = [[name, first, count] for name, (first, count) in self._shards.items()]
-        temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
         about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
+        temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
         temporary.write_text(json.dumps({**about, "shards": rows, "bytes": self._bytes}))
         temporary.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardIndex:
-        """Read what :meth:`save` wrote.
-
-        Args:
-            path: of the file.
+        """Read the file at ``path``, which :meth:`save` wrote.
 
         Raises:
             FileNotFoundError: there is none.
@@ -145,11 +138,11 @@ class ShardIndex:
         try:
             saved = json.loads(Path(path).read_text())
             index = cls({name: count for name, _, count in saved["shards"]})
-            index._bytes = dict(saved.get("bytes", {}))
-            whole = saved["format"] == FORMAT and len(index._shards) == len(saved["shards"])
+            index._bytes = dict(saved.get("bytes", {}))  # absent in files of early versions
+            complete = saved["format"] == FORMAT and len(index._shards) == len(saved["shards"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no index of shards: {error}; write it with ShardIndex.save") from error
-        if not whole or index.fingerprint != saved.get("fingerprint"):
+        if not complete or index.fingerprint != saved.get("fingerprint"):
             raise ValueError(f"{path} was changed since it was saved, or is of another version; build it anew")
         return index
 
@@ -160,43 +153,34 @@ class ShardIndex:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def check(self, shards: Iterable[str]) -> None:
-        """Refuse shards that are not those of the index, as far as can be told without reading them.
-
-        Args:
-            shards: paths or URLs.
+        """Refuse shards (paths or URLs) that are not those of the index, as far as can be told without reading them.
 
         Raises:
             ValueError: a shard has another name, or as a local file another size than when the index was built.
             FileNotFoundError: a local shard is missing or empty.
         """
         shards = list(shards)
-        names = [self._find(shard)[3] for shard in shards]
+        names = [self.entry(shard)[0] for shard in shards]
         check_files(shards)
         for name, shard in zip(names, shards, strict=True):
-            before, now = self._bytes.get(name), size_of(shard) if is_local(shard) else None
-            if before is not None and now is not None and before != now:
+            before = self._bytes.get(name)
+            if is_local(shard) and before not in (None, size_of(shard)):
                 raise ValueError(
-                    f"shard {shard} has {now} bytes, and {before} when the index was built: it was replaced, and its "
-                    f"rows may be of other samples. Append it under another name; if it holds the same samples in the "
-                    f"same order, build the index anew"
+                    f"shard {shard} has {size_of(shard)} bytes, and {before} when the index was built: it was "
+                    f"replaced, and its rows may be of other samples. Append it under another name; if it holds the "
+                    f"same samples in the same order, build the index anew"
                 )
 
-    # -- one sample --------------------------------------------------------------------------------------------
-
     def index(self, sample: Mapping[str, Any], position: int) -> int:
-        """The row of a sample, ``0 .. n - 1``.
-
-        Args:
-            sample: with ``__url__``, the shard it was read from.
-            position: its place in there, from 0 on.
+        """Return the row, ``0 .. n - 1``, of a sample with ``__url__``; ``position`` is its place in that shard.
 
         Raises:
             ValueError: the shard is not in the index, or has more samples than the index says.
         """
         url = sample.get("__url__")
         if url is None or url != self._last[0]:
-            self._last = self._find(url)
-        _, first, count, name = self._last
+            self._last = url, self.entry(url)
+        name, first, count = self._last[1]
         if not 0 <= position < count:
             raise ValueError(
                 f"shard {name} has a sample at position {position} (key {sample.get('__key__')!r}), and {count} "
@@ -204,28 +188,19 @@ class ShardIndex:
             )
         return first + position
 
-    def count(self, url: str) -> int:
-        """Samples that the shard at ``url`` should have; a ``ValueError`` if it is not in the index."""
-        return self._find(url)[2]
-
-    def entry(self, url: str) -> tuple[str, int]:
-        """What the shard at ``url`` is called here, wherever it lies, and how many samples it should have.
-
-        Raises:
-            ValueError: it is not in the index.
-        """
-        _, _, count, name = self._find(url)
-        return name, count
-
-    def _find(self, url: Any) -> tuple[str, int, int, str]:
-        """First row, count and name of the shard whose name is the longest that the URL ends with."""
+    def entry(self, url: Any) -> tuple[str, int, int]:
+        """Name (the longest that ``url`` ends with), first row and count of a shard; a ``ValueError`` if unknown."""
         if not isinstance(url, str):
             raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
-        parts = re.sub(r"[?#].*$", "", _location(url)).replace("\\", "/").split("/")
+        location = url
+        if url.startswith("pipe:"):  # of pipe:aws s3 cp s3://bucket/00000.tar - the word with a tar's name
+            words = (word.strip("'\"") for word in url[5:].split())
+            location = next((word for word in words if ".tar" in word), url)
+        parts = re.sub(r"[?#].*$", "", location).replace("\\", "/").split("/")
         for start in range(len(parts)):
             name = "/".join(parts[start:])
             if name in self._shards:
-                return url, *self._shards[name], name
+                return name, *self._shards[name]
         raise ValueError(
             f"shard {url} is not among the {len(self._shards)} of the index. If it was renamed, give it its old name; "
             f"if it is new, append it with ShardIndex.build(shards, extend=index), and its rows with add_sample_group"
@@ -238,9 +213,86 @@ class ShardIndex:
         return f"ShardIndex({len(self._shards)} shards, n={self.n}, fingerprint={self.fingerprint!r})"
 
 
-def _location(url: str) -> str:
-    """Where a pipe reads from: of ``pipe:aws s3 cp s3://bucket/00000.tar -`` the word that ends with a tar's name."""
-    if not url.startswith("pipe:"):
-        return url
-    words = [word.strip("'\"") for word in url[5:].split()]
-    return next((word for word in words if ".tar" in word), url)
+class indexed_reader:
+    """Reader stage of a webdataset pipeline that sets ``sample["index"]``.
+
+    It gives one shard at a time to the stage that it wraps, and counts the samples that come out. Put it where that
+    stage was: after splitting by node and worker, before shuffling, selecting, renaming and decoding. Later stages may
+    then drop, reorder and repeat samples; ``rename`` and ``to_tuple`` must name ``index``.
+
+    Args:
+        read: from an iterable of sources (``{"url": ...}``) to samples, such as webdataset's
+            ``tarfile_to_samples(handler=...)``.
+        index: the rows.
+
+    Nothing is communicated: a row depends on nothing but the sample, its shard and its place in there.
+
+    Raises:
+        TypeError: ``read`` is no function, or ``index`` none of the indices.
+        ValueError: while reading: a sample that the index does not know.
+
+    Warns:
+        UserWarning: a shard gave fewer samples than its index says: samples of which nothing could be read are missing,
+            and the rows of those after them in this shard have shifted.
+
+    Example:
+        >>> import compopt
+        >>> def read(sources):  # webdataset.tarfile_to_samples() in a pipeline
+        ...     for source in sources:
+        ...         yield from ({"__url__": source["url"], "__key__": key} for key in "ab")
+        >>> index = compopt.data.ShardIndex({"0.tar": 2, "1.tar": 2})
+        >>> stage = compopt.data.indexed_reader(read, index)
+        >>> [sample["index"] for sample in stage([{"url": "1.tar"}, {"url": "0.tar"}])]
+        [2, 3, 0, 1]
+    """
+
+    def __init__(self, read: Callable[[Iterable[Any]], Iterable[dict[str, Any]]], index: SampleIndex) -> None:
+        if not callable(read):
+            raise TypeError(f"read must be a reader stage, a function of sources, got {type(read).__name__}")
+        if not hasattr(index, "index") or not hasattr(index, "n"):
+            raise TypeError(f"index must be a ShardIndex, KeyIndex or UidIndex, got {type(index).__name__}")
+        self.read, self.index = read, index
+        self._short: dict[str, int] = {}
+
+    def __call__(self, sources: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        for source in sources:
+            position, url = -1, source.get("url") if isinstance(source, dict) else source
+            for position, sample in enumerate(self.read(iter([source]))):
+                url = sample.get("__url__", url)
+                sample["index"] = self.index.index(sample, position)
+                yield sample
+            self._warn_if_short(url, position + 1)
+
+    def check(self, shards: Iterable[str]) -> None:
+        """Refuse shards that the index does not know, as far as a look before training shows it.
+
+        A :class:`ShardIndex` looks at names and files. For any other index the first sample of the first shard and all
+        of the last shard are read: the largest keys are there. One process of many is enough.
+
+        Raises:
+            ValueError: a shard or a sample that the index does not know.
+            FileNotFoundError: a local shard is missing or empty.
+        """
+        shards = list(shards)
+        if isinstance(self.index, ShardIndex):
+            self.index.check(shards)
+            return
+        check_files(shards)
+        for shard, count in (shards[0], 1), (shards[-1], None):
+            for position, sample in enumerate(islice(self.read(iter([{"url": shard}])), count)):
+                self.index.index(sample, position)
+
+    def _warn_if_short(self, url: Any, found: int) -> None:
+        """Warn once of each shard that gave fewer samples than it should."""
+        # any key may be missing: only a ShardIndex knows how many samples there should be
+        if not isinstance(self.index, ShardIndex) or not isinstance(url, str) or url in self._short:
+            return
+        expected = self.index.entry(url)[2]
+        if found < expected:
+            self._short[url] = expected - found
+            warnings.warn(
+                f"shard {url} gave {found} of {expected} samples; by now {sum(self._short.values())} samples of "
+                f"{len(self._short)} shards are missing. Samples after a missing one have shifted rows in this pass; "
+                f"a KeyIndex has no such hole",
+                stacklevel=2,
+            )

@@ -15,7 +15,7 @@ OPERATIONS = (
     OBSERVE,
     PREFETCH,
     "the construction of an estimator",
-    "the construction of a sampler",
+    "the planning of a sampler's epoch",
     "read()",
     "state_dict()",
     "load_state_dict()",

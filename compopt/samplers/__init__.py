@@ -1,4 +1,4 @@
-"""Which samples share a batch: torch batch samplers that choose batches by the features the training loop computes."""
+"""Batch samplers for torch that choose batches by the features that the training loop computes."""
 
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.base import BankSampler

@@ -1,11 +1,11 @@
-"""The newest features of every sample, in half precision."""
+"""Newest features of every sample, in half precision."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from compopt import accelerator, checks
 from compopt.kernel.features import prepare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Offload = Literal["cpu"]
 
 
 class FeatureBank:
@@ -21,16 +22,13 @@ class FeatureBank:
 
     Args:
         n: number of samples.
-        dtype: of what is kept: float16 (rounds a coordinate to 0.0005 at most), bfloat16, float32 or float64.
+        dtype: of the stored features: float16 (rounds a coordinate to 0.0005 at most), bfloat16, float32 or float64.
         offload: ``None``, on the features' device; ``"cpu"``, in host memory, to which features are copied behind
             the training step.
 
     State: ``rows`` (n, 2, d), allocated at the first write, and two flags per sample: ``seen``, it has features, and
-    ``offered``, some were given. ``4 n d`` bytes in half precision, 27 MB for n = 54,000 and d = 128.
-
-    While :meth:`hold` is in force writes wait in a queue, in their order: a reader in another thread has the bank as
-    it was, and what is written meanwhile takes as much memory again. A row with a feature that is not finite, or
-    too large to be normalised, is not written; :meth:`unseen` warns of those.
+    ``offered``, some were given. ``4 n d`` bytes in half precision, 27 MB for n = 54,000 and d = 128. A row with a
+    feature that is not finite, or too large to be normalised, is not written; :meth:`unseen` warns of those.
 
     Communicates: nothing.
 
@@ -48,7 +46,7 @@ class FeatureBank:
         (torch.Size([10, 2, 4]), [3, 7])
     """
 
-    def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: str | None = None) -> None:
+    def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: Offload | None = None) -> None:
         self.n = checks.count("n", n)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
@@ -58,12 +56,11 @@ class FeatureBank:
         self.rows: Tensor | None = None
         self.seen = torch.zeros(n, dtype=torch.bool, device="cpu")
         self.offered = torch.zeros(n, dtype=torch.bool, device="cpu")
-        self._queue: deque[tuple[Tensor, Tensor, Any]] = deque()
-        self._held = False
+        self._copies: deque[tuple[Tensor, Tensor, Any]] = deque()  # on their way from the device to host memory
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
-        """Features ``z1``, ``z2``, ``(b, d)`` each, as they are kept: normalised, ``(b, 2, d)`` in the bank's dtype."""
+        """Normalise features ``(b, d)`` and round them as they are stored: ``(b, 2, d)`` in the bank's dtype."""
         with torch.autocast(z1.device.type, enabled=False):
             return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 
@@ -77,58 +74,44 @@ class FeatureBank:
             raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 
     def write(self, index: Tensor, rows: Tensor) -> None:
-        """Keep features of some samples, now or when the bank is no longer held.
+        """Store features of some samples.
 
         Args:
             index: data-set positions, ``(b,)`` int64 on the CPU; of equal ones the last counts.
-            rows: what :meth:`rounded` gave, ``(b, 2, d)``; the bank goes to their device, unless it is offloaded.
+            rows: result of :meth:`rounded`, ``(b, 2, d)``; the bank goes to their device, unless it is offloaded.
 
         Raises:
             ValueError: another ``d`` than before.
         """
         self.check_width(rows.shape[2])
-        self._place(rows)
-        event = None
-        if self.offload == "cpu":
-            rows, event = accelerator.to_host(rows), accelerator.event(rows.device)
-        self._queue.append((index, rows, event))
-        self.settle(wait=False)
-
-    def _place(self, rows: Tensor) -> None:
-        """Allocate the bank, or move one that was loaded, to where it belongs."""
         device = torch.device("cpu") if self.offload else rows.device
         if self.rows is None:
             self.rows = torch.zeros((self.n, *rows.shape[1:]), dtype=self.dtype, device=device)
-        elif not self._held and self.rows.device != device:
+        elif self.rows.device != device:  # a loaded bank
             self.rows = self.rows.to(device)
-        self.seen, self._skipped = self.seen.to(self.rows.device), self._skipped.to(self.rows.device)
+        self.seen, self._skipped = self.seen.to(device), self._skipped.to(device)
+        event = None
+        if self.offload == "cpu":
+            rows, event = accelerator.to_host(rows), accelerator.event(rows.device)
+        self._copies.append((index, rows, event))
+        self._settle(wait=False)
 
-    def hold(self) -> None:
-        """From here on writes wait; those before are done."""
-        self.settle()
-        self._held = True
-
-    def release(self) -> None:
-        """Writes go through again."""
-        self._held = False
-        self.settle(wait=False)
-
-    def settle(self, wait: bool = True) -> None:
-        """Write what is waiting, unless held; ``wait`` for copies from the device, or write those that are here."""
-        while self._queue and not self._held:
-            index, rows, event = self._queue[0]
+    def _settle(self, wait: bool = True) -> None:
+        """Store copies that have arrived; ``wait`` for those that have not."""
+        while self._copies:
+            index, rows, event = self._copies[0]
             if event is not None:
                 if not wait and not event.query():
                     return
                 event.synchronize()
-            self._queue.popleft()
-            self._put(index, rows)
+            self._copies.popleft()
+            self._store(index, rows)
 
-    def _put(self, index: Tensor, rows: Tensor) -> None:
+    def _store(self, index: Tensor, rows: Tensor) -> None:
         assert self.rows is not None
         self.offered[index] = True
         last = {sample: place for place, sample in enumerate(index.tolist())}
-        if len(last) < len(index):
+        if len(last) < len(index):  # which of several writes to one row wins is not defined on a device
             index, places = (torch.tensor(list(part), device="cpu") for part in (last, last.values()))
             rows = rows[accelerator.to_device(places, rows.device)]
         index, rows = (accelerator.to_device(x, self.rows.device) for x in (index, rows))
@@ -138,12 +121,12 @@ class FeatureBank:
         self._skipped += (~good).sum()
 
     def unseen(self) -> Tensor:
-        """Which samples have no features, ``(n,)`` bool on the CPU. Waits for the device.
+        """Samples without features, ``(n,)`` bool on the CPU. Waits for the device.
 
         Warns:
             UserWarning: features that were not finite, or too large, and were left out since this was last asked.
         """
-        self.settle()
+        self._settle()
         skipped = int(self._skipped)
         if skipped:
             warnings.warn(
@@ -154,14 +137,14 @@ class FeatureBank:
         return ~self.seen.cpu()
 
     def missing(self) -> Tensor:
-        """Which samples were never observed, ``(n,)`` bool on the CPU; those whose features were not finite were."""
-        self.settle()
+        """Samples never observed, ``(n,)`` bool on the CPU; those whose features were not finite were observed."""
+        self._settle()
         return ~self.offered
 
     @property
     def filled(self) -> bool:
-        """Whether every sample has features. Waits for the device."""
-        self.settle()
+        """True if every sample has features. Waits for the device."""
+        self._settle()
         return bool(self.seen.all())
 
     def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,25 +155,24 @@ class FeatureBank:
         return rows[..., 0, :], rows[..., 1, :]
 
     def state_dict(self) -> dict[str, Any]:
-        """``rows``, ``seen``, ``offered`` and the kind of ``device``; copies on the CPU. Waits for the device."""
-        self.settle()
+        """Return ``rows``, ``seen``, ``offered`` (on the CPU) and the type of ``device``. Waits for the device."""
+        self._settle()
         rows = None if self.rows is None else self.rows.detach().to("cpu", copy=True)
         device = "cpu" if self.rows is None else self.rows.device.type
         seen = self.seen.to("cpu", copy=True)
         return {"rows": rows, "seen": seen, "offered": self.offered.clone(), "device": device}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy what :meth:`state_dict` gave, ``state_dict``, into this bank, in its own dtype.
+        """Copy a :meth:`state_dict` into this bank, in its own dtype.
 
-        Rows go to the kind of device where they were; where there is none, or with ``offload``, to the CPU. What waited
-        to be written is dropped.
+        Rows go to the type of device where they were or, if there is none or with ``offload``, to the CPU.
         """
         rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
         present = accelerator.available()
         if self.offload or present is None or device.type != present.type:
             device = torch.device("cpu")
-        self._queue.clear()
+        self._copies.clear()
         self.rows = None if rows is None else rows.to(device, self.dtype, copy=True)
         self.seen = seen.to(device, copy=True)
-        self.offered = state_dict.get("offered", seen).to("cpu", copy=True)  # early versions did not tell
+        self.offered = state_dict.get("offered", seen).to("cpu", copy=True)  # absent in states of early versions
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,9 +1,10 @@
-"""What batch samplers with a feature bank share: epochs, ranks, plans made ahead, states in the middle of an epoch."""
+"""Base of the batch samplers with a feature bank: epochs, plans, ranks, and states in the middle of an epoch."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from compopt import checks
+from compopt import checks, rng
 from compopt.checks import inputs
-from compopt.distributed.control import OBSERVE
+from compopt.distributed import control
 from compopt.distributed.handshake import Handshake
-from compopt.distributed.ranks import Part, ProcessGroup, Ranks
-from compopt.samplers.bank import FeatureBank
-from compopt.samplers.orders import Orders
-from compopt.samplers.planner import Planner
-from compopt.samplers.position import Position
+from compopt.distributed.ranks import ProcessGroup, Ranks
+from compopt.estimator.forgotten import warn
+from compopt.samplers.bank import FeatureBank, Offload
 
+PLANNING = "the planning of a sampler's epoch"
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -31,22 +31,32 @@ class BankSampler(Sampler[list[int]]):
 
     A sample whose features have never been finite is dealt to a batch at random; the others are chosen without it.
 
-    The plan of an epoch is a sequence of global batches. In a loop that observes its batches it is made in a thread
-    while the epoch before it runs, from the features observed until then; otherwise while the epoch before it runs too,
-    from the bank as it was when that began; and from the bank as it is when the epoch itself begins if its plan was not
-    made ahead (the first after the bank has filled; ``background=False``). Each iteration is an epoch; the first one
-    after :meth:`load_state_dict` goes on where the state was taken.
+    The plan of an epoch is a sequence of global batches, made when the epoch begins. Each iteration is an epoch; the
+    first one after :meth:`load_state_dict` goes on where the state was taken.
 
-    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. Arguments, state, communication and
-    metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`.
+    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. State, communication and metrics: as
+    of :class:`~compopt.samplers.SpectralBatchSampler`.
+
+    Args:
+        n: number of samples; indices are 0 .. n - 1.
+        batch_size: ``B``, over all ranks.
+        tau: temperature of the losses by which batches are chosen.
+        seed: of all random choices, together with the epoch.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
+        dtype: of the bank: float16, bfloat16, float32, float64.
+        offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
+        process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
+            initialised.
+
+    Attributes:
+        epoch: number of the epoch that was entered last.
+        metrics: figures of the newest plan and of this epoch; seconds are those of this rank.
 
     Raises:
-        ValueError: batch_size < 2 or > n, tau <= 0, lead outside (0, 1], a seed of 2^63 or more, bad labels; rank
-            without world_size or beside a process_group, fewer samples in a batch than ranks; another dtype or
-            ``offload``.
+        ValueError: batch_size < 2 or > n, tau <= 0, a seed of 2^63 or more, bad labels; fewer samples in a batch than
+            ranks; another dtype or ``offload``.
         TypeError: an argument of the wrong type; ``labels`` and ``group`` together.
-        RuntimeError: at an iteration: the epoch's plan could not be made in the thread, on this rank or another. The
-            next iteration tries again.
+        RuntimeError: at an iteration: another rank could not make its part of the plan. The next iteration tries again.
 
     Warns:
         UserWarning: when an epoch begins: features that were not finite; samples that never had finite ones; nothing
@@ -67,14 +77,9 @@ class BankSampler(Sampler[list[int]]):
         tau: float,
         seed: int,
         labels: Tensor | None,
-        group: Tensor | None = None,
-        background: bool,
-        lead: float,
         dtype: torch.dtype,
-        offload: str | None,
+        offload: Offload | None,
         process_group: ProcessGroup | None,
-        rank: int | None,
-        world_size: int | None,
     ) -> None:
         self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
@@ -82,38 +87,29 @@ class BankSampler(Sampler[list[int]]):
         checks.positive("tau", tau)
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
-        checks.flag("background", background)
-        checks.unit_interval("lead", lead)
-        self.tau, self.seed, self.background, self.lead = float(tau), int(seed), background, float(lead)
-        labels = inputs.one_name(labels, group)
+        self.tau, self.seed = float(tau), int(seed)
         if labels is not None:
             labels = inputs.check_vector("labels", labels, self.n, "a data set of {} samples").cpu().long().clone()
         self.labels = labels
         self.bank = FeatureBank(self.n, dtype, offload)
-        self.orders = Orders(self.n, self.batch_size, self.seed)
-        self._join(process_group, rank, world_size)
-        self._planner, self._handshake = Planner(self, self._ranks), Handshake(self._ranks, OBSERVE)
-        self._position, self._warned = Position(), False
-
-    def _join(self, group: ProcessGroup | None, rank: int | None, world_size: int | None) -> None:
-        """Who this rank is."""
-        if (rank is None) != (world_size is None):
-            raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
-        self._apart = rank is not None  # ranks that do not talk to each other
-        if rank is None or world_size is None:
-            self._ranks = Ranks(group)
-            self.rank, self.world_size = self._ranks.rank, self._ranks.size
-        else:
-            if group is not None:
-                raise ValueError("give process_group or rank and world_size, not both")
-            self._ranks = Ranks.alone()
-            self.rank, self.world_size = checks.whole("rank", rank), checks.count("world_size", world_size)
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
+        self._ranks = Ranks(process_group)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
         if self.batch_size < self.world_size:
             raise ValueError(
                 f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
             )
+        self._handshake = Handshake(self._ranks, control.OBSERVE)
+        # Position. A loader with workers asks for batches long before they are trained on: a loop that observes its
+        # batches tells how far it is; of any other loop only the number of batches handed out is known.
+        self.epoch = 0
+        self._begun = False  # an iteration has entered the epoch
+        self._handed = self._seen = 0  # batches handed out; batches up to the last one observed
+        self._follows = self._matched = False  # batches of the epoch before, or of this one, were observed
+        self._strangers = self._warned_of_strangers = False  # samples were observed that are no batch of this epoch
+        # Epoch -> samples of all its batches, one batch after the other; states of 0.2 also have the next epoch's.
+        self._plans: dict[int, Tensor] = {}
+        self.metrics: dict[str, float] = {}
+        self._warned_of_unseen = False
 
     # -- what subclasses define ------------------------------------------------------------------------------------
 
@@ -123,94 +119,125 @@ class BankSampler(Sampler[list[int]]):
 
     @abstractmethod
     def work(self, epoch: int) -> list[Any]:
-        """The independent pieces of an epoch's plan, each of bounded size; ranks share them out."""
+        """Independent pieces of an epoch's plan, each of bounded size; ranks divide them between themselves."""
 
     @abstractmethod
     def do(self, piece: Any) -> Tensor:
-        """Compute one ``piece``: a CPU tensor of any shape. Runs in a thread; of what changes reads the bank alone."""
+        """Compute one ``piece``: a CPU tensor of any shape."""
 
     @abstractmethod
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The plan of an epoch from its pieces and their results.
+        """Form the plan of an epoch from its pieces and their results.
 
         Returns:
             The samples of all batches, one batch after the other, ``(samples,)`` int64; and metrics.
         """
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both features of ``samples`` and their labels, if there are any, on the bank's device.
-
-        Args:
-            samples: data-set positions, of any shape.
-
-        Returns:
-            Features ``(..., d)``, twice, float32 or wider, and labels ``(...)``, int64, or ``None``.
-        """
+        """Features ``(..., d)``, twice, and labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
 
     def config(self) -> dict[str, Any]:
-        """The arguments that a state must share with the sampler that loads it."""
+        """Return the arguments that a state must share with the sampler that loads it."""
         labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:16]
         values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
     def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
-        """A plan of random batches, before all samples were observed: ``(samples,)`` int64.
+        """Plan of random batches, ``(samples,)`` int64; those never observed, ``missing`` ``(n,)``, come first."""
+        return self.random_batches(len(self), epoch, first=missing).flatten()
 
-        Args:
-            epoch: decides the order, together with the seed.
-            missing: samples never observed, ``(n,)`` bool; they come first, so that those left out get their turn.
+    # -- random orders, functions of the seed and of counters --------------------------------------------------------
+
+    def draw(self, *counters: int) -> int:
+        """63 random bits that belong to the counters."""
+        return rng.fold(self.seed, *counters) >> 1
+
+    def permutation(self, count: int, *counters: int) -> Tensor:
+        """Random permutation that belongs to the counters, ``(count,)``."""
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self.draw(*counters)), device="cpu")
+
+    def random_batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
+        """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.
+
+        The first permutation begins with the samples that are True in ``first``, ``(n,)``.
         """
-        return self.orders.batches(len(self), epoch, first=missing).flatten()
+        size = self.n // self.batch_size * self.batch_size
+        orders = []
+        for number in range(math.ceil(count * self.batch_size / size)):
+            order = self.permutation(self.n, epoch, number)
+            if first is not None and number == 0:
+                order = torch.cat([order[first[order]], order[~first[order]]])
+            orders.append(order[:size])
+        return torch.cat(orders).view(-1, self.batch_size)[:count]
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that was entered last."""
-        return self._position.epoch
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Figures of the newest plan and of this epoch, a copy; seconds are those of this rank."""
-        return dict(self._planner.metrics)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._planner.collect()  # a copy of the bank must not wait for a plan that the copy does not make
-        return dict(vars(self))
-
     def __iter__(self) -> Iterator[list[int]]:
-        self._planner.collect()  # here, before a loader starts its workers: a process that forks had better not compute
-        return self._batches()
-
-    def _batches(self) -> Iterator[list[int]]:
-        plan, start = self._begin()
-        position, epoch = self._position, self.epoch
-        for number in range(start, len(self)):
+        plan, epoch = self._begin(), self.epoch
+        for number in range(self._seen, len(self)):
             if self.epoch == epoch:  # a later iteration may have begun
-                position.handed = number + 1
+                self._handed = number + 1
             yield self._own(plan, number).tolist()
 
-    def _begin(self) -> tuple[Tensor, int]:
-        """Enter an epoch, or go on with a loaded one."""
-        if not self._apart:
-            self._ranks.check_alive()
-        self._warn()
-        start = self._position.enter()
-        try:
-            plan = self._planner.of(self.epoch)
-        except BaseException:
-            self._position.begun = False  # the next iteration tries this epoch again
-            raise
-        if self.background and not self._position.follows:
-            self._planner.ahead(self.epoch + 1)
-        return plan, start
+    def _begin(self) -> Tensor:
+        """Enter the next epoch, or a loaded one where its state was taken, and return its plan."""
+        self._ranks.check_alive()
+        if self._strangers and not (self._matched or self._warned_of_strangers):
+            self._warned_of_strangers = True
+            warnings.warn(
+                "all that observe() was given in this epoch was no batch of it (a loader sharded once more, parts of "
+                "batches, another order?): features are kept, but the sampler does not know how far the loop is, and a "
+                "state counts the batches handed out instead",
+                stacklevel=3,
+            )
+        if self._begun:
+            self.epoch, self._seen, self._follows = self.epoch + 1, 0, self._matched
+        self._matched, self._strangers, self._handed = False, False, self._seen
+        self._begun = False  # if the plan fails, the next iteration tries this epoch again
+        started = time.perf_counter()
+        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= self.epoch}
+        if self.epoch not in self._plans:
+            unseen, missing = self.bank.unseen(), self.bank.missing()
+            self.metrics["unseen"] = int(unseen.sum())
+            if missing.any():
+                self._plans[self.epoch] = self.random_plan(self.epoch, missing)
+            else:
+                self._warn_of_unseen(unseen)
+                self._plans[self.epoch] = self._make_plan()
+        self._begun = True
+        self.metrics["wait_seconds"] = time.perf_counter() - started
+        return self._plans[self.epoch]
 
     def _own(self, plan: Tensor, number: int) -> Tensor:
-        """This rank's part of a batch."""
+        """Part of a batch that this rank has."""
         batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
-        return Part.share(len(batch), self.rank, self.world_size).of(batch)
+        return self._ranks.part(len(batch)).of(batch)
+
+    def _warn_of_unseen(self, unseen: Tensor) -> None:
+        samples = unseen.nonzero().flatten().tolist()
+        if samples and not self._warned_of_unseen:
+            self._warned_of_unseen = True
+            warn(
+                f"{len(samples)} of n={self.n} samples have never had finite features, the first is {samples[0]}; they "
+                f"are dealt to batches at random, and the others are chosen without them: look at these samples"
+            )
+
+    def _make_plan(self) -> Tensor:
+        """Compute the plan of this epoch; rank r of K computes the pieces r, r + K, ..."""
+        assert self.bank.rows is not None
+        started, ranks = time.perf_counter(), self._ranks
+        pieces = self.work(self.epoch)
+        # in float32 whatever the loop around it casts to
+        with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), control.doing(PLANNING):
+            # an error of one rank is raised on all, so that none waits in the exchange
+            own = ranks.agree(lambda: [self.do(piece) for piece in pieces[ranks.rank :: ranks.size]])
+            everyone = ranks.gather_objects(own)
+        results = [everyone[number % ranks.size][number // ranks.size] for number in range(len(pieces))]
+        plan, metrics = self.assemble(self.epoch, pieces, results)
+        self.metrics.update(metrics, plan_seconds=time.perf_counter() - started)
+        return plan
 
     # -- features ----------------------------------------------------------------------------------------------------
 
@@ -222,8 +249,8 @@ class BankSampler(Sampler[list[int]]):
         that a state taken between two batches continues with the second.
 
         Args:
-            index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for). With K ranks of
-                a process group those of this rank's part; with ``rank=`` and ``world_size=`` of the whole batch.
+            index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for); with K ranks those
+                of this rank's part.
             z1, z2: features, ``(b, d)``, normalised here; no gradient is kept. Rows that are not finite are left out,
                 and a warning counts them when the next epoch begins.
 
@@ -232,64 +259,51 @@ class BankSampler(Sampler[list[int]]):
         Raises:
             RuntimeError: another rank refused its arguments.
             IndexError: a position outside ``0 .. n - 1``.
-            TypeError, ValueError: wrong types or shapes, another ``d`` than before; with ``rank=`` an index that is
-                only this rank's part of a batch.
+            TypeError, ValueError: wrong types or shapes, another ``d`` than before.
         """
-        if not self._apart:
-            self._ranks.check_alive()
+        self._ranks.check_alive()
         with self._handshake.guard():
-            inputs.check_features(z1, z2, least=0)
-            index = inputs.check_vector("index", index, len(z1)).cpu().long()
-            inputs.check_range("index", index, self.n)
-            self.bank.check_width(z1.shape[1])
-            self._check_whole(index)
+            index = self._checked(index, z1, z2)
         index = self._write(index, z1, z2)
-        plan = self._planner.plans.get(self.epoch)
-        self._planner.collect(wait=False)
-        if plan is None or not self._position.begun:
-            return
-        known = self._position.follow(index, plan, self.batch_size)
-        if known and self.background and self._position.seen >= math.ceil((1 - self.lead) * len(self)):
-            self._planner.ahead(self.epoch + 1)
+        plan = self._plans.get(self.epoch)
+        if plan is not None and self._begun:
+            self._follow(index, plan)
 
-    def _check_whole(self, index: Tensor) -> None:
-        """Ranks that do not talk to each other must each observe the whole batch."""
-        plan, position = self._planner.plans.get(self.epoch), self._position
-        if self._apart and self.world_size > 1 and plan is not None and len(index):
-            for number in range(position.seen, position.handed):
-                if torch.equal(index, self._own(plan, number)):
-                    raise ValueError(
-                        f"index holds this rank's {len(index)} samples; with rank= and world_size= pass those of the "
-                        f"whole batch, or build the sampler with process_group="
-                    )
-
-    def _warn(self) -> None:
-        """At the end of an epoch: what was observed was none of its batches."""
-        if self._position.strangers and not (self._position.matched or self._warned):
-            self._warned = True
-            warnings.warn(
-                "all that observe() was given in this epoch was no batch of it (a loader sharded once more, parts of "
-                "batches, another order?): features are kept, but the sampler does not know how far the loop is, and a "
-                "state counts the batches handed out instead",
-                stacklevel=3,
-            )
+    def _checked(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
+        inputs.check_features(z1, z2, least=0)
+        index = inputs.check_vector("index", index, len(z1)).cpu().long()
+        inputs.check_range("index", index, self.n)
+        self.bank.check_width(z1.shape[1])
+        return index
 
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
-        """Features of this rank's samples, on all ranks; the samples of all."""
+        """Write features of this rank's samples into the banks of all ranks; return the samples of all."""
         rows = self.bank.rounded(z1, z2)
         samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2]})
         self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
         return samples.keys["index"]
 
+    def _follow(self, index: Tensor, plan: Tensor) -> None:
+        """Note how far the loop is if these are the samples of one batch handed out, or of several in a row."""
+        size = self.batch_size
+        # an accumulation window may be observed at once, and batches before it may have been skipped
+        firsts = plan[::size][self._seen : self._handed]
+        for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
+            start = (self._seen + number) * size
+            stop = start + len(index)
+            whole = len(index) % size == 0 or stop == len(plan)
+            if whole and stop <= self._handed * size and torch.equal(index, plan[start:stop]):
+                self._seen, self._matched = -(-stop // size), True
+                return
+        self._strangers |= 0 < len(index) <= size
+
     @torch.no_grad()
     def refresh(self, encode: Encode, chunk_size: int = 1024) -> None:
         """Fill the bank by encoding every sample: an alternative to :meth:`observe`, before an epoch begins.
 
-        A plan that was made ahead from older features is given up.
-
         Args:
-            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks of a process group each encodes
-                its part of every chunk, and gets an index of one sample where it has none.
+            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks each encodes its part of
+                every chunk, and gets an index of one sample where it has none.
             chunk_size: samples at a time.
 
         Raises:
@@ -299,62 +313,53 @@ class BankSampler(Sampler[list[int]]):
         Communicates, with K ranks: as :meth:`observe`, once per chunk.
         """
         checks.count("chunk_size", chunk_size)
-        self._give_up()
+        entered = self._begun or self._seen > 0
+        self._plans = {epoch: plan for epoch, plan in self._plans.items() if entered and epoch == self.epoch}
         for index in torch.arange(self.n, device="cpu").split(chunk_size):
             own = self._ranks.part(len(index)).of(index)
             asked = own if len(own) else index[:1]
             with self._handshake.guard():
                 z1, z2 = encode(asked)
-                inputs.check_features(z1, z2, least=0)
-                inputs.check_vector("index", asked, len(z1))
-                self.bank.check_width(z1.shape[1])
+                self._checked(asked, z1, z2)
             self._write(own, z1[: len(own)], z2[: len(own)])
-
-    def _give_up(self) -> None:
-        """Forget what was planned ahead; an epoch that has been entered keeps its plan."""
-        entered = self._position.begun or self._position.seen > 0
-        self._planner.give_up(self.epoch if entered else self.epoch - 1)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, the same on every rank: bank, plans, epoch and position.
+        """Return all that the rest of the run depends on, the same on every rank: bank, plans, epoch and position.
 
         The position is behind the last batch observed, or, in a loop that observes none, the last one handed out. After
-        an epoch that was left early it is inside that epoch, while the run itself would go on with the next one. Waits
-        for a plan that is being made. Communicates nothing.
+        an epoch that was left early it is inside that epoch, while the run itself would go on with the next one.
+        Communicates nothing.
         """
-        self._planner.collect()
-        epoch, batch = self._position.next(len(self))
+        follows = self._follows or self._matched
+        epoch, batch = self.epoch, self._seen if follows or not self._begun else self._handed
+        if batch >= len(self):
+            epoch, batch = epoch + 1, 0
         return {
             "config": self.config(),
             "epoch": epoch,
             "batch": batch,
-            "follows": self._position.follows or self._position.matched,
-            "complete": self._planner.complete,
-            "plans": {number: plan.clone() for number, plan in self._planner.plans.items() if number >= epoch},
+            "follows": follows,
+            "plans": {number: plan.clone() for number, plan in self._plans.items() if number >= epoch},
             "bank": self.bank.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was taken, with the next iteration, on any number of ranks. Communicates nothing.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
         Raises:
-            ValueError: the state is of a sampler with other arguments.
+            ValueError: ``state_dict`` is of a sampler with other arguments.
         """
         own, other = self.config(), dict(state_dict["config"])
         for name in {**own, **other}:
             if own.get(name) != other.get(name):
                 raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
-        self._give_up()
         self.bank.load_state_dict(state_dict["bank"])
-        batch, follows = int(state_dict["batch"]), bool(state_dict["follows"])
-        self._position = Position(int(state_dict["epoch"]), handed=batch, seen=batch, follows=follows)
-        self._planner.complete = bool(state_dict["complete"])
-        self._planner.plans = {int(epoch): plan.cpu().clone() for epoch, plan in state_dict["plans"].items()}
+        self.epoch, self._begun = int(state_dict["epoch"]), False
+        self._handed = self._seen = int(state_dict["batch"])
+        self._follows, self._matched, self._strangers = bool(state_dict["follows"]), False, False
+        self._plans = {int(epoch): plan.cpu().clone() for epoch, plan in state_dict["plans"].items()}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items() if name != "kind")

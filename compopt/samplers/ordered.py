@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.checks import inputs
 from compopt.distributed.ranks import ProcessGroup
+from compopt.samplers.bank import Offload
 from compopt.samplers.base import BankSampler
 from compopt.samplers.pairs import batch_losses
 
@@ -48,12 +50,12 @@ class OrderedBatchSampler(BankSampler):
         keep: batches of an epoch, ``q <= k``.
         tau: temperature of the loss.
         seed: of the candidates, together with the epoch.
-        labels, background, lead, dtype, offload, process_group, rank, world_size: as in
-            :class:`~compopt.samplers.SpectralBatchSampler`.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         group: an older name of ``labels``.
+        dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
 
-    State, communication, metrics: as there; also ``coverage``, ``kept_loss`` and ``candidate_loss``, the mean losses of
-    the newest plan's batches and of its candidates in nats.
+    State, communication, metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
+    ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
 
     Raises:
         ValueError: ``keep`` exceeds ``candidates`` or the number of different batches.
@@ -80,32 +82,17 @@ class OrderedBatchSampler(BankSampler):
         tau: float = 0.1,
         seed: int = 0,
         labels: Tensor | None = None,
-        background: bool = True,
-        lead: float = 0.5,
         dtype: torch.dtype = torch.float16,
-        offload: str | None = None,
+        offload: Offload | None = None,
         process_group: ProcessGroup | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
         group: Tensor | None = None,
     ) -> None:
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
+        labels = inputs.one_name(labels, group)
         super().__init__(
-            n,
-            batch_size,
-            tau=tau,
-            seed=seed,
-            labels=labels,
-            group=group,
-            background=background,
-            lead=lead,
-            dtype=dtype,
-            offload=offload,
-            process_group=process_group,
-            rank=rank,
-            world_size=world_size,
+            n, batch_size, tau=tau, seed=seed, labels=labels, dtype=dtype, offload=offload, process_group=process_group
         )
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(
@@ -119,30 +106,30 @@ class OrderedBatchSampler(BankSampler):
 
     @property
     def coverage(self) -> float:
-        """Share of the samples that this epoch's batches have; 0 before the first."""
-        plan = self._planner.plans.get(self.epoch)
+        """Share of the samples that are in this epoch's batches; 0 before the first."""
+        plan = self._plans.get(self.epoch)
         return 0.0 if plan is None else len(plan.unique()) / self.n
 
     @property
     def total_coverage(self) -> float:
-        """Share of the samples that any epoch's batches have had so far, this one's included."""
+        """Share of the samples that were in any epoch's batches so far, this one's included."""
         return float(self._covered.double().mean())
 
-    def _begin(self) -> tuple[Tensor, int]:
-        plan, start = super()._begin()
+    def _begin(self) -> Tensor:
+        plan = super()._begin()
         self._covered[plan] = True
-        self._planner.metrics["coverage"] = self.coverage
-        return plan, start
+        self.metrics["coverage"] = self.coverage
+        return plan
 
     def work(self, epoch: int) -> list[Tensor]:
-        """The candidates of an epoch in pieces of some batches, ``(k, B)`` data-set positions each."""
+        """Candidates of an epoch in pieces of some batches, ``(k, B)`` data-set positions each."""
         size = max(1, PIECE // (self.batch_size * max(self.batch_size, 128)))
-        return list(self.orders.batches(self.candidates, epoch).split(size))
+        return list(self.random_batches(self.candidates, epoch).split(size))
 
     def do(self, piece: Tensor) -> Tensor:
         """Losses of the candidates ``(k, B)``, in nats: ``(k,)``."""
         z1, z2, labels = self.read(piece)
-        absent = ~self.bank.seen[piece.to(self.bank.seen.device)]
+        absent = ~self.bank.seen[piece.to(z1.device)]
         return batch_losses(z1, z2, self.tau, labels, absent if bool(absent.any()) else None).cpu()
 
     def assemble(self, epoch: int, pieces: list[Tensor], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -163,7 +150,9 @@ class OrderedBatchSampler(BankSampler):
 
 
 def highest(batches: Tensor, losses: Tensor, keep: int) -> Tensor:
-    """Which batches to keep, ``(keep,)``, ascending: the highest losses; a set of samples once, unless it must be.
+    """Positions of the batches to keep, ``(keep,)``, ascending: those with the highest losses.
+
+    A set of samples is kept twice only if there are fewer than ``keep`` different ones.
 
     Args:
         batches: ``(k, B)``.

@@ -1,4 +1,4 @@
-r"""What samples do to each other's loss: the equations behind the choice of batches.
+r"""Losses of batches and weights of pairs of samples: the equations behind the choice of batches.
 
 With ``s_kl = <z1_k, z2_l>`` of L2-normalised features, the loss of a batch ``I`` of ``B`` samples is that of InfoNCE in
 both directions; by Jensen's inequality it is at least a sum over the pairs of the batch:
@@ -25,7 +25,7 @@ from torch import Tensor
 def batch_losses(
     z1: Tensor, z2: Tensor, tau: float, labels: Tensor | None = None, absent: Tensor | None = None
 ) -> Tensor:
-    """``L`` of many batches, in nats: ``(k,)``.
+    """Losses ``L`` of many batches, in nats: ``(k,)``.
 
     Args:
         z1, z2: normalised features, ``(k, B, d)``.
@@ -48,7 +48,7 @@ def batch_losses(
 
 
 def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
-    """``w``: ``(m, m)``, symmetric; its diagonal, which no pair is, is 0.
+    """Edge weights ``w``: ``(m, m)``, symmetric, with a diagonal of 0.
 
     Args:
         z1, z2: normalised features, ``(m, d)``.

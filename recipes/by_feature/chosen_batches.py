@@ -70,7 +70,7 @@ def main(argv=None):
             z1, z2 = model.train()(images, tokens)
             loss = est(z1, z2, index)
             loss.backward()
-            sampler.observe(index, z1, z2)  # the next epoch's batches are formed from these, in a thread
+            sampler.observe(index, z1, z2)  # the next epoch's batches are formed from these
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)
