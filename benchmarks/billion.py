@@ -33,12 +33,11 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from benchmarks.saved import ROOT, save, stored
+from benchmarks.report import ROOT, environment, heading, save, stored, table
 from compopt.checkpoint import manifest
 from compopt.checkpoint.chunks import Owners, by_rank
 from recipes import glyphs
 from recipes.exports import GlyphExport
-from recipes.report import environment, heading, table
 
 MODEL = {
     "embed_dim": 16,

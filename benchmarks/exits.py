@@ -27,8 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.exits_rank import RANKS, one_rank
-from benchmarks.saved import save
-from recipes.report import environment, heading, table
+from benchmarks.report import environment, heading, save, table
 
 SECONDS = 60.0  # after which an exit counts as hung
 SETTINGS = {

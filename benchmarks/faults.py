@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.faults_training import BEGUN, INSIDE, Setting, Training, train
-from benchmarks.saved import RESULTS, append_run, read_runs
-from recipes.report import environment, heading, table
+from benchmarks.report import RESULTS, append_run, environment, heading, read_runs, table
 from tests.pool import free_port
 
 TIMEOUT = 30.0  # of the process group: seconds after which a rank gives up another one

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import fuzz_calls, fuzz_damage, saved
-from recipes.report import environment, heading, table
+from benchmarks.report import environment, heading, table
 
 NAMES = {
     "flip": "one bit flipped",

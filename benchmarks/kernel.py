@@ -38,8 +38,7 @@ from benchmarks.contenders import (
     products,
 )
 from benchmarks.machine import status
-from benchmarks.saved import ROOT, save
-from recipes.report import environment, heading, quartiles, spread, table
+from benchmarks.report import ROOT, environment, heading, quartiles, save, spread, table
 
 
 def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.losses_rank import LOST
-from benchmarks.saved import ROOT, save
-from recipes.report import environment, heading, table
+from benchmarks.report import ROOT, environment, heading, save, table
 from tests.launching import environment as launching
 from tests.pool import free_port
 

@@ -40,8 +40,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.mutations import Mutation, mutations
-from benchmarks.saved import RESULTS, ROOT, append_run, read_runs
-from recipes.report import table
+from benchmarks.report import RESULTS, ROOT, append_run, read_runs, table
 
 # name in the report: what of the library, and the test files that are likely to notice, the likeliest first
 ROOMS: dict[str, tuple[str, str]] = {

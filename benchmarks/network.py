@@ -16,8 +16,7 @@ import torch
 
 import compopt
 from benchmarks.machine import timed
-from benchmarks.saved import save
-from recipes.report import environment, heading, quartiles, spread, table
+from benchmarks.report import environment, heading, quartiles, save, spread, table
 
 SIZES = [  # batch, dim, prototypes
     (64, 128, 1024),

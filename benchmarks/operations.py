@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compopt
 from benchmarks.contenders import TAU, cross_entropy_both_ways
 from benchmarks.kernel import batch
-from benchmarks.saved import save
-from recipes.report import environment, heading, table
+from benchmarks.report import environment, heading, save, table
 
 B, DIM, PROTOTYPES, STEPS = 64, 128, 256, 9
 N = 4 * B  # rows are revisited

@@ -25,9 +25,8 @@ from safetensors.torch import load_file
 
 import compopt
 from benchmarks.elastic import LIMIT, WAIT, Elastic
-from benchmarks.saved import RESULTS
+from benchmarks.report import RESULTS, environment, heading, table
 from recipes import checkpoints, glyphs, methods
-from recipes.report import environment, heading, table
 from tests.disks import fill, mounted
 
 RANKS, DISK, PER_EPOCH = 2, 400 << 20, 10

@@ -28,10 +28,9 @@ import webdataset as wds
 
 import compopt
 from benchmarks.machine import in_turns
-from benchmarks.saved import save
+from benchmarks.report import environment, heading, quartiles, save, table
 from compopt.data import ShardBatches, ShardIndex, indexed_reader
 from recipes import make_shards
-from recipes.report import environment, heading, quartiles, table
 
 MODEL = Path("recipes/clip/tiny.json")
 BATCH = 64

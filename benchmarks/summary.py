@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.saved import HISTORY, ROOT, stored
+from benchmarks.report import ROOT, mean_spread, stored, table
 from benchmarks.studies.default.report import first, overview, small_batch, small_sets, variants
-from recipes.report import mean_spread, table
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
 BATCH, LARGE, SAMPLES = 8192, 32768, 10**8
 CHUNKED = "compopt SogCLR, chunk_size=512"
 CACHED = "sentence-transformers Cached...Loss"
+LAST = "2310a77"  # the last commit that has the scripts of finished studies
 HEAD = ["", "compopt", "open_clip", "LibAUC", "others"]
 
 
 def results(name: str) -> Any:
-    """What one script of ``benchmarks/history`` has measured."""
-    return stored(name, HISTORY)["results"]
+    """Figures of one result file."""
+    return stored(name)["results"]
 
 
 def speed() -> Iterable[list[str]]:
@@ -165,7 +165,7 @@ def summary() -> str:
 
 def sparse_saves() -> str:
     """Return a table of the room of checkpoints after few visits of a large table, in order and uniform."""
-    body = [[line[0], line[1], line[2], line[5]] for line in stored("saving_sparse")["results"]]
+    body = [[line[0], line[1], line[2], line[4]] for line in stored("saving_sparse")["results"]]
     head = ["rows are visited", "the table's file, MiB", "the first checkpoint, MiB", "the second one adds, MiB"]
     return table(head, body)
 
@@ -174,11 +174,13 @@ def provenance() -> str:
     """Where, when and with what each of the compared results was measured."""
     body = []
     for name in COMPARED:
-        env = stored(name, HISTORY)["environment"]
+        env = stored(name)["environment"]
         machine = f"{env['cpu']}, {env['cores']} cores, {env['memory, GiB']} GiB; {env['threads']} threads"
         versions = f"Python {env['python']}, torch {env['torch']}"
-        link = f"[{name}.md](history/results/{name}.md)"
-        body.append([link, machine, versions, env["commit"], env["date"], f"`{env['command']}`"])
+        command = f"`{env['command']}`"
+        if "history" in command:
+            command = f"{command.replace('python -m ', '')} as of {LAST}"
+        body.append([f"[{name}.md](results/{name}.md)", machine, versions, env["commit"], env["date"], command])
     return table(["result", "hardware", "versions", "commit", "date", "command"], body, "l")
 
 

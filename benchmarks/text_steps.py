@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.machine import in_turns, timed
-from benchmarks.saved import save
+from benchmarks.report import environment, heading, quartiles, save, spread, table
 from benchmarks.studies.text import estimator
 from benchmarks.studies.text_arms import LOSSES
-from recipes.report import environment, heading, quartiles, spread, table
 from recipes.text import TextPairs, load, small_model, tokenizer_of
 
 MODELS = {"1 x 64": {"width": 64, "layers": 1}, "6 x 384": {"width": 384, "layers": 6}}
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         table(head, body),
     ]
-    save("text_steps", "\n".join(lines), env, results, indent=None)
+    save("text_steps", "\n".join(lines), env, results)
 
 
 if __name__ == "__main__":

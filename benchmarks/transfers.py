@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import compopt
-from benchmarks.saved import save
-from recipes.report import environment, heading, table
+from benchmarks.report import environment, heading, save, table
 from tests import pretend
 from tests.pretend import LEDGER, NAMED
 

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.saved import RESULTS, ROOT, save
-from recipes.report import environment, heading, table
+from benchmarks.report import RESULTS, ROOT, environment, heading, save, table
 
 VERSIONS = ("3.10:2.4.0", "3.11:2.4.0", "3.12:2.13.0", "3.13:2.13.0")
 PACKAGES = """numpy safetensors fsspec scipy scikit-learn pillow matplotlib tqdm accelerate

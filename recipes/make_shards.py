@@ -20,7 +20,7 @@ import PIL
 import torch
 from torch import Tensor
 
-from recipes import cli, glyphs, icons, tars
+from recipes import glyphs, icons, tars
 from recipes.exports import Export, GlyphExport, IconExport
 
 FORMAT = 1  # raise when the same arguments give other files
@@ -41,6 +41,13 @@ def icon_export(args: argparse.Namespace) -> Export:
 DATA: dict[str, Callable[[argparse.Namespace], Export]] = {"glyphs": glyph_export, "icons": icon_export}
 
 
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     root = argparse.ArgumentParser(
@@ -49,10 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "where there is one), and test sets for clip-benchmark (benchmark/zeroshot/, benchmark/retrieval/, and "
         "benchmark/validation/ to choose settings by).",
     )
-    cli.add_data(root, tuple(DATA))
+    icons.add_data(root, tuple(DATA))
     root.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write; new, or begun before")
-    root.add_argument("--shard-size", type=cli.positive, metavar="N", default=1000, help="samples per shard (1000)")
-    root.add_argument("--limit", type=cli.positive, metavar="N", help="write at most this many pairs of each part")
+    root.add_argument("--shard-size", type=positive, metavar="N", default=1000, help="samples per shard (1000)")
+    root.add_argument("--limit", type=positive, metavar="N", help="write at most this many pairs of each part")
     root.add_argument("--seed", type=int, metavar="N", default=0, help="order of the samples (0)")
     root.add_argument("--cache-dir", type=Path, metavar="DIR", help="drawn data sets; default $COMPOPT_CACHE or .cache")
     root.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show progress bars")
@@ -150,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = {name: getattr(args, name) for name in ("data", "shard_size", "limit", "seed")}
     try:
         former_run(args.out)  # before icons are fetched
-        data = cli.data_or_exit(root, DATA[args.data], args)
+        data = icons.data_or_exit(root, DATA[args.data], args)
         claim(args.out, {"format": FORMAT, **chosen, "fingerprint": data.fingerprint, "pillow": PIL.__version__})
         for write in (write_pairs, write_zeroshot, write_retrieval):
             write(data, args)

@@ -7,21 +7,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import matplotlib
 import numpy as np
 import torch
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from compopt import TemperatureDual
 from recipes.engine import Run
+from recipes.experiment import by_method
 from recipes.methods import METHODS
-from recipes.plots import COLOURS, RIGHT, STYLE, WRONG, new_figure, plt, save_figure
-from recipes.report import quartiles
-from recipes.runs import by_method
 from recipes.tasks import NamedImages
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#4c566a", "#b48ead", "#d08770", "#2e7d6b", "#1f6fb2", "#c0392b", "#8a6d1d", "#6a51a3", "#1b9e77")
+RIGHT, WRONG = "#2e7d6b", "#c0392b"
+STYLE = {
+    **{"figure.dpi": 140, "savefig.dpi": 140, "font.size": 10, "font.family": "DejaVu Sans"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25},
+    **{"axes.titleweight": "bold", "axes.titlesize": 11, "legend.frameon": False, "lines.linewidth": 2.0},
+}
+
+
+def new_axis(width: float, height: float) -> tuple[Figure, Axes]:
+    return plt.subplots(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
 
 
 def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float, dodge: bool = True) -> list[float]:
@@ -56,8 +78,8 @@ def _label_ends(axis: Axes, ends: list[tuple[float, float, str]]) -> None:
 @plt.rc_context(STYLE)
 def recall(runs: Sequence[Run], path: Path) -> Path:
     """Draw the headline metric against samples seen, one line per method."""
-    figure, axes = new_figure(7.2, 4.4)
-    task, axis = runs[0].task, axes[0, 0]
+    figure, axis = new_axis(7.2, 4.4)
+    task = runs[0].task
     _curves(axis, runs, task.headline, 100)
     axis.set(xlabel="training samples seen", ylabel=f"{task.labels[task.headline]} (%)")
     axis.set_title(f"Held-out {task.labels[task.headline]}, batch {runs[0].config.batch_size}", loc="left")
@@ -72,8 +94,7 @@ def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
     runs = [run for run in runs if any("normalizer_error" in record for record in run.history)]
     if not runs:
         return None
-    figure, axes = new_figure(7.2, 4.4)
-    axis = axes[0, 0]
+    figure, axis = new_axis(7.2, 4.4)
     _curves(axis, runs, "normalizer_error", 1.0, dodge=False)
     axis.set(xlabel="training samples seen", ylabel="mean squared error of log-normalizers", yscale="log")
     axis.set_title("How well the normalizers are known", loc="left")
@@ -99,8 +120,7 @@ def temperatures(run: Run, path: Path) -> Path | None:
     if learned is None:
         return None
     tau = learned[0].numpy()
-    figure, axes = new_figure(6.4, 3.8)
-    axis = axes[0, 0]
+    figure, axis = new_axis(6.4, 3.8)
     bins = np.linspace(tau.min(), np.quantile(tau, 0.999), 60)
     names = ("image anchors", "text anchors") if tau.shape[1] == 2 else ("samples",)
     for direction, (name, colour) in enumerate(zip(names, (COLOURS[4], COLOURS[2]), strict=False)):
@@ -121,12 +141,11 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
         return None
     tau, seen = learned
     times = frequency[seen]
-    figure, axes = new_figure(6.4, 3.8)
-    axis = axes[0, 0]
+    figure, axis = new_axis(6.4, 3.8)
     present = [k for k in times.unique().tolist() if (times == k).sum() >= 20]
     for direction, name in enumerate(("image anchors", "text anchors")[: tau.shape[1]]):
         colour = (COLOURS[4], COLOURS[2])[direction]
-        low, middle, high = np.transpose([quartiles(tau[times == k, direction].tolist()) for k in present])
+        low, middle, high = np.transpose([np.quantile(tau[times == k, direction], (0.25, 0.5, 0.75)) for k in present])
         axis.fill_between(present, low, high, color=colour, alpha=0.15, linewidth=0)
         label = f"{name} (r = {_rank(tau[:, direction], times):+.2f})"
         axis.plot(present, middle, color=colour, marker="o", markersize=4, label=label)
@@ -159,7 +178,7 @@ def gallery(run: Run, task: NamedImages, path: Path, columns: int = 8, rows: int
     order = torch.randperm(len(hit), generator=torch.Generator().manual_seed(seed))
     half = columns * rows // 2
     chosen = torch.cat([order[hit[order]][:half], order[~hit[order]][:half]])
-    figure, axes = new_figure(1.5 * columns, 2.05 * rows, rows, columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(1.5 * columns, 2.05 * rows), layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
     for axis, query in zip(axes.flat, chosen.tolist(), strict=False):

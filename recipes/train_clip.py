@@ -14,10 +14,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes import cli, glyphs, icons, launch, pictures, runs
+from recipes import experiment, glyphs, icons, launch, pictures
 from recipes.engine import Run
 from recipes.icon_task import PARTS, IconNames
-from recipes.methods import BIMODAL
 from recipes.tasks import GlyphNames, NamedImages
 
 ERROR_TIMES = 3
@@ -40,16 +39,16 @@ TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {"glyphs": glyph
 
 def parser() -> argparse.ArgumentParser:
     """The recipe's command line."""
-    root = cli.parser(
-        "python -m recipes.train_clip",
+    root = experiment.parser(
+        "recipes.train_clip",
         "Train an image tower and a text tower on glyphs and their Unicode names, or on icons and theirs, and "
         "measure retrieval of held-out pairs (R@1).",
-        BIMODAL,
+        NamedImages.mode,
         epochs=2,
         output_dir="runs/clip",
     )
     own = root.add_argument_group("only here")
-    cli.add_data(own, tuple(TASKS))
+    icons.add_data(own, tuple(TASKS))
     own.add_argument(
         "--held-out", choices=PARTS, help=f"families of icons to measure: validation to choose by; default {PARTS[0]}"
     )
@@ -86,14 +85,14 @@ def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the arguments ask for, measure it, and report."""
     root = parser()
-    args = cli.parse(root, argv, BIMODAL)
+    args = experiment.parse(root, argv, NamedImages.mode)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
-    task = cli.data_or_exit(root, TASKS[args.data], args)
-    finished = runs.train_all(args, task, error_count=times)
-    runs.finish(finished, args.output_dir)
+    task = icons.data_or_exit(root, TASKS[args.data], args)
+    finished = experiment.train_all(args, task, error_count=times)
+    experiment.finish(finished, args.output_dir)
     if args.plots:
         with launch.results_folder(args.output_dir) as folder:
-            runs.list_files(draw(finished, task, folder))
+            experiment.list_files(draw(finished, task, folder))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.gpu import trace
-from benchmarks.saved import ROOT
+from benchmarks.report import ROOT
 
 
 def event(name, start, thread, category="cuda_runtime", length=1):

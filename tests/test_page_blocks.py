@@ -64,7 +64,7 @@ def examples(page: Path):
 
 def run(page: Path) -> None:
     if "/coming_from/" in str(page):
-        from benchmarks.history.peers import packages
+        from benchmarks.peers import packages
 
         packages.declare_operators()
     found = examples(page)

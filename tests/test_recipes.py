@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import compopt
-from benchmarks import saved
+from benchmarks import report
 from recipes import batches, cache, glyphs
 from recipes import tasks as tasks_module
-from recipes.config import Config, Control
-from recipes.engine import Run
+from recipes.engine import Config, Control, Run
 from recipes.methods import METHODS, build
 from recipes.tasks import GlyphFaces, GlyphNames
 
@@ -111,13 +110,13 @@ def test_batches_are_named_when_they_are_wrong():
 
 def test_records_survive_a_kill(tmp_path):
     path = tmp_path / "runs" / "records.jsonl"
-    assert saved.read_runs(path) == []
+    assert report.read_runs(path) == []
     for number in range(2):
-        saved.append_run(path, {"run": number})
+        report.append_run(path, {"run": number})
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
-    assert saved.read_runs(path) == [{"run": 0}]
-    saved.append_run(path, {"run": 2})
-    assert saved.read_runs(path) == [{"run": 0}, {"run": 2}]
+    assert report.read_runs(path) == [{"run": 0}]
+    report.append_run(path, {"run": 2})
+    assert report.read_runs(path) == [{"run": 0}, {"run": 2}]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu import losses, plots, report, rows, steps, suite, trace
 from benchmarks.gpu.machine import Machine
-from benchmarks.saved import RESULTS, ROOT, save
+from benchmarks.report import RESULTS, ROOT, save
 from compopt import accelerator
 
 # seconds of each part, of eight minutes; compilation and allocation come on top

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import environment, quartiles
 from compopt import accelerator
-from recipes.report import environment, quartiles
 
 Run = Callable[[], object]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.losses import CLIP, PRODUCTS, clip_loss
-from recipes.report import heading, spread, table
+from benchmarks.report import heading, spread, table
 
 MIB = 2**20
 Results = dict[str, Any]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
+from benchmarks.report import quartiles
 from compopt.stores import RowAccess, open_rows
 from compopt.stores.layout import moved
-from recipes.report import quartiles
 
 ROWS = 5120
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.saved import ROOT
+from benchmarks.report import ROOT
 
 FILES = ("test_accelerator.py", "test_accelerator_options.py", "test_stores.py", "test_sampler_bank.py")
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import environment, machine
 from benchmarks.studies.search import Job, Search
-from recipes.report import environment, machine
 
 
 def parser(module: str, description: str | None, path: Path) -> argparse.ArgumentParser:

@@ -6,11 +6,11 @@ import math
 from statistics import mean
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
+from benchmarks.report import mean_spread, table
 from benchmarks.studies.command import provenance
 from benchmarks.studies.icons_arms import ARMS, BATCH, EPOCHS, STUDY
 from benchmarks.studies.search import SEEDS, Results
-from recipes.report import mean_spread, table
 
 COLUMNS = {
     "zero-shot, top 1": "zeroshot/acc1",

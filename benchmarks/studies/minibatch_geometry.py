@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.studies import geometry_report
+from benchmarks.report import environment, finish, table
 from compopt.samplers import OrderedBatchSampler, SpectralBatchSampler
 from compopt.samplers.pairs import batch_losses
 
@@ -131,7 +129,6 @@ def theorems(n: int, size: int, dim: int, seeds: Sequence[int]) -> list[Result]:
             {
                 **{"n": n, "batch_size": size, "dim": dim, "batches": name, "count": len(batches)},
                 "distance": [distance(z) for z in found],
-                "gram": (found[0][0] @ found[0][1].T).round(decimals=5).tolist(),
             }
         )
     return results
@@ -208,37 +205,38 @@ def curves(setting: Setting, seeds: Sequence[int]) -> list[Result]:
     return results
 
 
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
+def median_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1e} ({min(values):.1e} to {max(values):.1e})"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The study's command line."""
-    result = argparse.ArgumentParser(
-        "python -m benchmarks.studies.minibatch_geometry", description=__doc__.split("::")[0]
-    )
-    result.add_argument("--samples", type=int, nargs="+", default=[8, 16])
-    result.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4])
-    result.add_argument("--steps", type=int, default=STEPS)
-    result.add_argument("--lr", type=float, default=LR)
-    result.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    result.add_argument("--output-dir", type=Path, default=Path("runs/minibatch_geometry"))
-    return result
+def line(result: Result, keys: Sequence[str], values: Sequence[float]) -> list[str]:
+    """Cells of a table: the problem, and the distances by seed."""
+    return [*(str(result[key]) for key in keys), median_range(values)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run everything; write the figures, tables and pictures."""
-    args = parser().parse_args(argv)
+    """Run everything; write the tables and their figures."""
+    parser = argparse.ArgumentParser("python -m benchmarks.studies.minibatch_geometry", description=__doc__)
+    parser.add_argument("--samples", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--quick", action="store_true", help="print only")
+    args, env = parser.parse_args(argv), environment()
     fixed: list[Result] = []
     stepwise: list[Result] = []
     for n, size in itertools.product(args.samples, args.batch_sizes):
         for dim in (2 * n, n // 2):
             fixed += theorems(n, size, dim, args.seeds)
-            stepwise += curves(Setting(n, size, dim, args.steps, args.lr), args.seeds)
-            print(f"n = {n}, B = {size}, d = {dim}: done")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / "minibatch_geometry.json").write_text(json.dumps({"fixed": fixed, "stepwise": stepwise}) + "\n")
-    geometry_report.write(fixed, stepwise, args.output_dir)
+            stepwise += curves(Setting(n, size, dim), args.seeds)
+    problem = ("n", "batch_size", "dim")
+    sets = [line(r, (*problem, "batches", "count"), r["distance"]) for r in fixed]
+    ends = [line(r, (*problem, "method"), [trace[-1] for trace in r["traces"]]) for r in stepwise]
+    parts = [
+        table(["n", "B", "d", "batches", "number", "distance from the optimum"], sets, "rrrlr"),
+        table(["n", "B", "d", "batches", "distance from the optimum after the last step"], ends, "rrrlr"),
+    ]
+    results = {"fixed": fixed, "stepwise": stepwise}
+    finish("minibatch_geometry", "Which geometry small batches find", env, parts, results, args.quick)
 
 
 if __name__ == "__main__":

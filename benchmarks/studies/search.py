@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from benchmarks.saved import ROOT, append_run, read_runs
-from recipes.report import paired, table
+from benchmarks.report import ROOT, append_run, paired, read_runs, table
 
 TUNE_SEED, SEEDS = 100, (0, 1, 2)
 

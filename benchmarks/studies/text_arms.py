@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
 from benchmarks.studies.search import Arm, Search
 
 BATCHES = (16, 64, 256)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
+from benchmarks.report import mean_spread, table
 from benchmarks.studies.command import provenance
 from benchmarks.studies.search import SEEDS, Results
 from benchmarks.studies.text_arms import BATCHES, EPOCHS, LOSSES, PAIRS, POOL, STUDY, VARIED
-from recipes.report import mean_spread, table
 
 VARIANTS = {
     "pairs": "{loss}, 64",

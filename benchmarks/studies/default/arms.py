@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.saved import stored
+from benchmarks.report import RESULTS as FOLDER
+from benchmarks.report import stored
 from benchmarks.studies.default.tasks import SAMPLES
 from benchmarks.studies.search import Arm, Search
 from recipes.batches import ORDERED, RANDOM, SPECTRAL

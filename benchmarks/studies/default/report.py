@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
+from benchmarks.report import mean_spread, table
 from benchmarks.studies.command import provenance
 from benchmarks.studies.default.arms import (
     ARMS,
@@ -27,7 +28,6 @@ from benchmarks.studies.default.arms import (
 )
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Results, by_seed, difference
-from recipes.report import mean_spread, table
 
 MEASURES = {
     "glyphs": "image to name and name to image, R@1 among the held-out pairs",

@@ -14,12 +14,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.saved import save
+from benchmarks.report import environment, heading, save, table
 from benchmarks.studies.default.arms import ARMS, REFERENCE, SETS, TIMED, TIMES
 from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.tasks import SAMPLES, Task, load
 from benchmarks.studies.default.training import Setting, train
-from recipes.report import environment, heading, table
 
 ABOUT = f"""Milliseconds per 1,024 samples: the median of the rounds, all contenders once in each. Where losses are
 compared at equal time, each sees as many samples as fit in the time that {REFERENCE} takes for {SAMPLES:,}: the number

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
 from benchmarks.studies.default.arms import LARGEST_TAU, LEARNED, WIDEN, score
 from benchmarks.studies.default.losses import LOSSES, Options
 from benchmarks.studies.default.tasks import Task

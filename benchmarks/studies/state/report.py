@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
+from benchmarks.report import RESULTS as FOLDER
+from benchmarks.report import mean_spread, table
 from benchmarks.studies.command import provenance
 from benchmarks.studies.search import SEEDS, Results, by_seed, difference
 from benchmarks.studies.state.arms import ARMS, LOSS, STUDY
 from benchmarks.studies.state.cases import CASES, NOISE, OFTEN, PAIRS
-from recipes.report import mean_spread, table
 
 CONTROL, RECALL, WHY = "DCL", "test/recall", ("normalizer_error", "bias", "spread")
 TITLES = {

@@ -1,11 +1,11 @@
-"""The parts of a report: where it was measured, its tables, and the spread of the measured values.
+"""Reports of benchmarks and studies: where they were measured, tables and spreads, result files and files of runs.
 
-Recipes and benchmarks share this module. It loads neither accelerate nor matplotlib, so that a benchmark of memory can
-import it.
+It loads neither accelerate nor matplotlib, so that a benchmark of memory can import it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -21,9 +21,9 @@ import torch
 
 import compopt
 
-ROOT = Path(__file__).resolve().parent.parent
-# what a result depends on
-CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results", ":!benchmarks/history/results")
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT, RESULTS = BENCHMARKS.parent, BENCHMARKS / "results"
+CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results")  # what a result depends on
 
 
 # -- where ---------------------------------------------------------------------------------------------------------
@@ -83,27 +83,18 @@ def _processor() -> str:
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr", pad: bool = False) -> str:
+def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr") -> str:
     """A table in Markdown.
 
     Args:
         head: titles of the columns.
         body: cells, a sequence per row.
         align: ``l`` or ``r`` per column; the last letter holds for the columns that remain.
-        pad: make the columns equally wide, for the screen.
     """
     sides = align.ljust(len(head), align[-1])
-    if not pad:
-        rule = "|" + "|".join("---:" if side == "r" else "---" for side in sides) + "|"
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
-        return "\n".join([lines[0], rule, *lines[1:]])
-    widths = [max(3, *map(len, column)) for column in zip(head, *body, strict=True)]
-    rules = ["-" * (width - 1) + (":" if side == "r" else "-") for side, width in zip(sides, widths, strict=True)]
-    padded = [
-        [cell.rjust(width) if side == "r" else cell.ljust(width) for cell, side, width in zip(*row, strict=True)]
-        for row in ((cells, sides, widths) for cells in (head, rules, *body))
-    ]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
+    rule = "|" + "|".join("---:" if side == "r" else "---" for side in sides) + "|"
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def heading(title: str, env: dict[str, Any]) -> list[str]:
@@ -141,3 +132,59 @@ def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) ->
     scaled = [scale * value for value in values]
     mean = f"{statistics.mean(scaled):.{digits}f}"
     return mean if len(scaled) == 1 else f"{mean} ± {statistics.stdev(scaled):.{digits}f}"
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def finish(
+    name: str, title: str, env: dict[str, Any], parts: Sequence[str], results: object, quick: bool = False
+) -> None:
+    """Print a page, and unless it was a quick look write it and its figures into the folder of results.
+
+    Args:
+        name: of the files, ``NAME.md`` and ``NAME.json``.
+        title: of the page.
+        env: see :func:`environment`; it was taken before the measurement.
+        parts: paragraphs and tables.
+        results: the figures, as JSON takes them.
+        quick: print only.
+    """
+    text = "\n\n".join(["\n".join(heading(title, env)).rstrip(), *parts])
+    print(text)
+    if not quick:
+        save(name, text, env, results)
+
+
+def save(name: str, text: str, env: dict[str, Any], results: object, folder: Path | None = None) -> None:
+    """Write ``NAME.md``, and into ``NAME.json`` the figures that it was made from."""
+    folder = RESULTS if folder is None else folder
+    (folder / f"{name}.md").write_text(text.rstrip() + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+
+
+def stored(name: str) -> dict[str, Any]:
+    """Content of ``NAME.json``: ``environment`` and ``results``."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which script writes it")
+    return json.loads(path.read_text())
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """All finished runs, none if there is no file; a line that a kill has cut short is skipped."""
+    runs = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            runs.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return runs
+
+
+def append_run(path: Path, run: dict[str, Any]) -> None:
+    """Add a run, on a line of its own even after one that was cut short; a study can be stopped at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_bytes() if path.exists() else b""
+    with open(path, "a") as file:
+        file.write("\n" * (bool(text) and not text.endswith(b"\n")) + json.dumps(run) + "\n")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.history.peers import packages
+from benchmarks.peers import packages
 
 INDIVIDUAL = {"rho": 1.0, "eta": 0.01, "tau_min": 0.01, "tau_max": 0.5}  # LibAUC's own end at 0.05, below our tau
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> 0-d
