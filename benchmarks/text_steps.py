@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.machine import in_turns, timed
 from benchmarks.report import environment, heading, quartiles, save, spread, table
-from benchmarks.studies.text import estimator
-from benchmarks.studies.text_arms import LOSSES
+from benchmarks.studies.text import LOSSES, estimator
 from recipes.text import TextPairs, load, small_model, tokenizer_of
 
 MODELS = {"1 x 64": {"width": 64, "layers": 1}, "6 x 384": {"width": 384, "layers": 6}}
