@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.report import RESULTS as FOLDER
-from benchmarks.report import stored
+from benchmarks.report import RESULTS, stored
 from benchmarks.studies.default.tasks import SAMPLES
 from benchmarks.studies.search import Arm, Search
 from recipes.batches import ORDERED, RANDOM, SPECTRAL
@@ -56,7 +55,7 @@ CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
-# the default with one thing changed, and nothing chosen either: benchmarks/studies/default/variants.py
+# the default with one thing changed, and nothing chosen either
 VARIANTS, VARIED = ("features as they were", "forces out of balance", "32 features", "512 features"), 16
 SHORT = "32 features"  # of them the one that is tried on small data sets too
 
@@ -127,7 +126,7 @@ def _small_arms(task: str) -> dict[str, Cell]:
 @cache
 def _times(task: str) -> dict[str, float]:
     """Seconds per sample of what is compared at equal time; none before they were measured."""
-    return stored(TIMES)["results"].get(task, {}) if (FOLDER / f"{TIMES}.json").exists() else {}
+    return stored(TIMES)["results"].get(task, {}) if (RESULTS / f"{TIMES}.json").exists() else {}
 
 
 def _in_time(task: str, name: str, cell: Cell) -> Cell:
@@ -150,4 +149,4 @@ def score(result: dict[str, Any]) -> float:
     return result["metrics"]["validation/recall"]
 
 
-STUDY = Search(ARMS, FOLDER / "default.jsonl", score)
+STUDY = Search(ARMS, RESULTS / "default.jsonl", score)

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.report import environment, heading, save, table
+from benchmarks.report import environment, finish, table
 from benchmarks.studies.default.arms import ARMS, REFERENCE, SETS, TIMED, TIMES
 from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.tasks import SAMPLES, Task, load
@@ -60,8 +60,7 @@ def main() -> None:
     env = {**environment(), "command": "python -m benchmarks.studies.default.timing --wordnet FOLDER"}
     results = {name: measured(name, args.wordnet, args.rounds, args.samples) for name in SETS}
     body = [[contender, *(told(results[name], contender) for name in SETS)] for contender in TIMED]
-    lines = [*heading("What a sample costs", env), ABOUT, "", table(["", *SETS], body)]
-    save(TIMES, "\n".join(lines), env, results)
+    finish(TIMES, "What a sample costs", env, [ABOUT, table(["", *SETS], body)], results)
 
 
 if __name__ == "__main__":
