@@ -12,6 +12,7 @@ step are compared with those of a thousandth of the rows. A small model: what is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -28,14 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import psutil
 import torch
-from safetensors import safe_open
 
+import compopt
 from benchmarks.report import ROOT, environment, heading, save, stored, table
-from compopt.checkpoint import manifest
-from compopt.checkpoint.chunks import Owners, by_rank
 from recipes import glyphs
 from recipes.exports import GlyphExport
 
@@ -78,42 +76,44 @@ def command(folder: Path, name: str, n: int, *more: str) -> list[str]:
 
 @dataclass
 class Watched:
-    """A run under way, and what it took so far."""
+    """A run under way, its memory so far, and the seconds until its first state."""
 
     process: subprocess.Popen[bytes]
     output: IO[bytes]
     folder: Path
     started: float
     peak: int = 0
-    first_state: float = 0.0  # seconds until there was one
+    first_state: float = 0.0
 
     def family(self) -> list[psutil.Process]:
         """The launcher and all that it started."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.process.pid)
             return [first, *first.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    def look(self) -> None:
-        """Memory of its own of the largest process: without pages of files, which the kernel may take back."""
-        if not self.first_state and (self.folder / "state" / "latest").exists():
-            self.first_state = time.perf_counter() - self.started
-        for process in self.family():
-            try:
-                memory = process.memory_info()
-                self.peak = max(self.peak, memory.rss - memory.shared)
-            except psutil.Error:
-                continue
+        return []
 
     def kill(self) -> None:
         """SIGKILL to every process, the launcher first, so that it cannot tidy up."""
         for process in self.family():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
+
+    def finish(self) -> str:
+        """Wait for the end; what it printed. Memory is that of the largest process without pages of files."""
+        while self.process.poll() is None:
+            if not self.first_state and (self.folder / "state" / "latest").exists():
+                self.first_state = time.perf_counter() - self.started
+            for process in self.family():
+                with contextlib.suppress(psutil.Error):
+                    memory = process.memory_info()
+                    self.peak = max(self.peak, memory.rss - memory.shared)
+            time.sleep(0.3)
+        self.output.seek(0)
+        text = self.output.read().decode()
+        if self.process.returncode:
+            raise SystemExit(f"a run failed:\n{text[-4000:]}")
+        return text
 
 
 def start(folder: Path, name: str, n: int, *more: str) -> Watched:
@@ -121,18 +121,6 @@ def start(folder: Path, name: str, n: int, *more: str) -> Watched:
     output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
     process = subprocess.Popen(command(folder, name, n, *more), cwd=ROOT, env=env, stdout=output, stderr=output)
     return Watched(process, output, folder / name, time.perf_counter())
-
-
-def finish(run: Watched) -> str:
-    """Wait for the end; what it printed."""
-    while run.process.poll() is None:
-        run.look()
-        time.sleep(0.3)
-    run.output.seek(0)
-    text = run.output.read().decode()
-    if run.process.returncode:
-        raise SystemExit(f"a run failed:\n{text[-4000:]}")
-    return text
 
 
 # -- killing -------------------------------------------------------------------------------------------------------
@@ -183,46 +171,36 @@ def kill_and_resume(folder: Path, n: int, kills: int, ready: float, rest: float,
         while time.perf_counter() - run.started < moment and run.process.poll() is None:
             time.sleep(0.02)
         if run.process.poll() is not None:
-            raise SystemExit(f"the run ended after {len(told)} kills; ask for fewer:\n{finish(run)[-2000:]}")
+            raise SystemExit(f"the run ended after {len(told)} kills; ask for fewer:\n{run.finish()[-2000:]}")
         run.kill()
         told.append(Kill(moment, inside_save(folder / "killed", begun), steps_done(folder / "killed")))
         print(f"kill {len(told)}: {told[-1]}, of {STEPS} steps", flush=True)
-    finish(start(folder, "killed", n, *again))
+    start(folder, "killed", n, *again).finish()
     return told
 
 
 # -- comparing -----------------------------------------------------------------------------------------------------
 
 
-def visited_rows(checkpoint: Path) -> dict[str, np.ndarray]:
-    """All rows of a checkpoint that were ever visited: their numbers, and each column's values."""
-    chosen = manifest.choose(checkpoint, None)
-    content, files = manifest.read(chosen)
-    parts: dict[str, list[np.ndarray]] = {}
-    for own in by_rank([file for file in files if file.name != manifest.STATE]).values():
-        for run in Owners(own, content["chunk_rows"]).runs():
-            with safe_open(chosen.path / run.file.name, framework="np") as opened:
-                size = run.stop - run.start
-                columns = {name: opened.get_slice(name)[run.offset : run.offset + size] for name in opened.keys()}  # noqa: SIM118 - no dictionary
-            seen = columns["count"].any(axis=1)
-            numbers = run.file.first + run.file.stride * np.arange(run.start, run.stop)
-            for name, values in {"row": numbers, **columns}.items():
-                parts.setdefault(name, []).append(values[seen])
-    whole = {name: np.concatenate(values) for name, values in parts.items()}
-    order = whole["row"].argsort()
-    return {name: values[order] for name, values in whole.items()}
+def rows_of(checkpoint: Path, n: int) -> dict[str, torch.Tensor]:
+    """The rows of all pairs, which are evenly spaced."""
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
+        est = compopt.SogCLREstimator(n, offload="disk", offload_dir=folder)
+        compopt.load(est, checkpoint)
+        return est.read(torch.arange(SHARDS * PER_SHARD) * (n // (SHARDS * PER_SHARD)))
 
 
-def compare(folder: Path) -> int:
+def compare(folder: Path, n: int) -> int:
     """Refuse any difference between the two runs' ends; how many rows were visited."""
-    weights = [torch.load(folder / name / f"epoch_{EPOCHS}.pt", weights_only=True) for name in ("whole", "killed")]
-    one, other = (found["state_dict"] for found in weights)
+    ends = []
+    for name in ("whole", "killed"):
+        weights = torch.load(folder / name / f"epoch_{EPOCHS}.pt", weights_only=True)["state_dict"]
+        ends.append({**weights, **rows_of(folder / name / f"epoch_{EPOCHS}.compopt", n)})
+    one, other = ends
     different = [name for name in one if not torch.equal(one[name], other[name])]
-    rows = [visited_rows(folder / name / f"epoch_{EPOCHS}.compopt") for name in ("whole", "killed")]
-    different += [name for name in rows[0] if rows[0][name].tobytes() != rows[1][name].tobytes()]
     if different or one.keys() != other.keys():
         raise SystemExit(f"the killed run ended differently: {different}")
-    return len(rows[0]["row"])
+    return int((one["count"] > 0).any(-1).sum()) if one["count"].dim() > 1 else int((one["count"] > 0).sum())
 
 
 def disk(path: Path) -> int:
@@ -240,7 +218,7 @@ def measure(folder: Path, sizes: Sequence[int], rounds: int) -> dict[int, dict[s
     for number in range(rounds):
         for n in sizes if number % 2 else reversed(sizes):
             run = start(folder, "timed", n)
-            rates = re.findall(r"(\d+) samples/s", finish(run))
+            rates = re.findall(r"(\d+) samples/s", run.finish())
             found[n]["step"].append(1e3 * 2 * BATCH / float(rates[-1]))
             found[n]["memory"].append(run.peak / 2**20)
             shutil.rmtree(folder / "timed")
@@ -303,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for n in sizes:
             write_shards(folder / f"shards-{n}", n)
         whole = start(folder, "whole", args.n, "--save-every", str(SAVE_EVERY), "--quiet")
-        finish(whole)
+        whole.finish()
         seconds, ready = time.perf_counter() - whole.started, whole.first_state
         print(f"undisturbed: {ready:.0f} s to the first state, {seconds:.0f} s to the end", flush=True)
         kills = kill_and_resume(folder, args.n, args.kills, ready, seconds - ready, args.seed)
@@ -312,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "seconds": seconds,
             "ready": ready,
             "kills": [vars(kill) for kill in kills],
-            "visited": compare(folder),
+            "visited": compare(folder, args.n),
             "disk": {part: disk(folder / "whole" / part) for part in ("rows", "state")},
         }
         for run in ("whole", "killed"):

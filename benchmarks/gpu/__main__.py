@@ -1,11 +1,11 @@
 """Everything that only an accelerator can tell, in one run of eight minutes at most.
 
-    python -m benchmarks.gpu                      # writes benchmarks/results/gpu.md, gpu.json, gpu.png
+    python -m benchmarks.gpu                      # writes benchmarks/results/gpu.md and gpu.json
     python -m benchmarks.gpu --pretend            # a trial on the pretend accelerator; writes runs/gpu-trial/
     python -m benchmarks.gpu --device cpu --small # a trial on the CPU
     python -m benchmarks.gpu --parts trace steps  # some parts
 
-It needs torch, NumPy and safetensors; pytest for the tests, matplotlib for the picture, open_clip for its own ClipLoss.
+It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its own ClipLoss.
 Where one of them is missing, or one measurement fails, the page says so and the rest goes on.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import losses, plots, report, rows, steps, suite, trace
+from benchmarks.gpu import losses, report, rows, steps, suite, trace
 from benchmarks.gpu.machine import Machine
 from benchmarks.report import RESULTS, ROOT, save
 from compopt import accelerator
@@ -86,8 +86,6 @@ def main() -> None:
         env["minutes"] = round((time.monotonic() - started) / 60, 1)
         text = report.page(env, results)
         save("gpu", text, env, results, folder)  # after each part: what is measured is kept
-    if not plots.save(results, str(env["device"]), folder / "gpu.png"):
-        print("matplotlib is not installed: no picture", file=sys.stderr)
     print(text)
 
 
