@@ -115,7 +115,7 @@ class Run:
             self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)
         )
         launch.set_micro_batch(self.accelerator, self.part.stop - self.part.start)
-        self.prepared, self.stepper = launch.prepare(self.accelerator, plain, self.optimizer)
+        self.prepared, self.stepper = self.accelerator.prepare(plain, self.optimizer)
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
         integration.attach(self.est, self.stepper, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,23 +173,6 @@ def save_and_load(group, folder):
 
 def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
     assert the_pool(2, timeout=120).run(save_and_load, 2, tmp_path / "state") == [["a", "b", "b"]] * 2
-
-
-def test_a_lock_at_which_deepspeed_waits_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    locks = [tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock", tmp_path / "other" / "lock"]
-    for lock in locks:
-        lock.parent.mkdir(parents=True)
-        lock.touch()
-    os.utime(locks[0], (0, 0))  # a killed run's; the other one was just made
-    with launch.naming_build_locks(patience=10):
-        pass
-    assert not capsys.readouterr().err
-    with launch.naming_build_locks(patience=0.1):
-        os.utime(locks[1], (2**40, 2**40))
-        time.sleep(0.35)
-    said = capsys.readouterr().err
-    assert said.count("DeepSpeed") == 1 and f"wait for {locks[0]}, which is" in said and "remove that file" in said
 
 
 @pytest.mark.launch

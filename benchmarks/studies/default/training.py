@@ -58,7 +58,7 @@ def train(
     loss_of: Callable[[Task], Loss],
     setting: Setting,
     start: nn.Module | None = None,
-    order: batches.Batches | None = None,
+    order: batches.Shuffled | None = None,
 ) -> tuple[nn.Module, Loss, float]:
     """The trained model, its loss, and the seconds it took.
 
