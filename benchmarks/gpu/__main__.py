@@ -37,19 +37,6 @@ PARTS = {
 }
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="default: this machine's accelerator")
-    parser.add_argument("--pretend", action="store_true", help="the tests' pretend accelerator, at small size")
-    parser.add_argument("--small", action="store_true", help="small sizes: a trial")
-    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument(
-        "--output", type=Path, help="folder of the result; default benchmarks/results, of a trial runs/"
-    )
-    return parser.parse_args()
-
-
 def chosen_device(args: argparse.Namespace) -> torch.device:
     if args.pretend:
         from tests import pretend
@@ -64,7 +51,16 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
 
 
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="default: this machine's accelerator")
+    parser.add_argument("--pretend", action="store_true", help="the tests' pretend accelerator, at small size")
+    parser.add_argument("--small", action="store_true", help="small sizes: a trial")
+    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--output", type=Path, help="folder of the result; default benchmarks/results, of a trial runs/"
+    )
+    args = parser.parse_args()
     device = accelerator.here(chosen_device(args))
     small = args.small or args.pretend
     trial = small or device.type == "cpu"
