@@ -374,26 +374,20 @@ def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int,
 def report(env: dict, path: Path, page: Path) -> None:
     """Write the result page from the file of runs."""
     head = ["rows", "ranks", "saved", "kills", "inside a save", "before the first", "runs ended", "resumed from", "s"]
+    names = ("kills", "inside_save", "before_first", "ends")
     lines, total = [], Counter()
     for setting in settings():
-        found = rounds(path, setting)
-        counts = Counter()
+        found, counts = rounds(path, setting), Counter()
         for run in found:
-            counts.update({key: run["outcome"][key] for key in ("kills", "inside_save", "before_first", "ends")})
-            counts["seconds"] += run["seconds"]
+            counts.update({name: run["outcome"][name] for name in names}, seconds=run["seconds"])
         total.update(counts)
         resumed = {t for run in found for t in run["outcome"]["resumed_from"]}
         place = f"{setting.n:,} on {setting.offload or 'device'}{', sharded' if setting.shard else ''}"
-        saved = "between steps" if setting.blocking else "beside steps"
-        lines.append([place, str(setting.ranks), saved, *counted(counts), f"{len(resumed)} of {setting.steps}", ""])
-        lines[-1][-1] = f"{counts['seconds']:.0f}"
-    lines.append(["all", "", "", *counted(total), "", f"{total['seconds']:.0f}"])
+        saved, part = "between steps" if setting.blocking else "beside steps", f"{len(resumed)} of {setting.steps}"
+        cells = [str(counts[name]) for name in names]
+        lines.append([place, str(setting.ranks), saved, *cells, part, f"{counts['seconds']:.0f}"])
+    lines.append(["all", "", "", *(str(total[name]) for name in names), "", f"{total['seconds']:.0f}"])
     page.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, lines, "lrl"), ""]))
-
-
-def counted(counts: Counter) -> list[str]:
-    """The cells of four counts."""
-    return [str(counts[key]) for key in ("kills", "inside_save", "before_first", "ends")]
 
 
 def main() -> None:

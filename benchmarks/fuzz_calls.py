@@ -357,7 +357,6 @@ def bad_tau(given: Given) -> str:
 
 @spoiled
 def extreme_tau(given: Given) -> str:
-    """A positive temperature beyond all reason."""
     value = given.rng.choice([1e-300, 1e-30, 1e-8, 1e-4, 1e8, 1e30, 1e300])
     given.args["tau"] = given.rng.choice([value, torch.tensor(value, dtype=torch.float64)])
     return REFUSE if given.learns else EITHER

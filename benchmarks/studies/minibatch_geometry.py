@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,38 +148,23 @@ class Setting:
     lr: float = LR
     seed: int = 0
 
-    @property
-    def per_epoch(self) -> int:
-        return self.n // self.batch_size
+
+def batch_sampler(method: str, setting: Setting) -> Any:
+    """Random partitions; partitions by spectral clustering; or the hardest of ten times as many random batches."""
+    common: dict[str, Any] = {"tau": 1.0, "seed": setting.seed}
+    at_once: dict[str, Any] = {"background": False, "dtype": torch.float32}  # each from the vectors of its moment
+    if method == "OSGD":
+        keep = setting.n // setting.batch_size
+        return OrderedBatchSampler(setting.n, setting.batch_size, 10 * keep, keep, **common, **at_once)
+    return SpectralBatchSampler(setting.n, setting.batch_size, **common, **(at_once if method == "spectral" else {}))
 
 
-def random_batches(setting: Setting) -> Any:
-    """A sampler that never sees a feature."""
-    return SpectralBatchSampler(setting.n, setting.batch_size, tau=1.0, seed=setting.seed)
-
-
-def spectral_batches(setting: Setting) -> Any:
-    """Partitions by spectral clustering, each from the vectors of its moment."""
-    return SpectralBatchSampler(setting.n, setting.batch_size, tau=1.0, seed=setting.seed, **AT_ONCE)
-
-
-def ordered_batches(setting: Setting) -> Any:
-    """As many of the hardest batches as a partition has, out of ten times as many."""
-    keep = setting.per_epoch
-    return OrderedBatchSampler(setting.n, setting.batch_size, 10 * keep, keep, 1.0, setting.seed, **AT_ONCE)
-
-
-AT_ONCE: dict[str, Any] = {"background": False, "dtype": torch.float32}
-METHODS: dict[str, Callable[[Setting], Any]] = {
-    "random": random_batches,
-    "OSGD": ordered_batches,
-    "spectral": spectral_batches,
-}
+METHODS = ("random", "OSGD", "spectral")
 
 
 def descend(method: str, setting: Setting) -> list[float]:
     """Distances from the optimum before every step of projected gradient descent, and after the last."""
-    z, sampler = start(setting.n, setting.dim, setting.seed), METHODS[method](setting)
+    z, sampler = start(setting.n, setting.dim, setting.seed), batch_sampler(method, setting)
     everyone, trace = torch.arange(setting.n), [distance(z)]
     while True:
         if method != "random":
