@@ -211,7 +211,7 @@ class Ranks:
             os.kill(self.children[number][0], signal.SIGKILL)
 
     def answers(self) -> list[str | None]:
-        """What they said at their end; ``None``: killed. The others of a killed one fail: ``""``."""
+        """Answers at their end; ``None``: killed. The others of a killed one fail: ``""``."""
         said = []
         for pid, reading in self.children:
             with os.fdopen(reading) as pipe:

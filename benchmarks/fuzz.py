@@ -1,4 +1,4 @@
-"""Things that should go wrong loudly, at random and in numbers.
+"""Random damage to checkpoints and random calls: everything wrong must be noticed.
 
     python -m benchmarks.fuzz damage --seed 0 --flips 10000 --others 1000
     python -m benchmarks.fuzz calls --seed 0 --count 100000

@@ -507,7 +507,7 @@ class Trial:
         self.names: list[str] = []  # changes of the last call
 
     def run(self) -> None:
-        """Do a few things, and compare the rows at the end."""
+        """Carry out a few actions, and compare the rows at the end."""
         actions = {self.call: 20, self.commit: 3, self.discard: 1, self.edit: 1, self.spoil_groups: 2}
         actions |= {self.hook: 1, self.append: 1}
         for _ in range(self.rng.randint(1, 4)):
@@ -666,7 +666,7 @@ class Trial:
         return loss.detach()
 
     def attempt(self, kind: str, action: Callable[[], object]) -> Exception | None:
-        """Do it, and return its error; one that is not clear is a finding, the caller's own comes through."""
+        """Carry it out, and return its error; one that is not clear is a finding."""
         try:
             action()
         except HookError as error:

@@ -74,7 +74,7 @@ def ratios(seconds: dict[str, list[float]], name: str, base: str) -> list[float]
 
 
 def peak_bytes(contender: Contender, B: int, d: int) -> int:
-    """What one call adds to this process at its peak, its gradients included and its inputs not."""
+    """Bytes that one call adds to this process at its peak, its gradients included and its inputs not."""
     z1, z2, index = batch(B, d, seed=1)
     products(preallocate=False)(B, d)(z1, z2, index)  # BLAS allocates its own workspace
     for size in (8, B):

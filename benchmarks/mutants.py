@@ -1,4 +1,4 @@
-"""Do the daily tests protect the library as the full suite does? Put mistakes into it, and see who notices.
+"""Mistakes put into the library one at a time, and the tests that notice them: the daily ones, the full suite, none.
 
     python -m benchmarks.mutants --list                 what would be changed
     python -m benchmarks.mutants                        run what is not in the results yet (hours), write the report

@@ -73,7 +73,7 @@ class Operations(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Whether what it returns are aliases of what it was given, and nothing was written."""
+    """Return whether an operation only returns aliases of its arguments."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 

@@ -66,7 +66,7 @@ def command() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; nothing outside a repository."""
+    """Output of git; empty outside a repository."""
     return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
 
 

@@ -27,7 +27,7 @@ def sparse_saves() -> str:
 
 
 def provenance() -> str:
-    """Where, when and with what each of the compared results was measured."""
+    """Machine, versions, commit and command of each of the compared results."""
     body = []
     for name in COMPARED:
         env = stored(name)["environment"]

@@ -1,4 +1,4 @@
-"""Which samples share a batch: random ones, or those that a batch sampler of the library chooses."""
+"""Batches of a run: random ones, or those that a batch sampler of the library chooses."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Run:
         return float(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside model, optimizer and estimator; accelerate stores it with them."""
+        """State of a checkpoint beside model, optimizer and estimator; accelerate stores it with them."""
         schedule = self.gamma_schedule
         groups = self.optimizer.param_groups
         return {

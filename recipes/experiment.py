@@ -177,7 +177,7 @@ def _control(args: argparse.Namespace, task: Any, config: Config, error_count: i
 
 
 def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str, Any]:
-    """Where this run's rows live; the file of a former run is removed, unless a checkpoint will be loaded into it."""
+    """Placement of this run's rows; the file of a former run is removed, unless a checkpoint will be loaded into it."""
     folder = None
     if args.offload == "disk":
         folder = (args.offload_dir or args.output_dir) / own / "rows"

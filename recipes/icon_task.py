@@ -1,4 +1,4 @@
-"""What the recipes learn from icons: captions of families never seen, by retrieval and as classes."""
+"""Task on icons: captions of families never seen, by retrieval and as classes."""
 
 from __future__ import annotations
 

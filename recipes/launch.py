@@ -52,7 +52,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process prints, draws and writes results; known before the process group is."""
+    """Return whether this process prints, draws and writes results; known before the process group is."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -62,7 +62,7 @@ def is_local_main() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
+    """Return whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 

@@ -28,17 +28,10 @@ MANIFEST = "made_from.json"
 TEMPLATE = "{c}"  # a caption is the name alone, so a class is too
 
 
-def glyph_export(args: argparse.Namespace) -> Export:
-    """The glyphs."""
-    return GlyphExport(glyphs.load(args.cache_dir))
-
-
-def icon_export(args: argparse.Namespace) -> Export:
-    """The icons."""
-    return IconExport(icons.load(args.cache_dir, args.icons, progress=args.progress))
-
-
-DATA: dict[str, Callable[[argparse.Namespace], Export]] = {"glyphs": glyph_export, "icons": icon_export}
+DATA: dict[str, Callable[[argparse.Namespace], Export]] = {
+    "glyphs": lambda args: GlyphExport(glyphs.load(args.cache_dir)),
+    "icons": lambda args: IconExport(icons.load(args.cache_dir, args.icons, progress=args.progress)),
+}
 
 
 def positive(text: str) -> int:
@@ -66,33 +59,27 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def former_run(folder: Path) -> dict[str, Any] | None:
-    """What the folder was made from; None if it is new or empty.
+def claim(folder: Path, made_from: dict[str, Any] | None = None) -> None:
+    """Make the folder and note what it is made from, or see that a former run noted the same.
+
+    Args:
+        folder: to write into.
+        made_from: arguments and data; without them only a folder that holds something else is refused.
 
     Raises:
         ValueError: it holds something else.
     """
     manifest = folder / MANIFEST
     if manifest.exists():
-        return dict(json.loads(manifest.read_text()))
-    if folder.exists() and any(folder.iterdir()):
+        former = json.loads(manifest.read_text())
+        if others := [name for name, value in (made_from or {}).items() if former.get(name) != value]:
+            told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
+            raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
+    elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty, and holds no shards of this recipe; choose another folder")
-    return None
-
-
-def claim(folder: Path, made_from: dict[str, Any]) -> None:
-    """Make the folder and note what it is made from, or see that a former run noted the same.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    former = former_run(folder)
-    if former is None:
+    elif made_from is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        tars.write_json(folder / MANIFEST, made_from)
-    elif others := [name for name in made_from if former.get(name) != made_from[name]]:
-        told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
-        raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
+        tars.write_json(manifest, made_from)
 
 
 def shuffled(pairs: Tensor, seed: int, limit: int | None) -> list[int]:
@@ -131,23 +118,22 @@ def write_zeroshot(data: Export, args: argparse.Namespace) -> None:
 
 
 def write_retrieval(data: Export, args: argparse.Namespace) -> None:
-    """Write the retrieval test, and one of the validation pairs where there are any."""
+    """Write the retrieval test, and one of the validation pairs where there are any: ``KEY.png``, ``KEY.txt``.
+
+    The text file has a caption per line.
+    """
     for part, name in {"test": "retrieval", "validation": "validation"}.items():
-        if part in data.parts:
-            write_retrieval_of(data, part, args.out / "benchmark" / name, args)
+        if part not in data.parts:
+            continue
+        folder, (pairs, captions) = args.out / "benchmark" / name, data.one_per_caption(part)
+        chosen = shuffled(torch.arange(len(pairs)), args.seed, args.limit)
 
+        def files(number: int, key: str, pairs=pairs, captions=captions, chosen=chosen) -> dict[str, bytes]:
+            place = chosen[number]
+            return {"png": data.png(int(pairs[place])), "txt": "\n".join(captions[place]).encode()}
 
-def write_retrieval_of(data: Export, part: str, folder: Path, args: argparse.Namespace) -> None:
-    """Write ``KEY.png``, ``KEY.txt`` with a caption per line."""
-    pairs, captions = data.one_per_caption(part)
-    chosen = shuffled(torch.arange(len(pairs)), args.seed, args.limit)
-
-    def files(number: int, key: str) -> dict[str, bytes]:
-        place = chosen[number]
-        return {"png": data.png(int(pairs[place])), "txt": "\n".join(captions[place]).encode()}
-
-    tars.write_benchmark(folder / "test", len(chosen), args.shard_size, files, args.progress)
-    tars.write_text(folder / "dataset_type.txt", "retrieval\n")
+        tars.write_benchmark(folder / "test", len(chosen), args.shard_size, files, args.progress)
+        tars.write_text(folder / "dataset_type.txt", "retrieval\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -156,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = root.parse_args(argv)
     chosen = {name: getattr(args, name) for name in ("data", "shard_size", "limit", "seed")}
     try:
-        former_run(args.out)  # before icons are fetched
+        claim(args.out)  # before icons are fetched
         data = icons.data_or_exit(root, DATA[args.data], args)
         claim(args.out, {"format": FORMAT, **chosen, "fingerprint": data.fingerprint, "pillow": PIL.__version__})
         for write in (write_pairs, write_zeroshot, write_retrieval):

@@ -1,4 +1,4 @@
-"""What the recipes learn, and how well: image-name pairs, two faces of one character, measures on held-out data."""
+"""Tasks of the recipes: image-name pairs, two faces of one character, measures on held-out data."""
 
 from __future__ import annotations
 

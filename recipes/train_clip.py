@@ -22,19 +22,15 @@ from recipes.tasks import GlyphNames, NamedImages
 ERROR_TIMES = 3
 
 
-def glyph_names(args: argparse.Namespace) -> NamedImages:
-    """Learn the Unicode names of glyphs."""
-    return GlyphNames(glyphs.load(args.cache_dir), args.split_seed, args.limit, args.device)
-
-
 def icon_names(args: argparse.Namespace) -> NamedImages:
-    """Learn the names of icons."""
     data = icons.load(args.cache_dir, args.icons, progress=args.progress and launch.is_main())
     return IconNames(data, args.held_out or PARTS[0], args.split_seed, args.limit, args.device)
 
 
-# The task of each data set.
-TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {"glyphs": glyph_names, "icons": icon_names}
+TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {
+    "glyphs": lambda args: GlyphNames(glyphs.load(args.cache_dir), args.split_seed, args.limit, args.device),
+    "icons": icon_names,
+}
 
 
 def parser() -> argparse.ArgumentParser:

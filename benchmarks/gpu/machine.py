@@ -82,7 +82,7 @@ class Machine:
         return True
 
     def describe(self) -> dict[str, Any]:
-        """What a reader needs to repeat it; which device printed it comes first."""
+        """Facts to repeat the measurement, the device first."""
         name = "a pretend accelerator on the CPU (tests/pretend): times mean nothing" if self.pretends else "the CPU"
         facts: dict[str, Any] = {}
         if not self.pretends and self.device.type != "cpu":

@@ -225,7 +225,7 @@ def page(results: Results) -> str:
 
 
 def _curves(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """How far the adapter's curve is from open_clip's, beside how far seeds are from each other."""
+    """Distance of the adapter's curve from open_clip's, beside the distance between seeds."""
     pairs = list(zip(*(map(_curve, finals.get(arm, [])) for arm in TWINS), strict=False))
     if not pairs:
         return []

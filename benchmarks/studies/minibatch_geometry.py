@@ -1,4 +1,4 @@
-"""Which geometry small batches find: the synthetic study of Cho et al., Mini-Batch Optimization of Contrastive Loss.
+"""Geometry that small batches find: the synthetic study of Cho et al., Mini-Batch Optimization of Contrastive Loss.
 
 The 2n unit vectors ``u_i``, ``v_i`` are optimised themselves, at tau = 1. The optimum of the full batch is the simplex
 equiangular tight frame for ``d >= n - 1`` (Lemma 1) and the cross-polytope for ``d = n / 2`` (Theorem 3). All C(n, B)
@@ -139,7 +139,7 @@ def theorems(n: int, size: int, dim: int, seeds: Sequence[int]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the curves of one panel share."""
+    """Setting that the curves of one panel share."""
 
     n: int
     batch_size: int

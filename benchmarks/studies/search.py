@@ -44,7 +44,7 @@ class Job:
 
     @property
     def final(self) -> bool:
-        """Whether it is judged on test data."""
+        """Return whether it is judged on test data."""
         return self.seed in SEEDS
 
 

@@ -1,4 +1,4 @@
-"""Which method: every contender on four data sets at five batch sizes, equally many samples seen; and two small sets.
+"""Comparison of methods: every contender on four data sets at five batch sizes, equally many samples seen; and two small sets.
 
     python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
     python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half

@@ -1,4 +1,4 @@
-"""What is compared: a loss on a data set at a batch size, and the settings that are chosen for it."""
+"""Arms of the study: a loss on a data set at a batch size, and the settings that are chosen for it."""
 
 from __future__ import annotations
 

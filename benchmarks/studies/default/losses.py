@@ -97,7 +97,7 @@ class CrossBatchMemory(nn.Module):
         return loss
 
     def _keys(self, z: list[Tensor]) -> list[Tensor]:
-        """What anchors are compared with, of both sides."""
+        """Candidates of the anchors, of both sides."""
         return z
 
     def _past(self, keys: list[Tensor]) -> list[Tensor]:
@@ -105,7 +105,7 @@ class CrossBatchMemory(nn.Module):
         return self.queue
 
     def _kept(self, keys: list[Tensor]) -> list[Tensor]:
-        """What enters the queue."""
+        """Features that enter the queue."""
         return keys
 
     def _direction(self, z: list[Tensor], keys: list[Tensor], queue: list[Tensor], direction: int) -> Tensor:

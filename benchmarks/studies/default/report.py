@@ -106,7 +106,7 @@ def small_batch() -> str:
 
 
 def variants() -> str:
-    """What becomes of the default when one thing of it is changed."""
+    """Recall of the default with one thing changed."""
     return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in arms.VARIANTS}}, VARIED)
 
 

@@ -1,4 +1,4 @@
-"""What a sample costs each loss, so that some are also compared at equal time.
+"""Time of a sample with each loss, so that some are also compared at equal time.
 
     python -m benchmarks.studies.default.timing --wordnet FOLDER    # results/default_time.md, on a machine at rest
 
@@ -9,15 +9,17 @@ update. The contenders of a data set take turns, so that what the machine does b
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.machine import in_turns
 from benchmarks.report import environment, finish, table
 from benchmarks.studies.default.arms import ARMS, REFERENCE, SETS, TIMED, TIMES
 from benchmarks.studies.default.losses import loss_of
-from benchmarks.studies.default.tasks import SAMPLES, Task, load
+from benchmarks.studies.default.tasks import SAMPLES, load
 from benchmarks.studies.default.training import Setting, train
 
 ABOUT = f"""Milliseconds per 1,024 samples: the median of the rounds, all contenders once in each. Where losses are
@@ -25,22 +27,16 @@ compared at equal time, each sees as many samples as fit in the time that {REFER
 in brackets, in thousands. Small batches pay for their many calls here, since these encoders are small."""
 
 
-def seconds_per_sample(task: Task, name: str, samples: int) -> float:
-    """What one short run takes."""
-    cell = ARMS[name]
-    setting = Setting(batch=cell.batch, lr=1e-3, samples=samples)
-    return train(task, lambda task: loss_of(cell, cell.first, task), setting)[2] / samples
-
-
 def measured(name: str, wordnet: Path, rounds: int, samples: int) -> dict[str, float]:
-    """Seconds per sample of every contender on a data set."""
+    """Seconds per sample of every contender on a data set; the first round warms up."""
     task = load(name, "validation", wordnet)
-    found: dict[str, list[float]] = {contender: [] for contender in TIMED}
-    for number in range(rounds + 1):
-        for contender, times in found.items():
-            seconds = seconds_per_sample(task, f"{name}: {contender}", samples)
-            if number:  # the first round warms up
-                times.append(seconds)
+
+    def seconds(contender: str) -> float:
+        cell = ARMS[f"{name}: {contender}"]
+        setting = Setting(batch=cell.batch, lr=1e-3, samples=samples)
+        return train(task, lambda task: loss_of(cell, cell.first, task), setting)[2] / samples
+
+    found = in_turns({contender: partial(seconds, contender) for contender in TIMED}, rounds)
     return {contender: median(times) for contender, times in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Where state per sample could pay: six cases that favour it, and why it does or does not.
+"""State per sample in six cases that favour it, with errors of its normalizers and gradients.
 
     python -m benchmarks.studies.state tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, temperature, the rest
     python -m benchmarks.studies.state final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
