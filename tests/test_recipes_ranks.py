@@ -117,11 +117,6 @@ def test_a_run_that_is_not_what_its_launcher_was_asked_for_is_refused(monkeypatc
         check_processes(monkeypatch, variables)
 
 
-def test_one_process_is_enough_where_one_is_meant(monkeypatch):
-    for variables in ({}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, {"ACCELERATE_USE_CPU": "True"}):
-        check_processes(monkeypatch, variables)
-
-
 def see(group, folders):
     return exit_of(lambda: launch.check_shared(folders[dist.get_rank()]))
 
@@ -184,14 +179,6 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     recipe(cache, tmp_path / "part", *options, launcher=launched(TORCHRUN), steps=1)
     resumed = recipe(cache, tmp_path / "part", *options, "--resume", launcher=launched(TORCHRUN))
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
-
-
-@pytest.mark.launch
-def test_torchrun_with_spectral_batches(cache, tmp_path):
-    """Six updates until every sample has features, then batches of both ranks' clusters."""
-    options = ("--batches", "spectral", "--cluster-group", "4", "--epochs", "2")
-    expected = recipe(cache, tmp_path / "single", *options, steps=9)
-    assert_like(recipe(cache, tmp_path / "ranks", *options, launcher=launched(TORCHRUN), steps=9), expected)
 
 
 @pytest.mark.launch

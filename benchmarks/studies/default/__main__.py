@@ -1,8 +1,7 @@
-"""Comparison of methods: every contender on four data sets at five batch sizes, equally many samples seen; and two small sets.
+"""Comparison of methods: every contender on four data sets at five batch sizes; and two small sets.
 
     python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
     python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
-    python -m benchmarks.studies.default.timing --wordnet FOLDER                   # what "equal time" gives each
     python -m benchmarks.studies.default report                                    # results/default.md
 
 FOLDER has WordNet 3.0's files, as Debian's package wordnet-base has them.  ``--arms`` takes patterns:

@@ -21,7 +21,7 @@ LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 o
 WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "length": 2.0}
 LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
 BATCHES = (8, 16, 64, 256, 1024)
-# compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
+# compared at equal time too, with as many samples as fit in that of REFERENCE (default_time.json)
 TIMED = tuple(f"{loss}, {batch}" for loss in ("InfoNCE", "DCL", "MoCo", DEFAULT) for batch in (16, 64, 256))
 REFERENCE, TIMES, IN_TIME = "InfoNCE, 256", "default_time", "equal time"
 # beside learning rate and temperature
