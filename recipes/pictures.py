@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from compopt import TemperatureDual
 from recipes.engine import Run
 from recipes.experiment import by_method
 from recipes.methods import METHODS
-from recipes.tasks import NamedImages
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#4c566a", "#b48ead", "#d08770", "#2e7d6b", "#1f6fb2", "#c0392b", "#8a6d1d", "#6a51a3", "#1b9e77")
-RIGHT, WRONG = "#2e7d6b", "#c0392b"
 STYLE = {
     **{"figure.dpi": 140, "savefig.dpi": 140, "font.size": 10, "font.family": "DejaVu Sans"},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25},
@@ -35,7 +32,7 @@ STYLE = {
 }
 
 
-def new_axis(width: float, height: float) -> tuple[Figure, Axes]:
+def new_axis(width: float = 7.2, height: float = 4.4) -> tuple[Figure, Axes]:
     return plt.subplots(figsize=(width, height), layout="constrained")
 
 
@@ -46,9 +43,8 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float, dodge: bool = True) -> list[float]:
-    """Draw one line per method, mean over seeds with the range shaded, its last value written at its end."""
-    ends = []
+def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float) -> None:
+    """Draw one line per method, mean over seeds with the range shaded; the legend has its last value."""
     for colour, (method, group) in zip(COLOURS, by_method(runs).items(), strict=False):
         records = [[record for record in run.history if metric in record] for run in group]
         length = min(len(record) for record in records)
@@ -56,35 +52,23 @@ def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float, dodge: b
             continue
         x = [record["samples"] for record in records[0][:length]]
         y = scale * np.array([[r[metric] for r in record[:length]] for record in records])
-        axis.plot(x, y.mean(0), color=colour, marker="o", markersize=3.5, label=METHODS[method].title)
+        label = f"{METHODS[method].title} ({y.mean(0)[-1]:.1f})"
+        axis.plot(x, y.mean(0), color=colour, marker="o", markersize=3.5, label=label)
         if len(group) > 1:
             axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
-        ends.append((float(x[-1]), float(y.mean(0)[-1]), colour))
-    if dodge and ends:
-        _label_ends(axis, ends)
-    return [end[1] for end in ends]
-
-
-def _label_ends(axis: Axes, ends: list[tuple[float, float, str]]) -> None:
-    """Write the last values beside the lines, pushed apart where they would overlap."""
-    low, high = axis.get_ylim()
-    gap, previous = 0.045 * (high - low), -np.inf
-    for x, y, colour in sorted(ends, key=lambda end: end[1]):
-        previous = max(y, previous + gap)
-        place = {"xytext": (x, previous), "textcoords": "data", "va": "center", "annotation_clip": False}
-        axis.annotate(f"  {y:.1f}", (x, y), color=colour, fontsize=9, fontweight="bold", **place)
+    axis.set_xlabel("training samples seen")
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+    axis.legend()
 
 
 @plt.rc_context(STYLE)
 def recall(runs: Sequence[Run], path: Path) -> Path:
     """Draw the headline metric against samples seen, one line per method."""
-    figure, axis = new_axis(7.2, 4.4)
+    figure, axis = new_axis()
     task = runs[0].task
     _curves(axis, runs, task.headline, 100)
-    axis.set(xlabel="training samples seen", ylabel=f"{task.labels[task.headline]} (%)")
+    axis.set_ylabel(f"{task.labels[task.headline]} (%)")
     axis.set_title(f"Held-out {task.labels[task.headline]}, batch {runs[0].config.batch_size}", loc="left")
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
-    axis.legend(loc="lower right")
     return save_figure(figure, path)
 
 
@@ -94,12 +78,10 @@ def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
     runs = [run for run in runs if any("normalizer_error" in record for record in run.history)]
     if not runs:
         return None
-    figure, axis = new_axis(7.2, 4.4)
-    _curves(axis, runs, "normalizer_error", 1.0, dodge=False)
-    axis.set(xlabel="training samples seen", ylabel="mean squared error of log-normalizers", yscale="log")
+    figure, axis = new_axis()
+    _curves(axis, runs, "normalizer_error", 1.0)
+    axis.set(ylabel="mean squared error of log-normalizers", yscale="log")
     axis.set_title("How well the normalizers are known", loc="left")
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
-    axis.legend()
     return save_figure(figure, path)
 
 
@@ -111,26 +93,6 @@ def learned_temperatures(run: Run) -> tuple[Tensor, Tensor] | None:
     values = run.est.read(torch.arange(run.task.n))
     seen = (values["count"] > 0).nonzero().flatten()
     return values["tau"][seen].cpu(), seen.cpu()
-
-
-@plt.rc_context(STYLE)
-def temperatures(run: Run, path: Path) -> Path | None:
-    """Draw the distribution of the learned temperatures, per direction."""
-    learned = learned_temperatures(run)
-    if learned is None:
-        return None
-    tau = learned[0].numpy()
-    figure, axis = new_axis(6.4, 3.8)
-    bins = np.linspace(tau.min(), np.quantile(tau, 0.999), 60)
-    names = ("image anchors", "text anchors") if tau.shape[1] == 2 else ("samples",)
-    for direction, (name, colour) in enumerate(zip(names, (COLOURS[4], COLOURS[2]), strict=False)):
-        axis.hist(tau[:, direction], bins, color=colour, alpha=0.55, label=name)
-        axis.axvline(np.median(tau[:, direction]), color=colour, linewidth=1.5, linestyle="--")
-    axis.axvline(run.config.options["tau"], color="black", linewidth=1, linestyle=":", label="start")
-    axis.set(xlabel="temperature", ylabel="training samples")
-    axis.set_title(f"Learned temperatures, {METHODS[run.config.method].title} (dashed: median)", loc="left")
-    axis.legend()
-    return save_figure(figure, path)
 
 
 @plt.rc_context(STYLE)
@@ -163,44 +125,3 @@ def _rank(a: Tensor, b: Tensor) -> float:
         _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
         ranks.append((counts.cumsum(0) - counts.double() / 2)[inverse])
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
-@plt.rc_context(STYLE)
-@torch.no_grad()
-def gallery(run: Run, task: NamedImages, path: Path, columns: int = 8, rows: int = 4, seed: int = 0) -> Path:
-    """Draw a random choice of queries, the upper half retrieved rightly, the lower half wrongly.
-
-    Under each image stands the retrieved name, green if right; if wrong, red with the true name below it.
-    """
-    run.model.eval()
-    found = task.retrieve(run.model)
-    hit = (found.caption_of_image == task.right).cpu()
-    order = torch.randperm(len(hit), generator=torch.Generator().manual_seed(seed))
-    half = columns * rows // 2
-    chosen = torch.cat([order[hit[order]][:half], order[~hit[order]][:half]])
-    figure, axes = plt.subplots(rows, columns, figsize=(1.5 * columns, 2.05 * rows), layout="constrained")
-    for axis in axes.flat:
-        axis.axis("off")
-    for axis, query in zip(axes.flat, chosen.tolist(), strict=False):
-        axis.set_anchor("S")
-        axis.imshow(255 - task.held_out_images[query].cpu(), cmap="gray", vmin=0, vmax=255)
-        retrieved, true = (_name(task, positions[query]) for positions in (found.caption_of_image, task.right))
-        _write(axis, retrieved, RIGHT if hit[query] else WRONG)
-        if not hit[query]:
-            _write(axis, true, "#777777", skip=retrieved.count("\n") + 1)
-    title = f"{METHODS[run.config.method].title}: retrieved names, R@1 {100 * found.image_to_text:.1f} %"
-    figure.get_layout_engine().set(h_pad=0.02, hspace=0.0, rect=(0, 0.03, 1, 0.97))
-    figure.suptitle(f"{title} (green right; red wrong, true name in grey)", fontweight="bold", fontsize=12)
-    return save_figure(figure, path)
-
-
-def _name(task: NamedImages, position: torch.Tensor) -> str:
-    """A candidate caption in at most three short lines."""
-    name = task.names[task.candidates[int(position)]]
-    return "\n".join(textwrap.wrap(name, width=21, max_lines=3, placeholder=" ..."))
-
-
-def _write(axis: Axes, text: str, colour: str, skip: int = 0) -> None:
-    """Write below the image, ``skip`` lines down."""
-    place = {"xytext": (0, -3 - 7.6 * skip), "xycoords": "axes fraction", "textcoords": "offset points"}
-    axis.annotate(text, (0.5, 0), color=colour, fontsize=6.2, ha="center", va="top", linespacing=1.05, **place)

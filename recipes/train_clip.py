@@ -64,17 +64,14 @@ def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]
     measured = [run for run in finished if run.final]
     if not measured:
         return []
-    drawn: list[Path | None] = [
+    drawn = [
         pictures.recall(measured, folder / "recall.png"),
         pictures.normalizer_error(measured, folder / "normalizer_error.png"),
     ]
     learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
     if learned is not None:
-        drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
         frequency = task.caption_frequency()
         drawn.append(pictures.temperature_frequency(learned, frequency, folder / "temperature_frequency.png"))
-    best = max(measured, key=lambda run: run.final[task.headline])
-    drawn.append(pictures.gallery(best, task, folder / "gallery.png"))
     return [picture for picture in drawn if picture is not None]
 
 

@@ -36,11 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = [run for run in finished if run.final]
     if args.plots and measured:
         with launch.results_folder(args.output_dir) as folder:
-            drawn = [pictures.recall(measured, folder / "accuracy.png")]
-            learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
-            if learned is not None:
-                drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
-            experiment.list_files(drawn)
+            experiment.list_files([pictures.recall(measured, folder / "accuracy.png")])
 
 
 if __name__ == "__main__":
