@@ -62,7 +62,7 @@ docs: $(VENV)/.docs  ## build the site into build/docs; nothing is fetched, and 
 	$(BIN)/python -m sphinx -W --keep-going -b html -c docs . build/docs $(SPHINX_ARGS)
 
 bench: $(BENCH_VENV)/.peers  ## compare with the other packages, in an environment of its own; writes benchmarks/results/
-	$(BENCH_VENV)/bin/python -m benchmarks.history.peers $(BENCH_ARGS)
+	$(BENCH_VENV)/bin/python -m benchmarks.peers $(BENCH_ARGS)
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## measure on this machine's accelerator, 8 minutes; writes benchmarks/results/gpu.md
 	$(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
@@ -100,13 +100,13 @@ $(CLIP_VENV)/.open_clip: $(VENV)/.dev tests/open_clip/packages.txt tests/open_cl
 	$(BIN)/python -m tests.open_clip.layer $(CLIP_VENV)
 	@touch $@
 
-# The other packages come without their dependencies, which would replace torch; benchmarks/history/peers/imports.txt has the rest.
+# The other packages come without their dependencies, which would replace torch; benchmarks/peers/imports.txt has the rest.
 BENCH_INSTALL = $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/history/peers/packages.txt benchmarks/history/peers/imports.txt
+$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/peers/packages.txt benchmarks/peers/imports.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_INSTALL) -c constraints.txt setuptools
 	$(BENCH_INSTALL) -c constraints.txt --no-build-isolation -e ".[recipes]"
-	$(BENCH_INSTALL) --no-deps -r benchmarks/history/peers/packages.txt
-	$(BENCH_INSTALL) -r benchmarks/history/peers/imports.txt
+	$(BENCH_INSTALL) --no-deps -r benchmarks/peers/packages.txt
+	$(BENCH_INSTALL) -r benchmarks/peers/imports.txt
 	$(BENCH_INSTALL) -c constraints.txt pytest pytest-timeout sybil
 	@touch $@

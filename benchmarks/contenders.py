@@ -1,4 +1,4 @@
-"""What the kernel is compared with: losses and bare products, each as one call on a batch of features."""
+"""Contenders of the kernel: losses and bare products, each as one call on a batch of features."""
 
 from __future__ import annotations
 
@@ -126,13 +126,6 @@ def autograd(loss: LossFn):
     return lambda B, d: loss_and_gradients(loss)
 
 
-def learned_tau(n: int) -> compopt.ContrastiveEstimator:
-    return compopt.ContrastiveEstimator(
-        compopt.MovingAverageEstimator(n),
-        compopt.FixedTemperature(torch.tensor(TAU, requires_grad=True)),
-    )
-
-
 PRODUCTS, ALONE = "products", "operations alone"
 BIMODAL = {
     PRODUCTS: Contender("three bare products, allocating as any method does", products(False)),
@@ -148,11 +141,6 @@ BIMODAL = {
         "the same and the commit of its rows",
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU), commit=True),
     ),
-    "SogCLR, normalize=False": Contender(
-        "SogCLR that cannot know its features to be bounded",
-        estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, normalize=False)),
-    ),
-    "SogCLR, tensor tau": Contender("SogCLR with a tau that requires grad", estimator(learned_tau)),
     "SogCLR, chunked": Contender(
         f"SogCLR with `chunk_size={CHUNK}`",
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, chunk_size=CHUNK)),

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import hashlib
 import itertools
 import mmap
 import os
@@ -28,15 +29,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.faults_training import BEGUN, INSIDE, Setting, Training, train
-from benchmarks.saved import RESULTS, append_run, read_runs
-from recipes.report import environment, heading, table
-from tests.pool import free_port
+import compopt
+from benchmarks.machine import free_port
+from benchmarks.report import RESULTS, append_run, environment, heading, read_runs, table
 
+DIM, BATCH = 8, 32
+BEGUN, INSIDE = 0, 1  # what a run tells of itself: bytes of shared memory
 TIMEOUT = 30.0  # of the process group: seconds after which a rank gives up another one
 
 ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
@@ -44,6 +47,128 @@ was loaded and compared, bit for bit, with the state that an undisturbed run had
 resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
 one would have ended the program with an error. Of two ranks one was killed, or, every other time, both; the other one
 ended with an error of its own. What two ranks saved was also loaded on one."""
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The training run: method, placement, size, and how often it saves."""
+
+    offload: str | None = None
+    n: int = 300_000
+    steps: int = 24
+    blocking: bool = True
+    ranks: int = 1
+    shard: bool = False
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Training:
+    """Model, optimizer and estimator, and their common checkpoint.
+
+    The model's file is written, under the number of the step, before ``compopt.save``: the newest complete checkpoint
+    of the estimator then always has its model.
+    """
+
+    def __init__(self, setting: Setting, directory: Path) -> None:
+        self.setting, self.directory = setting, directory
+        torch.manual_seed(0)
+        self.model = torch.nn.ModuleList([torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        options = {"offload": setting.offload, "shard": setting.shard and ranks() > 1}
+        if setting.offload == "disk":
+            options["offload_dir"] = directory / "rows"
+        self.est = compopt.ISogCLREstimator(setting.n, gamma=0.7, rho=1.0, tau_init=0.1, **options)
+        self.est.attach(self.optimizer)
+        self.handle: Any = None
+
+    def step(self, number: int) -> None:
+        """One update; its batch is a function of its number."""
+        generator = torch.Generator().manual_seed(number)
+        # half of the samples come from a small set, so that rows are visited again
+        index = torch.cat([torch.randperm(50, generator=generator)[: BATCH // 2],
+                           50 + torch.randint(self.setting.n - 50, (BATCH // 2,), generator=generator)])  # fmt: skip
+        x, y = torch.randn(2, BATCH, DIM, generator=generator)
+        self.optimizer.zero_grad()
+        own = slice(rank(), None, ranks())
+        self.est(self.model[0](x[own]), self.model[1]((x + 0.5 * y)[own]), index[own]).backward()
+        self._average_gradients()
+        self.optimizer.step()
+
+    def _average_gradients(self) -> None:
+        if ranks() > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks()
+
+    def save(self) -> None:
+        """Save model and optimizer, then the rows."""
+        if rank() == 0:
+            models = self.directory / "models"
+            models.mkdir(exist_ok=True)
+            partial = models / "partial"
+            torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
+            os.replace(partial, models / f"{self.est.t}.pt")
+        folder = self.directory / "checkpoints"
+        if self.setting.blocking:
+            compopt.save(self.est, folder, keep=2)
+        else:
+            self.handle = compopt.save(self.est, folder, keep=2, blocking=False)
+
+    @property
+    def saving(self) -> bool:
+        """A save goes on beside training."""
+        return self.handle is not None and not self.handle.done
+
+    def load(self) -> None:
+        """Load the newest complete checkpoint."""
+        compopt.load(self.est, self.directory / "checkpoints")
+        model, optimizer = torch.load(self.directory / "models" / f"{self.est.t}.pt")
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def digest(self) -> str:
+        """A hash of all bits of the state."""
+        total = hashlib.sha256()
+        states = [*self.model.state_dict().values()]
+        for moments in self.optimizer.state_dict()["state"].values():
+            states += list(moments.values())
+        state = self.est.state_dict()
+        for tensor in (*states, *state["rows"].values()):
+            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+
+def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> dict[int, str]:
+    """Run from the newest checkpoint, if there is one, to the end; the digests of its steps, if nobody kills it."""
+    run = Training(setting, directory)
+    if any((directory / "checkpoints").glob("*/manifest.json")):
+        run.load()
+    if flags is not None:
+        flags[BEGUN] = 1
+    digests = {}
+    while run.est.t < setting.steps:
+        run.step(run.est.t)
+        if flags is not None:
+            flags[INSIDE] = 1
+        run.save()
+        if flags is None:
+            digests[run.est.t] = run.digest()
+        else:
+            flags[INSIDE] = run.saving
+    return {**digests, setting.steps: run.digest()}
+
+
+# -- killing -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -86,7 +211,7 @@ class Ranks:
             os.kill(self.children[number][0], signal.SIGKILL)
 
     def answers(self) -> list[str | None]:
-        """What they said at their end; ``None``: killed. The others of a killed one fail: ``""``."""
+        """Answers at their end; ``None``: killed. The others of a killed one fail: ``""``."""
         said = []
         for pid, reading in self.children:
             with os.fdopen(reading) as pipe:
@@ -224,8 +349,8 @@ def settings() -> list[Setting]:
 
 def rounds(path: Path, setting: Setting) -> list[dict]:
     """The rounds of a setting that the file of runs has."""
-    wanted = dataclasses.asdict(setting)
-    return [run for run in read_runs(path) if run["setting"] == wanted]
+    wanted = dataclasses.asdict(setting).items()
+    return [run for run in read_runs(path) if wanted <= run["setting"].items()]
 
 
 def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int, root: Path) -> None:
@@ -249,26 +374,20 @@ def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int,
 def report(env: dict, path: Path, page: Path) -> None:
     """Write the result page from the file of runs."""
     head = ["rows", "ranks", "saved", "kills", "inside a save", "before the first", "runs ended", "resumed from", "s"]
+    names = ("kills", "inside_save", "before_first", "ends")
     lines, total = [], Counter()
     for setting in settings():
-        found = rounds(path, setting)
-        counts = Counter()
+        found, counts = rounds(path, setting), Counter()
         for run in found:
-            counts.update({key: run["outcome"][key] for key in ("kills", "inside_save", "before_first", "ends")})
-            counts["seconds"] += run["seconds"]
+            counts.update({name: run["outcome"][name] for name in names}, seconds=run["seconds"])
         total.update(counts)
         resumed = {t for run in found for t in run["outcome"]["resumed_from"]}
         place = f"{setting.n:,} on {setting.offload or 'device'}{', sharded' if setting.shard else ''}"
-        saved = "between steps" if setting.blocking else "beside steps"
-        lines.append([place, str(setting.ranks), saved, *counted(counts), f"{len(resumed)} of {setting.steps}", ""])
-        lines[-1][-1] = f"{counts['seconds']:.0f}"
-    lines.append(["all", "", "", *counted(total), "", f"{total['seconds']:.0f}"])
+        saved, part = "between steps" if setting.blocking else "beside steps", f"{len(resumed)} of {setting.steps}"
+        cells = [str(counts[name]) for name in names]
+        lines.append([place, str(setting.ranks), saved, *cells, part, f"{counts['seconds']:.0f}"])
+    lines.append(["all", "", "", *(str(total[name]) for name in names), "", f"{total['seconds']:.0f}"])
     page.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, lines, "lrl"), ""]))
-
-
-def counted(counts: Counter) -> list[str]:
-    """The cells of four counts."""
-    return [str(counts[key]) for key in ("kills", "inside_save", "before_first", "ends")]
 
 
 def main() -> None:

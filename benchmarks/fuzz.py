@@ -1,4 +1,4 @@
-"""Things that should go wrong loudly, at random and in numbers.
+"""Random damage to checkpoints and random calls: everything wrong must be noticed.
 
     python -m benchmarks.fuzz damage --seed 0 --flips 10000 --others 1000
     python -m benchmarks.fuzz calls --seed 0 --count 100000
@@ -18,13 +18,15 @@ Anything else ends the program with an error, after the page is written.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import fuzz_calls, fuzz_damage, saved
-from recipes.report import environment, heading, table
+from benchmarks import fuzz_calls, fuzz_damage, report
+from benchmarks.report import environment, heading, table
 
 NAMES = {
     "flip": "one bit flipped",
@@ -35,98 +37,87 @@ NAMES = {
     "swap": "two files exchanged",
     "mix": "files of the save before",
 }
-ABOUT = """Two checkpoints were damaged, one trial at a time, in every file in turn, and loaded into an estimator with a
-state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with
+DAMAGE = """Two checkpoints were damaged, one trial at a time, in every file in turn, and loaded into an estimator with
+a state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with
 the name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s, commit {commit},
 {date}."""
-KEYS = ("seed", "seconds", "commit", "date")
-
-
-def damage_page(results: dict) -> str:
-    """Say what became of the trials."""
-    held = [f"{name}: {size['files']} files, {size['bytes']:,} bytes" for name, size in results["checkpoints"].items()]
-    about = ABOUT.format(checkpoints="; ".join(held), **{key: results.get(key) for key in KEYS})
-    body = []
-    for kind, title in NAMES.items():
-        for file, count in sorted(results["counts"].get(kind, {}).items()):
-            trials, wrong = count["trials"], count["wrong"]
-            noticed = trials - wrong["not noticed"]
-            named = noticed - wrong["file not named"] - wrong["another error"]
-            kept = noticed - wrong["estimator changed"]
-            body.append([title, file, *(f"{number:,}" for number in (trials, noticed, named, kept))])
-    totals = [sum(int(line[i].replace(",", "")) for line in body) for i in range(2, 6)]
-    body.append(["all", "", *(f"{total:,}" for total in totals)])
-    head = ["damage", "of", "trials", "noticed", "named", "kept"]
-    return "\n".join(["## Damaged checkpoints", "", about, "", table(head, body, "ll")])
-
-
-def failures(results: dict) -> int:
-    """Count the trials that went wrong."""
-    counts = [count for by_file in results["counts"].values() for count in by_file.values()]
-    return sum(sum(count["wrong"].values()) for count in counts)
-
-
-def run_damage(args: argparse.Namespace) -> int:
-    """Damage checkpoints, write the page, and count what went wrong."""
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        env = environment()
-        results = fuzz_damage.damage(Path(folder), args.seed, args.flips, args.others)
-    print(damage_page({**env, **results}))
-    if not args.quick:
-        write("damage", results, env)
-    return failures(results)
-
-
 CALLS = """{trials:,} trials, each an estimator of `tests/database.py` with its float64 twin, nine samples and one to
 four calls, commits, edits of hyper-parameters and hooks that fail; about half of the calls break a rule. By the last
 change made to a call: refused by an error that the library raises itself, with every bit of the state and of what was
 pending kept; the twin's loss and gradients (and its rows after every commit); a loss of NaN with the rows kept; or
 with no twin to compare (an anchor without negatives, extreme but legal values, what draws or trains in lower
 precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
-OUTCOMES = ("calls", "refused", "agreed", "nan", "uncompared")
+KEYS = ("seed", "seconds", "commit", "date")
 
 
-def calls_page(results: dict) -> str:
-    """Say what became of the calls."""
+def page(title: str, about: str, head: list[str], body: list[list[Any]], labels: int) -> str:
+    """A section with a table whose last line adds up the columns after the first ``labels``."""
+    totals = [sum(line[i] for line in body) for i in range(labels, len(head))]
+    lines = [*body, ["all", *[""] * (labels - 1), *totals]]
+    cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in lines]
+    return "\n".join([f"## {title}", "", about, "", table(head, cells, "l" * labels + "r")])
+
+
+def damage_page(results: dict[str, Any]) -> str:
+    held = [f"{name}: {size['files']} files, {size['bytes']:,} bytes" for name, size in results["checkpoints"].items()]
+    about = DAMAGE.format(checkpoints="; ".join(held), **{key: results.get(key) for key in KEYS})
+    body = []
+    for kind, title in NAMES.items():
+        for file, count in sorted(results["counts"].get(kind, {}).items()):
+            noticed = count["trials"] - count.get("not noticed", 0)
+            named = noticed - count.get("file not named", 0) - count.get("another error", 0)
+            body.append([title, file, count["trials"], noticed, named, noticed - count.get("estimator changed", 0)])
+    return page("Damaged checkpoints", about, ["damage", "of", "trials", "noticed", "named", "kept"], body, 2)
+
+
+def calls_page(results: dict[str, Any]) -> str:
+    columns = (*fuzz_calls.OUTCOMES, "wrong")
     body = [
-        [kind.replace("_", " "), *(f"{count[key]:,}" for key in OUTCOMES), f"{sum(count['wrong'].values()):,}"]
-        for kind, count in results["counts"].items()
+        [kind.replace("_", " "), *(count.get(key, 0) for key in columns)] for kind, count in results["counts"].items()
     ]
-    totals = [sum(int(line[i].replace(",", "")) for line in body) for i in range(1, 7)]
-    body.append(["all", *(f"{total:,}" for total in totals)])
-    head = ["last change", "calls", "refused", "the twin's", "NaN", "no twin", "wrong"]
     about = CALLS.format(**{key: results.get(key) for key in ("trials", *KEYS)})
-    return "\n".join(["## Random calls", "", about, "", table(head, body)])
+    return page(
+        "Random calls", about, ["last change", "calls", "refused", "the twin's", "NaN", "no twin", "wrong"], body, 1
+    )
 
 
-def calls_failures(results: dict) -> int:
-    """Count the trials that went wrong."""
-    return len(results["findings"])
+def failures(results: dict[str, Any]) -> int:
+    """Count the trials of damage that went wrong."""
+    counts = [count for by_file in results["counts"].values() for count in by_file.values()]
+    return sum(count.get(wrong, 0) for count in counts for wrong in fuzz_damage.WRONG)
 
 
-def run_calls(args: argparse.Namespace) -> int:
-    """Call estimators at random, write the page, and count what went wrong."""
-    env = environment()
+def run_damage(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Damage checkpoints; results, and how many trials went wrong."""
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        results = fuzz_damage.damage(Path(folder), args.seed, args.flips, args.others)
+    return results, failures(results)
+
+
+def run_calls(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Call estimators at random; results, and how many trials went wrong."""
     results = fuzz_calls.calls(args.seed, args.count, args.trial, args.seconds)
     for number, kind, wrong, text in results["findings"]:
         print(f"{kind}: {wrong}: {text}\npython -m benchmarks.fuzz calls --seed {args.seed} --trial {number}\n")
-    print(calls_page({**env, **results}))
-    if not args.quick and args.trial is None:
-        write("calls", results, env)
-    return calls_failures(results)
+    args.quick = args.quick or args.trial is not None
+    return results, len(results["findings"])
 
 
 PAGES = {"damage": damage_page, "calls": calls_page}
 
 
-def write(kind: str, results: dict, env: dict) -> None:
-    """Write the page anew, with what it has of the other kinds."""
-    everything = saved.stored("fuzz", saved.RESULTS)["results"] if (saved.RESULTS / "fuzz.json").exists() else {}
-    everything[kind] = {"commit": env["commit"], "date": env["date"], **results}
-    sections = [PAGES[name](everything[name]) for name in PAGES if name in everything]
-    saved.save(
-        "fuzz", "\n\n".join(["\n".join(heading("Fuzzing", env)).rstrip(), *sections]), env, everything, saved.RESULTS
-    )
+def write(kind: str, results: dict[str, Any], env: dict[str, Any]) -> None:
+    """Write the section of this kind; that of the other kind stays as it was printed."""
+    path = report.RESULTS / "fuzz.json"
+    known = json.loads(path.read_text())["results"] if path.exists() else {}
+    page = path.with_suffix(".md")
+    old = page.read_text().split("\n## ")[1:] if page.exists() else []
+    titles = {"damage": "Damaged checkpoints", "calls": "Random calls"}
+    sections = {name: f"## {text.rstrip()}" for text in old for name, title in titles.items() if text.startswith(title)}
+    known[kind] = {"commit": env["commit"], "date": env["date"], **results}
+    sections[kind] = PAGES[kind](known[kind])
+    text = ["\n".join(heading("Fuzzing", env)).rstrip(), *(sections[name] for name in titles if name in sections)]
+    report.save("fuzz", "\n\n".join(text), env, known)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -134,22 +125,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     damage = kinds.add_parser("damage", help="checkpoints that changed on the disk")
-    damage.add_argument("--seed", type=int, default=0)
     damage.add_argument("--flips", type=int, default=10_000, help="single bits")
     damage.add_argument("--others", type=int, default=1_000, help="everything else")
     damage.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    damage.add_argument("--quick", action="store_true", help="printed only")
-    damage.set_defaults(run=run_damage)
     calls = kinds.add_parser("calls", help="random calls of every estimator")
-    calls.add_argument("--seed", type=int, default=0)
     calls.add_argument("--count", type=int, default=10_000, help="trials")
     calls.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     calls.add_argument("--trial", type=int, help="only this one, printed only")
-    calls.add_argument("--quick", action="store_true", help="printed only")
-    calls.set_defaults(run=run_calls)
+    for each, run in ((damage, run_damage), (calls, run_calls)):
+        each.add_argument("--seed", type=int, default=0)
+        each.add_argument("--quick", action="store_true", help="printed only")
+        each.set_defaults(run=run)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    wrong = args.run(args)
+    env = environment()
+    results, wrong = args.run(args)
+    print(PAGES[args.kind]({**env, **results}))
+    if not args.quick:
+        write(args.kind, results, env)
     if wrong:
         raise SystemExit(f"{wrong} trials went wrong; the table says how")
 

@@ -6,30 +6,21 @@ import hashlib
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import compopt
-from compopt.stores import changes
-from compopt.stores import table as tables
 
 N, DIM, BATCH = 400, 4, 32
 Change = dict[Path, bytes | None]  # new contents by file; None: it is gone
 WRONG = ("not noticed", "file not named", "estimator changed", "another error")
-
-
-@dataclass
-class Count:
-    """What became of the trials of one kind, on one kind of file."""
-
-    trials: int = 0
-    wrong: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WRONG, 0))
 
 
 @dataclass
@@ -42,20 +33,7 @@ class Case:
     before: str
 
     def files(self) -> list[Path]:
-        """Every file of the checkpoint."""
         return sorted(self.path.iterdir())
-
-
-@contextmanager
-def small_chunks() -> Iterator[None]:
-    """Give a few hundred rows several files, with the same names in every run, so that a seed says all."""
-    numbers = count(1)
-    with (
-        patch.object(tables, "BLOCK_ROWS", 128),
-        patch.object(changes, "CHUNK_ROWS", 32),
-        patch.object(secrets, "token_hex", lambda length: f"{next(numbers):0{2 * length}x}"),
-    ):
-        yield
 
 
 def rows() -> compopt.ContrastiveEstimator:
@@ -69,6 +47,9 @@ def network() -> compopt.ContrastiveEstimator:
     return compopt.ContrastiveEstimator(compopt.NeuralNormalizer(DIM, prototypes=16, updates=2), temperature)
 
 
+BUILDS = (rows, network)
+
+
 def train(est: compopt.ContrastiveEstimator, seed: int, steps: int, among: int = N) -> None:
     """Visit some of the first rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +60,7 @@ def train(est: compopt.ContrastiveEstimator, seed: int, steps: int, among: int =
 
 
 def prepare(build: Callable[[], compopt.ContrastiveEstimator], folder: Path) -> Case:
-    """Save twice; the second checkpoint shares files with the first."""
+    """Save twice; the second checkpoint may share files with the first."""
     run, est = build(), build()
     train(run, 0, 40)
     former = compopt.save(run, folder)
@@ -131,7 +112,6 @@ def blank(case: Case, file: Path, rng: random.Random) -> Change:
 
 
 def remove(case: Case, file: Path, rng: random.Random) -> Change:
-    """Take the file away."""
     return {file: None}
 
 
@@ -144,7 +124,8 @@ def swap(case: Case, file: Path, rng: random.Random) -> Change:
 def mix(case: Case, file: Path, rng: random.Random) -> Change:
     """Put files of the save before in the places of this and some others."""
     change: Change = {}
-    for one in [file, *rng.sample(case.files(), rng.randint(0, 3))]:
+    files = case.files()
+    for one in [file, *rng.sample(files, rng.randint(0, min(3, len(files))))]:
         kind = one.name.split("-")[0]
         change[one] = rng.choice(sorted(case.former.glob(f"{kind}*"))).read_bytes()
     return change
@@ -202,24 +183,21 @@ def run(cases: list[Case], flips: int, others: int, rng: random.Random) -> Itera
             done += 1
 
 
-def damage(folder: Path, seed: int, flips: int, others: int) -> dict:
+def damage(folder: Path, seed: int, flips: int, others: int) -> dict[str, Any]:
     """Make checkpoints, damage them, and count."""
-    rng, started = random.Random(seed), time.perf_counter()
-    counts: dict[str, dict[str, Count]] = {}
-    with small_chunks():
-        cases = [prepare(build, folder / build.__name__) for build in (rows, network)]
-        sizes = {build.__name__: held(case) for build, case in zip((rows, network), cases, strict=True)}
-        for kind, file, wrong in run(cases, flips, others, rng):
-            tally = counts.setdefault(kind, {}).setdefault(file, Count())
-            tally.trials += 1
-            if wrong is not None:
-                tally.wrong[wrong] += 1
-        for case in cases:  # mended each time
-            compopt.load(case.est, case.path)
-    found = {kind: {file: asdict(tally) for file, tally in by_file.items()} for kind, by_file in counts.items()}
+    rng, started, numbers = random.Random(seed), time.perf_counter(), count(1)
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    # the same names in every run, so that a seed says all
+    with patch.object(secrets, "token_hex", lambda length: f"{next(numbers):0{2 * length}x}"):
+        cases = [prepare(build, folder / build.__name__) for build in BUILDS]
+    sizes = {}
+    for build, case in zip(BUILDS, cases, strict=True):
+        lengths = [file.stat().st_size for file in case.files()]
+        sizes[build.__name__] = {"files": len(lengths), "bytes": sum(lengths)}
+    for kind, file, wrong in run(cases, flips, others, rng):
+        tally = counts.setdefault(kind, {}).setdefault(file, Counter())
+        tally.update(["trials"] if wrong is None else ["trials", wrong])
+    for case in cases:  # mended each time
+        compopt.load(case.est, case.path)
+    found = {kind: {file: dict(tally) for file, tally in by_file.items()} for kind, by_file in counts.items()}
     return {"seed": seed, "checkpoints": sizes, "counts": found, "seconds": round(time.perf_counter() - started, 1)}
-
-
-def held(case: Case) -> dict[str, int]:
-    """Files and bytes of a checkpoint."""
-    return {"files": len(case.files()), "bytes": sum(file.stat().st_size for file in case.files())}

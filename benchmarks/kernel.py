@@ -38,8 +38,13 @@ from benchmarks.contenders import (
     products,
 )
 from benchmarks.machine import status
-from benchmarks.saved import ROOT, save
-from recipes.report import environment, heading, quartiles, spread, table
+from benchmarks.report import ROOT, environment, finish, quartiles, spread, table
+
+ABOUT = """A call is a loss with both feature gradients. Each cell is the median (first to third quartile) over the
+rounds; ratios pair the calls of one round. Features are float32, random, normalised, and new in every round; every loss
+normalises them again, as losses do. Peak memory is what one call adds to a fresh process (resident, beyond inputs and
+BLAS workspace), its two B x d gradients included; the last column leaves these out and counts in float32 B x B
+matrices. A load average well above 0 before the run means that other work shared the machine."""
 
 
 def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +74,7 @@ def ratios(seconds: dict[str, list[float]], name: str, base: str) -> list[float]
 
 
 def peak_bytes(contender: Contender, B: int, d: int) -> int:
-    """What one call adds to this process at its peak, its gradients included and its inputs not."""
+    """Bytes that one call adds to this process at its peak, its gradients included and its inputs not."""
     z1, z2, index = batch(B, d, seed=1)
     products(preallocate=False)(B, d)(z1, z2, index)  # BLAS allocates its own workspace
     for size in (8, B):
@@ -117,7 +122,7 @@ def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: b
 
 
 def section(result: dict) -> list[str]:
-    """The table of one suite at one size."""
+    """Title and table of one suite at one size."""
     B, d = result["batch"], result["dim"]
     bases = [key for key in next(iter(result["rows"].values())) if key.startswith("ratio")]
     small = not bases
@@ -133,39 +138,7 @@ def section(result: dict) -> list[str]:
             peak = row["peak_bytes"]  # two float32 gradients of B x d are 8 B d bytes of it
             cells += [f"{peak / 2**20:.1f}", f"{(peak - 8 * B * d) / (4 * B * B):.2f}"]
         body.append(cells)
-    return [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", "", table(head, body), ""]
-
-
-def report(env: dict, results: list[dict]) -> str:
-    lines = heading("The pair-weight kernel: time and memory", env)
-    lines += [
-        "A call is a loss with both feature gradients. Each cell is the median (first to third quartile)",
-        "over the rounds; ratios pair the calls of one round. Features are float32, random, normalised, and",
-        "new in every round; every loss normalises them again, as losses do. Peak memory is what one",
-        "call adds to a fresh process (resident, beyond inputs and BLAS workspace), its two B x d gradients",
-        "included; the last column leaves these out and counts in float32 B x B matrices. A load average",
-        "well above 0 before the run means that other work shared the machine.",
-        "",
-    ]
-    measured = {(r["suite"], name) for r in results for name in r["rows"]}
-    known = [(suite, name, c.what) for suite, contenders in SUITES.items() for name, c in contenders.items()]
-    body = [[f"{suite}: {name}", what] for suite, name, what in known if (suite, name) in measured]
-    lines += [table(["contender", "what one call does"], body, "l"), ""]
-    for result in results:
-        lines += section(result)
-    return "\n".join(lines)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024, 4096, 8192], help="batch sizes B")
-    parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
-    parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
-    parser.add_argument("--unimodal-size", type=int, default=1024, help="batch size of the unimodal section")
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's choice)")
-    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, printed only")
-    parser.add_argument("--peak-of", nargs=2, metavar=("SUITE", "CONTENDER"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", table(head, body)]
 
 
 def rounds_for(B: int, seconds: float) -> int:
@@ -175,7 +148,15 @@ def rounds_for(B: int, seconds: float) -> int:
 
 
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024, 4096, 8192], help="batch sizes B")
+    parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
+    parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
+    parser.add_argument("--unimodal-size", type=int, default=1024, help="batch size of the unimodal section")
+    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's choice)")
+    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, printed only")
+    parser.add_argument("--peak-of", nargs=2, metavar=("SUITE", "CONTENDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.peak_of:
@@ -193,10 +174,12 @@ def main() -> None:
     B = args.unimodal_size
     print(f"unimodal, B = {B} ...", file=sys.stderr, flush=True)
     results.append(measure("unimodal", list(UNIMODAL), B, args.dim, rounds_for(2 * B, args.seconds), memory=True))
-    text = report(env, results)
-    print(text)
-    if not args.quick:
-        save("kernel", text, env, results)
+    measured = {(r["suite"], name) for r in results for name in r["rows"]}
+    known = [(suite, name, c.what) for suite, contenders in SUITES.items() for name, c in contenders.items()]
+    body = [[f"{suite}: {name}", what] for suite, name, what in known if (suite, name) in measured]
+    parts = [ABOUT, table(["contender", "what one call does"], body, "l")]
+    parts += [part for result in results for part in section(result)]
+    finish("kernel", "The pair-weight kernel: time and memory", env, parts, results, args.quick)
 
 
 if __name__ == "__main__":

@@ -11,41 +11,99 @@ program with an error.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.losses_rank import LOST
-from benchmarks.saved import ROOT, save
-from recipes.report import environment, heading, table
+import torch
+import torch.distributed as dist
+
+import compopt
+from benchmarks.machine import free_port
+from benchmarks.report import ROOT, environment, finish, table
 from tests.launching import environment as launching
-from tests.pool import free_port
 
-RANKS, GRACE = 3, 60.0
+RANKS, LOST, GRACE = 3, 1, 60.0
+START = 120.0  # seconds until all ranks are there
+N, BATCH, DIM, STEPS, FAILS_AT = 400, 6, 4, 6, 3
 WAYS = ("killed", "raises inside a call", "raises between calls", "out of data", "hangs")
 PLACES = {"beside the features": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
 ABOUT = """Three ranks (gloo) train; rank 1 fails in its fourth step. *seconds*: from there until the last of the others
 had its error. The timeout of the group was {timeout:.0f} s."""
 
 
-def lose(how: str, place: dict, timeout: float, folder: Path) -> list[dict]:
-    """What each of the other ranks raised, and how many seconds after the failure."""
-    port = str(free_port())
+# -- one rank ------------------------------------------------------------------------------------------------------
+
+
+def fail(how: str, clock: Path) -> bool:
+    """Fail on purpose, and note when; returns whether the loop ends here."""
+    clock.write_text(str(time.time()))
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises between calls":
+        raise RuntimeError("a bug of the training script")
+    if how == "hangs":
+        time.sleep(3600)
+    return how == "out of data"
+
+
+def train(rank: int, how: str, place: dict[str, Any], group: dist.ProcessGroup, clock: Path) -> None:
+    """Train; the features carry a graph, as an encoder's do."""
+    est = compopt.SogCLREstimator(N, gamma=0.9, tau=0.1, process_group=group, **place)
+    for step in range(STEPS):
+        index = torch.arange(BATCH) + BATCH * (dist.get_world_size() * step + rank)
+        if rank == LOST and step == FAILS_AT:
+            if fail(how, clock):
+                break
+            index = index + 10 * N  # "raises inside a call"
+        z1, z2 = torch.randn(2, BATCH, DIM, requires_grad=True).unbind()
+        est(z1, z2, index).backward()
+        est.step()
+
+
+def one_rank(rank: int, port: str, how: str, place: dict[str, Any], timeout: float, clock: Path) -> None:
+    """Train, and print the error that ended it, as JSON."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS,
+        timeout=datetime.timedelta(seconds=START),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    dist.barrier()  # on a busy machine processes take longer to begin than ranks may wait for each other
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+    try:
+        train(rank, how, place, group, clock)
+    except Exception as error:
+        print(json.dumps({"error": type(error).__name__, "said": str(error), "at": time.time()}), flush=True)
+        os._exit(1)
+    print(json.dumps({"error": None, "said": "", "at": time.time()}), flush=True)
+    dist.destroy_process_group()
+
+
+# -- all of them ---------------------------------------------------------------------------------------------------
+
+
+def lose(how: str, place: dict[str, Any], timeout: float, folder: Path) -> list[dict[str, Any]]:
+    """Errors of the other ranks, and how many seconds after the failure they came."""
     if place.get("offload") == "disk":
         place = {**place, "offload_dir": str(folder / "rows")}
-    command = [sys.executable, "-m", "benchmarks.losses_rank"]
+    given = [str(free_port()), how, json.dumps(place), str(timeout), str(folder / "clock")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(RANKS), port, how, json.dumps(place), str(timeout), str(folder / "clock")],
-            cwd=ROOT, env=launching(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [sys.executable, "-m", "benchmarks.losses", "--rank", str(rank), *given], cwd=ROOT, env=launching(), **pipes
         )
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     try:
         others = [ranks[rank] for rank in range(RANKS) if rank != LOST]
-        answers = [json.loads(other.communicate(timeout=120 + timeout + GRACE)[0]) for other in others]
+        answers = [json.loads(other.communicate(timeout=START + timeout + GRACE)[0]) for other in others]
     finally:
         for process in ranks:
             process.kill()
@@ -54,40 +112,27 @@ def lose(how: str, place: dict, timeout: float, folder: Path) -> list[dict]:
     return [{**answer, "seconds": answer["at"] - failed} for answer in answers]
 
 
-def measure(timeout: float) -> list[dict]:
-    """Every way in every placement."""
-    results = []
-    for where, place in PLACES.items():
-        for how in WAYS:
-            with tempfile.TemporaryDirectory() as folder:
-                answers = lose(how, place, timeout, Path(folder))
-            results.append({"where": where, "how": how, "timeout": timeout, "answers": answers})
-            print(f"{where}, {how}: {answers}", file=sys.stderr)
-            if any(answer["error"] is None for answer in answers):
-                raise SystemExit(f"{where}, {how}: a rank noticed nothing: {answers}")
-    return results
-
-
-def report(env: dict, results: list[dict]) -> str:
-    """A line per way and placement."""
-    head = ["rank 1", "rows", "seconds", "what the others raise"]
-    lines = []
-    for result in results:
-        seconds, says = max(answer["seconds"] for answer in result["answers"]), result["answers"][0]
-        lines.append([result["how"], result["where"], f"{seconds:.2f}", f"{says['error']}: {says['said']}"])
-    about = ABOUT.format(timeout=results[0]["timeout"])
-    return "\n".join([*heading("Lost ranks", env), about, "", table(head, lines, "llrl"), ""])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=5.0, help="of the process group, in seconds")
+    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    env = environment()
-    results = measure(args.timeout)
-    text = report(env, results)
-    print(text)
-    save("losses", text, env, results)
+    if args.rank:
+        rank, port, how, place, timeout, clock = args.rank
+        one_rank(int(rank), port, how, json.loads(place), float(timeout), Path(clock))
+        return
+    env, results, lines = environment(), [], []
+    for where, place in PLACES.items():
+        for how in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                answers = lose(how, place, args.timeout, Path(folder))
+            if any(answer["error"] is None for answer in answers):
+                raise SystemExit(f"{where}, {how}: a rank noticed nothing: {answers}")
+            results.append({"where": where, "how": how, "timeout": args.timeout, "answers": answers})
+            seconds, first = max(answer["seconds"] for answer in answers), answers[0]
+            lines.append([how, where, f"{seconds:.2f}", f"{first['error']}: {first['said']}"])
+    head = ["rank 1", "rows", "seconds", "what the others raise"]
+    finish("losses", "Lost ranks", env, [ABOUT.format(timeout=args.timeout), table(head, lines, "llrl")], results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Do the daily tests protect the library as the full suite does? Put mistakes into it, and see who notices.
+"""Mistakes put into the library one at a time, and the tests that notice them: the daily ones, the full suite, none.
 
     python -m benchmarks.mutants --list                 what would be changed
     python -m benchmarks.mutants                        run what is not in the results yet (hours), write the report
@@ -40,8 +40,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.mutations import Mutation, mutations
-from benchmarks.saved import RESULTS, ROOT, append_run, read_runs
-from recipes.report import table
+from benchmarks.report import RESULTS, ROOT, append_run, read_runs, table
 
 # name in the report: what of the library, and the test files that are likely to notice, the likeliest first
 ROOMS: dict[str, tuple[str, str]] = {
@@ -63,18 +62,8 @@ BY_READING = {
     ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
     ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
-    ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
-    ("compopt/stores/fetched.py", "gather", "return"): ACCELERATOR,
-    ("compopt/stores/host.py", "HostStore._zeros", "keyword"): ACCELERATOR,
-    ("compopt/stores/memory.py", "_Later.take", "keyword"): f"{EQUAL}: a copy that need not wait",
-    ("compopt/stores/offloaded.py", "OffloadedRows._stage", "keyword"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
-HISTORY = (
-    "At the first trial the daily tests missed 14. Tests were then written for four (deposits.py:146, placement.py:36, "
-    "saving.py:70, handshake.py:112), and those were tried again. The other ten were judged by reading, without the "
-    "rest of the suite."
-)
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
 HANGS = 120  # seconds, after which one test does
 
@@ -128,7 +117,7 @@ def selection(name: str) -> str:
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """What git tracks, as it stands in the working tree."""
+    """A copy of the files that git tracks, as they stand in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     for name in listed.decode().split("\0"):
         if name and (ROOT / name).is_file():
@@ -138,7 +127,7 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
-    """What failed first, or None."""
+    """The test that failed first, or None."""
     expression = selection("REST" if stage == "rest" else "DAILY")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *files]
@@ -160,7 +149,7 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
 
 
 def daily(folder: Path, room: str) -> dict:
-    """What the daily tests say of the library in the folder: the likely files first, then all of them."""
+    """Verdict of the daily tests on the library in the folder: the likely files first, then all of them."""
     likely = [f"tests/test_{name}.py" for name in ROOMS[room][1].split()]
     files = [name for name in likely if (folder / name).exists()]
     failed = run_tests(folder, "first", files) or run_tests(folder, "daily", [f"--ignore={name}" for name in files])
@@ -168,7 +157,7 @@ def daily(folder: Path, room: str) -> dict:
 
 
 def rest(folder: Path, room: str) -> dict:
-    """What the other tests say of what the daily ones let pass."""
+    """Verdict of the other tests on what the daily ones let pass."""
     failed = run_tests(folder, "rest", [])
     return {"noticed": "test-full" if failed else "nobody", "test": failed}
 
@@ -205,30 +194,13 @@ def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], fold
         list(lanes.map(one, enumerate(todo, 1)))
 
 
-def check_unchanged(folder: Path, stage: str) -> None:
-    """Tests that fail anyway notice nothing."""
-    failed = run_tests(folder, stage, [])
-    if failed:
-        raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
-
-
 # report -----------------------------------------------------------------------------------------------------------
 
 
-def read(records: Path) -> dict[str, dict]:
-    """Verdicts by key."""
-    return {record["key"]: record for record in read_runs(records)}
-
-
-def reason(record: dict) -> str | None:
-    """Why nobody can notice a mutant here, or None."""
-    return BY_READING.get((record["path"], record["function"], record["kind"]))
-
-
 def judged(record: dict) -> dict:
-    """The record, or what reading says where no test did."""
-    why = reason(record) if record["noticed"] == LATER else None
-    return record if why is None else {**record, "noticed": "nobody", "test": why}
+    """The record, or the reason found by reading where no test noticed the mutant."""
+    why = BY_READING.get((record["path"], record["function"], record["kind"]))
+    return {**record, "noticed": "nobody", "test": why} if why and record["noticed"] == LATER else record
 
 
 def report(found: list[dict], wanted: int) -> tuple[str, dict]:
@@ -241,11 +213,9 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
     tried = (
         f"Of {total.total()} mistakes put into the library one at a time ({wanted} were chosen), `make test` notices "
     )
-    tried += f"{total['test']}"
+    tried += f"{total['test']} and `make test-full` {full}: {share:.1%} of what the full suite notices."
     if total[LATER]:
-        tried = f"Not finished. {tried}; the other tests were not asked about {total[LATER]} yet."
-    else:
-        tried += f" and `make test-full` {full}: {share:.1%} of what the full suite notices."
+        tried += f" Not finished: the other tests were not asked about {total[LATER]} yet."
     counted = [[name, c.total(), c["test"], c["test"] + c["test-full"], c["nobody"]] for name, c in counts.items()]
     counted.append(["all", total.total(), total["test"], full, total["nobody"]])
     head = ["room", "mutants", "noticed by `make test`", "by `make test-full`", "by nobody"]
@@ -254,7 +224,6 @@ def report(found: list[dict], wanted: int) -> tuple[str, dict]:
         "",
         tried,
         "`python -m benchmarks.mutants` makes this table; its docstring says how.",
-        HISTORY,
         "",
     ]
     lines.append(table(head, [[str(cell) for cell in row] for row in counted]))
@@ -281,10 +250,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=ROOMS, action="append", help="a room; may be repeated")
     parser.add_argument("--limit", type=int, help="ask each suite about at most so many now")
-    parser.add_argument("--daily", action="store_true", help="ask the daily tests alone; the others later")
-    parser.add_argument("--again", action="store_true", help="ask the daily tests again about those that they let pass")
     parser.add_argument("--lanes", type=int, default=2, help="mutants that are tried at a time (2)")
-    parser.add_argument("--trust", action="store_true", help="do not run the unchanged library first")
     parser.add_argument("--records", type=Path, default=RESULTS / "mutants.jsonl")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--report", action="store_true", help="write the report, run nothing")
@@ -298,14 +264,14 @@ def main() -> None:
     if not options.report:
         with tempfile.TemporaryDirectory() as name:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
-            for stage, ask in (("daily", daily), ("rest", rest))[: 1 if options.daily else 2]:
-                known = {key: judged(record)["noticed"] for key, record in read(options.records).items()}
-                wanted = {LATER} if stage == "rest" else {None, LATER} if options.again else {None}
-                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) in wanted][: options.limit]
-                if todo and not options.trust:
-                    check_unchanged(folders[0], stage)
+            for stage, ask in (("daily", daily), ("rest", rest)):
+                known = {record["key"]: judged(record)["noticed"] for record in read_runs(options.records)}
+                wanted = LATER if stage == "rest" else None
+                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
+                if todo and (failed := run_tests(folders[0], stage, [])):
+                    raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
                 run(todo, ask, folders, options.records)
-    known = read(options.records)
+    known = {record["key"]: record for record in read_runs(options.records)}
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)
     (options.records.with_suffix(".json")).write_text(json.dumps(summary, indent=2) + "\n")

@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compopt
 from benchmarks.contenders import TAU, cross_entropy_both_ways
 from benchmarks.kernel import batch
-from benchmarks.saved import save
-from recipes.report import environment, heading, table
+from benchmarks.report import environment, finish, table
 
 B, DIM, PROTOTYPES, STEPS = 64, 128, 256, 9
 N = 4 * B  # rows are revisited
@@ -74,7 +73,7 @@ class Operations(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Whether what it returns are aliases of what it was given, and nothing was written."""
+    """Return whether an operation only returns aliases of its arguments."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
@@ -93,17 +92,6 @@ def operations(make: Callable[[], compopt.ContrastiveEstimator] | None) -> int:
     return counted.count
 
 
-def report(env: dict[str, Any], counts: dict[str, int], before: dict[str, int]) -> str:
-    """The page."""
-    names = list(counts)
-    head = ["", *(["before"] if before else []), "operations", "goal"]
-    body = [
-        [name, *([str(before.get(name, ""))] if before else []), str(counts[name]), str(GOALS.get(name, ""))]
-        for name in names
-    ]
-    return "\n".join([*heading("Operations of a training step", env), ABOUT, "", table(head, body)])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the counts there and nothing else")
@@ -116,10 +104,13 @@ def main() -> None:
         args.record.write_text(json.dumps(counts))
         return
     env, before = environment(), json.loads(args.before.read_text()) if args.before else {}
-    text = report(env, counts, before)
-    print(text)
-    if not args.quick:
-        save("operations", text, env, {"before": before, "after": counts})
+    head = ["", *(["before"] if before else []), "operations", "goal"]
+    body = []
+    for name, count in counts.items():
+        former = [str(before.get(name, ""))] if before else []
+        body.append([name, *former, str(count), str(GOALS.get(name, ""))])
+    results = {"before": before, "after": counts}
+    finish("operations", "Operations of a training step", env, [ABOUT, table(head, body)], results, args.quick)
 
 
 if __name__ == "__main__":

@@ -1,220 +1,195 @@
 """Time of reading and committing rows, by placement and table size, and what a training step pays for it.
 
-    python -m benchmarks.rows               # writes benchmarks/results/rows.md and rows.json; needs 16 GB of disk
-    python -m benchmarks.rows --quick       # small tables, few rounds, printed and not written
-    python -m benchmarks.rows --steps-only  # only the training step, printed and not written
+    python -m benchmarks.rows               # writes benchmarks/results/rows.md; needs 16 GB of disk
+    python -m benchmarks.rows --quick       # small tables, few rounds, printed only
+    python -m benchmarks.rows --steps-only  # only the training step, printed only
 
-Every table is measured in a process of its own, so that its memory can be read off; table files lie in a temporary
-directory under --dir and are removed at the end, errors included.
+Every table is measured in a process of its own, so that its memory can be read off. All of it goes through the public
+interface: ``MovingAverageEstimator`` is a table of rows and little else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.machine import resident, timed
-from benchmarks.rows_report import COLD_BATCHES, report, step_table
-from benchmarks.rows_steps import CPU, DESCRIPTION, Work, batches, measure_step, step_overhead
-from benchmarks.saved import ROOT, save
-from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
-from recipes.report import environment, quartiles
+import compopt
+from benchmarks.machine import MIB, on_ranks, resident, timed
+from benchmarks.report import environment, finish, quartiles, spread, table
 
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
 QUICK = [("cpu", 10**5), ("disk", 10**7)]
-LAYOUTS = [10**5, 10**7, 2 * 10**8]
+COLD = 20  # batches of a table that was never touched before
+ROUNDS = 25
+US = {"digits": 0, "unit": 1e-6}  # microseconds
+ABOUT = """A batch is {batch} random rows of `MovingAverageEstimator`. Each cell is the median (first to third quartile)
+in microseconds of the training thread. *read*: `est.read(index)`; *update*: `est.update(values, index)`, which reads
+rows and proposes new ones; *commit*: `est.step()`. *First touch*: {cold} batches of a table never touched before; on
+disk each row is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, visited before and written, in a
+cycle, with {work} ms of matrix products between the calls, beside which reader and writer threads work. Memory is what
+the process has at the end beyond what it had before the table: anonymous, and pages of the file."""
+STEPS = """A whole training step of SogCLR, about 20 ms, against the same step with its rows beside the features.
+Contenders run round-robin, {steps} steps each, and a difference is taken within a round."""
 
 
-# one table ----------------------------------------------------------------------------------------
+def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(n, (size,), generator=generator) for _ in range(count)]
 
 
-def measure_table(offload: str, n: int, directory: str, size: int, pool_size: int, work_ms: float) -> dict:
-    before = resident()
-    opened = time.perf_counter()
-    options = {"offload_dir": directory} if offload == "disk" else {}
-    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
-    result: dict = {"offload": offload, "n": n, "create": time.perf_counter() - opened, "seconds": {}}
-    assert isinstance(rows, OffloadedRows)
-    block = torch.randn(size, 1, dtype=torch.complex128)
-    store: RowStore = rows.store
-
-    def cycle(label: str, pool: list[Tensor], scatter: bool = True) -> None:
-        reads, writes = [], []
-        for batch in pool:
-            reads.append(timed(lambda batch=batch: store.gather(batch)))
-            if scatter:
-                writes.append(timed(lambda batch=batch: store.scatter(batch, block)))
-        result["seconds"][f"gather, {label}"] = quartiles(reads)
-        if scatter:
-            result["seconds"][f"scatter, {label}"] = quartiles(writes)
-
-    cycle("first touch", batches(n, size, COLD_BATCHES, 1))
-    pool = batches(n, size, pool_size, 2)
-    for batch in pool:
-        store.gather(batch)
-        store.scatter(batch, block)
-    cycle("warm", pool)
-    for label, prefetching in (("no prefetch", False), ("prefetch", True)):
-        result["seconds"] |= main_thread(rows, pool, block, Work(work_ms / 2), prefetching, label)
-    rows.settle()
-    result["memory"] = {key: value - before[key] for key, value in resident().items()}
-    if offload == "disk":
-        rows.close()
-        evict(Path(directory))
-        store = DiskStore(directory, "rows", n, 1, DESCRIPTION)
-        store.stale = False  # the rows are ours
-        cycle("evicted", pool[:COLD_BATCHES], scatter=False)
-        store.close()
-    return result
+def placed(offload: str, folder: str) -> dict[str, Any]:
+    return {"offload": offload, **({"offload_dir": folder} if offload == "disk" else {})}
 
 
-def evict(directory: Path) -> None:
-    """Write the table back and drop its pages, which nothing maps any more."""
-    fd = os.open(directory / "rows.rows", os.O_RDWR)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+class Work:
+    """A fixed number of matrix products, which took about so many milliseconds at construction."""
+
+    def __init__(self, milliseconds: float, size: int = 384) -> None:
+        self.a = torch.randn(size, size)
+        until = time.perf_counter() + 0.5  # the first ones are several times slower
+        while time.perf_counter() < until:
+            self.a @ self.a
+        one = statistics.median(timed(lambda: self.a @ self.a) for _ in range(200))
+        self.count = max(1, round(milliseconds * 1e-3 / one))
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            self.a @ self.a
 
 
-def main_thread(
-    rows: OffloadedRows, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
-) -> dict[str, list[float]]:
-    """Time what the calls cost the training thread, with work between them."""
-    spent: dict[str, list[float]] = {}
+def measure_table(rank: int, ranks: int, offload: str, n: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the calls of one table, and its memory."""
+    before, found = resident(), {}
+    started = time.perf_counter()
+    est = compopt.MovingAverageEstimator(n, **placed(offload, folder))
+    created = time.perf_counter() - started
+    values, work = torch.randn(args.batch), Work(args.work / 2)
 
-    def spend(name: str, call: Callable[[], object]) -> object:
-        start = time.perf_counter()
-        value = call()
-        spent.setdefault(f"{name}, {label}", []).append(time.perf_counter() - start)
-        return value
+    def cycle(label: str, pool: list[Tensor], prefetch: bool = False, busy: bool = False) -> None:
+        spent: dict[str, list[float]] = {"update": [], "commit": []}
+        for index in pool:
+            if prefetch:
+                spent.setdefault("prefetch", []).append(timed(lambda index=index: est.prefetch(index)))
+            if busy:
+                work()
+            spent["update"].append(timed(lambda index=index: est.update(values, index)))
+            if busy:
+                work()
+            spent["commit"].append(timed(est.step))
+        found.update({f"{name}, {label}": quartiles(seconds) for name, seconds in spent.items()})
 
-    ticket = rows.prefetch(pool[0], CPU)
-    for k, batch in enumerate(pool):
-        if prefetching:
-            following = spend("prefetch", lambda k=k: rows.prefetch(pool[(k + 1) % len(pool)], CPU))
-            work()
-            spend("take", ticket.take)
-            ticket = following
-        else:
-            work()
-            spend("fetch", lambda batch=batch: rows.fetch(batch, batch))
+    def read(label: str, pool: list[Tensor]) -> None:
+        found[f"read, {label}"] = quartiles([timed(lambda index=index: est.read(index)) for index in pool])
+
+    cycle("first touch", batches(n, args.batch, COLD, 1))
+    pool = batches(n, args.batch, args.pool, 2)
+    for index in pool:  # visited and written
+        est.update(values, index)
+        est.step()
+    read("warm", pool)
+    cycle("warm", pool, busy=True)
+    cycle("warm, prefetched", pool, prefetch=True, busy=True)
+    memory = {key: value - before[key] for key, value in resident().items()}
+    return {"offload": offload, "n": n, "create": created, "seconds": found, "memory": memory}
+
+
+def measure_step(rank: int, ranks: int, offload: str, n: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a training step of SogCLR, and what rows elsewhere add to it; the baseline has at most 1e7 rows."""
+    batch, dim, near = 512, 128, min(n, 10**7)
+    here, there = compopt.SogCLREstimator(near), compopt.SogCLREstimator(n, **placed(offload, folder))
+    encoders, x = [torch.nn.Linear(dim, dim) for _ in range(2)], torch.randn(2, batch, dim)
+    pool = batches(n, batch, 200, 3)
+
+    def step(est: compopt.SogCLREstimator, index: Tensor, work: Callable[[], object]) -> None:
         work()
-        fresh = block + 1
-        spend("commit", lambda batch=batch, fresh=fresh: rows.commit(batch, fresh))
-    return {name: quartiles(values) for name, values in spent.items()}
+        est(encoders[0](x[0]), encoders[1](x[1]), index % est.n).backward()
+        est.step()
+
+    for index in pool:  # warm
+        step(there, index, int)
+        step(here, index, int)
+    bare = statistics.median(timed(lambda: step(here, pool[0], int)) for _ in range(20))
+    work = Work(max(1.0, 20 - 1e3 * bare))
+
+    def loop(est: compopt.SogCLREstimator, prefetching: bool) -> float:
+        if prefetching:  # the batch before the first step, which an endless loop would have prefetched
+            est.prefetch(pool[0])
+            time.sleep(0.005)
+        started = time.perf_counter()
+        for k in range(args.steps):
+            if prefetching:
+                est.prefetch(pool[k + 1])
+            step(est, pool[k], work)
+        return (time.perf_counter() - started) / args.steps
+
+    contenders = {
+        "offload=None": lambda: loop(here, False),
+        "no prefetch": lambda: loop(there, False),
+        "prefetch": lambda: loop(there, True),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(1 + ROUNDS):
+        for name, call in contenders.items():
+            seconds = call()
+            if turn:  # the first round starts threads
+                spent[name].append(seconds)
+    base = spent["offload=None"]
+    added = {f"{name}, added": [a - b for a, b in zip(spent[name], base, strict=True)] for name in list(spent)[1:]}
+    found = {name: quartiles(values) for name, values in {**spent, **added}.items()}
+    return {"offload": offload, "n": n, "step": found}
 
 
-# layout -------------------------------------------------------------------------------------------
-
-
-def measure_layout(n: int, size: int, rounds: int) -> dict:
-    """Compare one row of four float32 as a 16-byte element with one tensor per column, in memory that was written."""
-    table = torch.ones(n, dtype=torch.complex128)
-    columns = [torch.ones(n) for _ in range(4)]
-    words, values = torch.randn(size, dtype=torch.complex128), torch.randn(size)
-    spent: dict[str, list[float]] = {}
-    for rows in batches(n, size, rounds, 4):
-        for name, gather, scatter in (
-            ("rows", lambda r=rows: table[r], lambda r=rows: table.index_copy_(0, r, words)),
-            (
-                "columns",
-                lambda r=rows: [c.index_select(0, r) for c in columns],
-                lambda r=rows: [c.index_copy_(0, r, values) for c in columns],
-            ),
-        ):
-            if name == "rows":
-                gather = lambda r=rows: table.index_select(0, r)  # noqa: E731
-            # fresh rows for each side: neither finds in the cache what the other brought there
-            spent.setdefault(f"{name}, gather", []).append(timed(gather))
-            spent.setdefault(f"{name}, scatter", []).append(timed(scatter))
-            spent.setdefault(f"{name}, both", []).append(spent[f"{name}, gather"][-1] + spent[f"{name}, scatter"][-1])
-    ratio = [c / r for c, r in zip(spent["columns, both"], spent["rows, both"], strict=True)]
-    return {"n": n, "seconds": {k: quartiles(v) for k, v in spent.items()}, "columns to rows": quartiles(ratio)}
-
-
-# running ------------------------------------------------------------------------------------------
-
-
-def in_a_process(args: argparse.Namespace, kind: str, offload: str, n: int) -> dict:
+def apart(measure: Callable[..., dict[str, Any]], one: tuple[str, int], args: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own; its files are removed whatever happens."""
-    print(f"{kind}: {offload}, n = {n:,} ...", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as directory:
-        options = {"batch": args.batch, "pool": args.pool, "work": args.work, "step": args.step, "steps": args.steps}
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.rows",
-            "--one",
-            kind,
-            offload,
-            str(n),
-            directory,
-            "--threads",
-            str(args.threads),
-        ]
-        command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout)
+    print(f"{measure.__name__}: {one[0]}, n = {one[1]:,} ...", flush=True)
+    with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as folder:
+        return on_ranks(1, measure, *one, folder, args)[0]
 
 
-def measure_one(args: argparse.Namespace) -> dict:
-    kind, offload, number, directory = args.one
-    n = int(number)
-    if kind == "table":
-        return measure_table(offload, n, directory, args.batch, args.pool, args.work)
-    if kind == "step":
-        return measure_step(offload, n, directory, args.batch, args.pool, args.step, args.steps)
-    if kind == "training":
-        return step_overhead(n, offload, directory, steps=args.steps)
-    return measure_layout(n, args.batch, args.pool)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=None, help="where table files are put (default: the system's place)")
-    parser.add_argument("--batch", type=int, default=5120, help="rows per gather and commit")
-    parser.add_argument("--pool", type=int, default=200, help="batches that are visited again and again when warm")
-    parser.add_argument("--work", type=float, default=4.0, help="ms of work between the calls of the training thread")
-    parser.add_argument("--step", type=float, default=20.0, help="ms of work of a step")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a contender in one round")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; the reader and writer need a core too")
-    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
-    parser.add_argument("--steps-only", action="store_true", help="only what a step pays, printed only")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
-    return parser.parse_args()
+def title(result: dict[str, Any]) -> str:
+    return f"{result['offload']}, n = {result['n']:,}"
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    if args.one:
-        print(json.dumps(measure_one(args)))
-        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=None, help="where table files are put (default: the system's place)")
+    parser.add_argument("--batch", type=int, default=5120, help="rows per read and commit")
+    parser.add_argument("--pool", type=int, default=200, help="batches that are visited again and again when warm")
+    parser.add_argument("--work", type=float, default=4.0, help="ms of work between the calls of the training thread")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a contender in one round")
+    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
+    parser.add_argument("--steps-only", action="store_true", help="only what a step pays, printed only")
+    args = parser.parse_args()
     if args.quick:
         args.pool = 30
-    chosen = QUICK if args.quick else TABLES
-    env, results = environment(), {"tables": [], "steps": [], "training": [], "layouts": []}
-    largest = [chosen[-1]] if args.quick else [("cpu", 2 * 10**8), ("disk", 10**9)]
-    results["steps"] = [in_a_process(args, "step", *one) for one in largest]
-    results["training"] = [in_a_process(args, "training", *one) for one in largest]
-    if args.steps_only:
-        print("\n\n".join(step_table(r) for r in (results["steps"], results["training"]) if r))
-        return
-    results["tables"] = [in_a_process(args, "table", *one) for one in chosen]
-    results["layouts"] = [in_a_process(args, "layout", "none", n) for n in (LAYOUTS[:2] if args.quick else LAYOUTS)]
-    text = report(env, args, results)
-    print(text)
-    if not args.quick:
-        save("rows", text, env, results)
+    env, chosen = environment(), QUICK if args.quick else TABLES
+    tables = [] if args.steps_only else [apart(measure_table, one, args) for one in chosen]
+    steps = [apart(measure_step, one, args) for one in ([chosen[-1]] if args.quick else [TABLES[2], TABLES[-1]])]
+    names = list(dict.fromkeys(name for r in tables for name in r["seconds"]))
+    body = [
+        [name, *(spread(r["seconds"][name], **US) if name in r["seconds"] else "" for r in tables)] for name in names
+    ]
+    body.append(["creation", *(f"{r['create'] / 1e-6:,.0f}" for r in tables)])
+    body += [[f"{key}, MiB", *(f"{r['memory'][key] / MIB:,.0f}" for r in tables)] for key in ("RssAnon", "RssFile")]
+    columns = list(steps[0]["step"])
+    paid = [[title(r), *(spread(r["step"][name], **US) for name in columns)] for r in steps]
+    parts = [
+        ABOUT.format(batch=args.batch, cold=COLD, pool=args.pool, work=args.work),
+        "## One table, microseconds",
+        table(["", *map(title, tables)], body),
+        "## What a step of SogCLR pays, microseconds",
+        STEPS.format(steps=args.steps),
+        table(["", *columns], paid),
+    ]
+    quick = args.quick or args.steps_only
+    finish("rows", "Rows: reading and committing", env, parts, {"tables": tables, "training": steps}, quick)
 
 
 if __name__ == "__main__":

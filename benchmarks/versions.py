@@ -1,120 +1,82 @@
-"""Which versions of Python and torch the daily tests pass on: the oldest of both, and each newer Python.
+"""Versions of Python and torch on which the daily tests pass: the oldest of both, and each newer Python.
 
     python -m benchmarks.versions                                # all of VERSIONS, for those Pythons that are installed
     python -m benchmarks.versions --only 3.10:2.4.0 --keep       # one; its environment stays
 
-Each pair gets an environment of its own, into which pip installs torch as the index has it.  Where that is the build
-for CUDA it takes 5 GB, which go again unless ``--keep``.  Of the optional packages there are those of the samplers, the
-recipes and remote directories.  Tests of the others skip; those of the pages run in ``make test`` alone.  Writes
-``results/versions.md``.
+Each pair gets an environment of its own, into which pip installs torch as the index has it. Where that is the build
+for CUDA it takes 5 GB, which go again unless ``--keep``. Of the optional packages there are those of the samplers, the
+recipes and remote directories. Tests of the others skip; those of the pages run in ``make test`` alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.saved import RESULTS, ROOT, save
-from recipes.report import environment, heading, table
+from benchmarks.report import RESULTS, ROOT, environment, finish, stored, table
 
 VERSIONS = ("3.10:2.4.0", "3.11:2.4.0", "3.12:2.13.0", "3.13:2.13.0")
 PACKAGES = """numpy safetensors fsspec scipy scikit-learn pillow matplotlib tqdm accelerate
     pytest pytest-timeout pytest-xdist hypothesis sybil webdataset setuptools<81""".split()
 DAILY = "not full and not launch and not slow"
 NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and every adapter
+ABOUT = """The daily tests (`python -m benchmarks.versions`), without those of pages and of trainers that are not
+installed there. Tests skip what a torch does not have: `torch.distributed.checkpoint` with parts of rows needs 2.5,
+FSDP2's `fully_shard` 2.6."""
 
 
 def run(python: str, torch: str, folder: Path, workers: int) -> dict[str, Any]:
     """Make an environment and run the daily tests in it."""
-    if not (folder / "bin" / "python").exists():
+    own = str(folder / "bin" / "python")
+    if not Path(own).exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, f"torch=={torch}", *PACKAGES], check=True)
     ignored = [f"--ignore=tests/{name}" for name in NOT_HERE]
     options = ["-q", "-m", DAILY, "-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider", "-rf", *ignored]
-    command = [str(folder / "bin" / "python"), "-m", "pytest", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line)
-    process.wait()
-    return {
-        "failed": [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))],
-        **counts(lines[-1]),
-    }
+    done = subprocess.run([own, "-m", "pytest", *options], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout.strip().splitlines()[-1])
+    return {"failed": failed, **{f"{kind}_count": int(number) for number, kind in counts}}
 
 
-def counts(line: str) -> dict[str, int]:
-    """What pytest's last line counts."""
-    return {f"{kind}_count": int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)}
-
-
-def installed(versions: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Those whose Python is on the path or among pyenv's, with its executable."""
-    for pair in versions:
-        version, torch = pair.split(":")
-        found = shutil.which(f"python{version}") or _of_pyenv(version)
-        if found is None:
-            print(f"python{version} is not installed")
-        else:
-            yield version, torch, found
-
-
-def _of_pyenv(version: str) -> str | None:
+def executable(version: str) -> str | None:
+    """A Python of this version, on the path or among pyenv's."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = sorted(root.glob(f"versions/{version}.*/bin/python"))
-    return str(found[-1]) if found else None
-
-
-def write(results: dict[str, Any]) -> None:
-    """``results/versions.md``."""
-    env = environment()
-    rows = [
-        [
-            *pair.split(":"),
-            str(got.get("passed_count", 0)),
-            str(got.get("skipped_count", 0)),
-            ", ".join(got["failed"]) or "none",
-        ]
-        for pair, got in sorted(results.items())
-    ]
-    lines = [
-        *heading("Versions of Python and torch", env),
-        "The daily tests (`python -m benchmarks.versions`), without those of pages and of trainers that are not "
-        "installed there. Tests skip what a torch does not have: `torch.distributed.checkpoint` with parts of rows "
-        "needs 2.5, FSDP2's `fully_shard` 2.6.",
-        "",
-        table(["Python", "torch", "passed", "skipped", "failed"], rows, "llrrl"),
-    ]
-    save("versions", "\n".join(lines), env, results)
+    found = [shutil.which(f"python{version}"), *sorted(map(str, root.glob(f"versions/{version}.*/bin/python")))]
+    return next((path for path in found if path), None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=VERSIONS, metavar="PYTHON:TORCH")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the environments")
     parser.add_argument("--keep", action="store_true", help="the environments")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    path = RESULTS / "versions.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
-    for version, torch, python in installed(args.only):
+    env, results = environment(), stored("versions")["results"] if (RESULTS / "versions.json").exists() else {}
+    for version, torch in (pair.split(":") for pair in args.only):
+        if (python := executable(version)) is None:
+            print(f"python{version} is not installed")
+            continue
         folder = args.folder / f"compopt-{version}-{torch}"
         results[f"{version}:{torch}"] = run(python, torch, folder, args.workers)
-        write(results)
         if not args.keep:
             shutil.rmtree(folder)
+    rows = []
+    for pair, got in sorted(results.items()):
+        counts = [str(got.get(f"{kind}_count", 0)) for kind in ("passed", "skipped")]
+        rows.append([*pair.split(":"), *counts, ", ".join(got["failed"]) or "none"])
+    page = table(["Python", "torch", "passed", "skipped", "failed"], rows, "llrrl")
+    finish("versions", "Versions of Python and torch", env, [ABOUT, page], results)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ include_patterns = [
     "docs/**",
     "benchmarks/README.md",
     "benchmarks/results/*.md",
-    "benchmarks/history/results/*.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 ]

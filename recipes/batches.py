@@ -1,10 +1,10 @@
-"""Which samples share a batch: random ones, or those that a batch sampler of the library chooses."""
+"""Batches of a run: random ones, or those that a batch sampler of the library chooses."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,22 +34,6 @@ OPTIONS = {
 }
 
 
-class Batches(Protocol):
-    """The batches of a run by their numbers, of all ranks."""
-
-    def __call__(self, number: int) -> Tensor:
-        """Batch ``number``; numbers never fall."""
-
-    def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """Take in the features that the loop has computed for this rank's samples."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to find the same batches."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-
-
 def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate options into the library's arguments; an option that the kind does not take raises ValueError."""
     known = {name: option.argument for name, option in OPTIONS.items() if kind in option.kinds}
@@ -60,7 +44,7 @@ def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(
     options: Mapping[str, Any], n: int, size: int, per_epoch: int, seed: int, labels: Tensor | None = None
-) -> Batches:
+) -> Shuffled:
     """The batches that ``options`` describe.
 
     Args:
@@ -81,7 +65,10 @@ def build(
 
 
 class Shuffled:
-    """The order of an epoch is a function of (seed, epoch): a resumed run finds it again, and nothing is stored."""
+    """Random batches of all ranks, by their numbers, which never fall.
+
+    The order of an epoch is a function of (seed, epoch): a resumed run finds it again, and nothing is stored.
+    """
 
     def __init__(self, n: int, size: int, per_epoch: int, seed: int) -> None:
         self._n, self._size, self._per_epoch, self._seed = n, size, per_epoch, seed
@@ -98,16 +85,16 @@ class Shuffled:
         return torch.randperm(self._n, generator=seeded("order", self._seed, epoch))
 
     def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        pass
+        """Take in the features that the loop has computed for this rank's samples."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Continue from :meth:`state_dict`."""
 
 
-class Chosen:
+class Chosen(Shuffled):
     """A sampler's epochs, one after another, which need not be passes over the data."""
 
     def __init__(self, sampler: samplers.BankSampler) -> None:

@@ -295,7 +295,7 @@ class Trainer:
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
-        self.model, self.optimizer = launch.prepare(self.accelerator, model, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         integration.attach(self.est, self.optimizer, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
         self.accelerator.register_for_checkpointing(self)

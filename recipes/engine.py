@@ -1,9 +1,11 @@
-"""One training run: the loop, its evaluations, and checkpoints from which it continues bit for bit."""
+"""One training run: its configuration, the loop, evaluations, and checkpoints from which it continues bit for bit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +15,57 @@ from compopt import diagnostics
 from compopt.integrations import accelerate as integration
 from recipes import batches, checkpoints, launch, methods
 from recipes.batches import seeded
-from recipes.config import Config, Control, Metrics, Task
+from recipes.tasks import GlyphFaces, Metrics, NamedImages
 
 # Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
 ERROR_ANCHORS = 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's result. A checkpoint is refused by a run whose fields differ."""
+
+    method: str
+    options: dict[str, Any]
+    batch_size: int = 64  # samples per forward, over all ranks
+    epochs: int = 2
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    seed: int = 0
+    data: str = ""  # the task's own words for its data and split
+    accumulate: int = 1  # batches per update
+    mixed_precision: str = "no"
+    batches: dict[str, Any] = field(default_factory=dict)  # which samples share one, as recipes/batches.py reads it
+
+
+@dataclass
+class Control:
+    """When to measure, save and stop, and where things live; none of it changes the weights."""
+
+    eval_every: int = 200  # steps; 0: at the end only
+    error_every: int = 0  # steps between normalizer errors; 0: never
+    checkpoint_every: int = 0  # steps; 0: at the end only
+    max_steps: int | None = None  # stop here, schedules still span all epochs
+    checkpoint: Path | None = None  # folder
+    resume: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    on_step: Callable[[Any], None] = lambda run: None  # called with the run after every update
+    placement: dict[str, Any] = field(default_factory=dict)  # where rows live: offload, offload_dir, shard
+    prefetch: bool = False  # fetch the next batch's rows while this one trains
+    deepspeed: Path | None = None  # a configuration file
+    timeout: float = launch.TIMEOUT  # seconds that a rank waits for another one
 
 
 class Run:
     """A model in training with an estimator beside its optimizer.
 
     Args:
-        task: what is learned.
+        task: data, encoders and measures.
         config: method, hyper-parameters, seed.
         control: when to measure, save and stop.
     """
 
-    def __init__(self, task: Task, config: Config, control: Control | None = None) -> None:
+    def __init__(self, task: NamedImages | GlyphFaces, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()
         self.accelerator = launch.accelerator(
             self.control.device,
@@ -78,7 +115,7 @@ class Run:
             self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)
         )
         launch.set_micro_batch(self.accelerator, self.part.stop - self.part.start)
-        self.prepared, self.stepper = launch.prepare(self.accelerator, plain, self.optimizer)
+        self.prepared, self.stepper = self.accelerator.prepare(plain, self.optimizer)
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
         integration.attach(self.est, self.stepper, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
@@ -214,7 +251,7 @@ class Run:
         return float(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside model, optimizer and estimator; accelerate stores it with them."""
+        """State of a checkpoint beside model, optimizer and estimator; accelerate stores it with them."""
         schedule = self.gamma_schedule
         groups = self.optimizer.param_groups
         return {

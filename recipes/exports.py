@@ -1,4 +1,4 @@
-"""What files for other tools hold of each data set: pictures, captions, facts, parts and classes."""
+"""Data sets as files for other tools hold them: pictures, captions, facts, parts and classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Export(ABC):
 
     @abstractmethod
     def facts(self, pair: int) -> dict[str, Any]:
-        """What else is known of a pair."""
+        """Further facts on a pair."""
 
     def one_per_caption(self, part: str) -> tuple[Tensor, list[list[str]]]:
         """One pair of each distinct caption of a part, and its captions, none of which another one has too.

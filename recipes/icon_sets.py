@@ -199,7 +199,7 @@ def family_of(prefix: str) -> str:
 
 
 def kind_of(prefix: str, category: str | None) -> str:
-    """Which of KINDS a set's icons are.  Logos are those whose names one cannot guess, file types among them."""
+    """Kind of a set's icons, one of KINDS.  Logos are those whose names one cannot guess, file types among them."""
     if _among(prefix, FLAGS):
         return "flags"
     if category == "Emoji" or _among(prefix, EMOJI):

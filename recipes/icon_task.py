@@ -1,4 +1,4 @@
-"""What the recipes learn from icons: captions of families never seen, by retrieval and as classes."""
+"""Task on icons: captions of families never seen, by retrieval and as classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes import icons
-from recipes.config import Metrics
 from recipes.models import Tokenizer
-from recipes.tasks import NamedImages, in_chunks, limited, retrieval
+from recipes.tasks import Metrics, NamedImages, in_chunks, limited, retrieval
 
 CLASSES = 500  # of the zero-shot measure
 PARTS = ("test", "validation")

@@ -9,13 +9,15 @@ Sets of one design share artwork, so whole families of sets are held out.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,3 +177,27 @@ def _bytes(texts: Sequence[str]) -> np.ndarray:
 
 def _lines(array: np.ndarray) -> list[str]:
     return array.tobytes().decode().split("\n")[:-1]
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+def add_data(group: Any, choices: Sequence[str]) -> None:
+    """Add the arguments that choose a data set, and the source of the one that needs a download."""
+    group.add_argument("--data", choices=choices, default=choices[0], help="data set; icons are fetched with npm once")
+    group.add_argument(
+        "--icons", type=Path, metavar="FILE", help="the icons' package, packed with npm; default: npm fetches it"
+    )
+
+
+def data_or_exit(
+    root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], Any], args: argparse.Namespace
+) -> Any:
+    """Load what ``--data`` names; missing data end the program with one line."""
+    for name in ("icons", "held_out"):
+        if getattr(args, name, None) is not None and args.data != "icons":
+            root.error(f"--{name.replace('_', '-')} belongs to --data icons, got --data {args.data}")
+    try:
+        return load(args)
+    except Unavailable as error:
+        root.error(str(error))

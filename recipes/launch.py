@@ -1,28 +1,16 @@
 """One process or many, with or without DeepSpeed: how a run gets its ``Accelerator``.
 
-All of these start the same recipe, ``train_clip`` here. Its ``--batch-size`` counts over all ranks, so that the results
-agree::
-
-    python -m recipes.train_clip
-    torchrun --nproc_per_node 2 -m recipes.train_clip
-    accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
-        -m recipes.train_clip
-    torchrun --nproc_per_node 2 -m recipes.train_clip --deepspeed-config recipes/deepspeed/zero2.json
-    DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module recipes.train_clip \\
-        --deepspeed-config recipes/deepspeed/zero2.json
-
-``accelerate launch --cpu`` starts one process, whatever ``--num_processes`` says; ``--multi_gpu`` starts as many as it
-says, on CPUs too. A run that has fewer processes than its launcher was asked for is refused.
+``python -m recipes.train_clip --help`` ends with the commands that start a recipe on several ranks; batch sizes count
+over all ranks, so that the results agree. ``accelerate launch --cpu`` starts one process, whatever ``--num_processes``
+says; ``--multi_gpu`` starts as many as it says, on CPUs too. A run that has fewer processes than its launcher was asked
+for is refused.
 
 With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
 by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size. Set
 ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` then: otherwise ranks that were started again may find the addresses of those
-before them, and fail to connect (pytorch issue 135712).
-
-``accelerate launch --use_deepspeed --deepspeed_config_file FILE`` does the same if the recipe is given
-``--deepspeed-config`` too. On a CPU DeepSpeed may first compile an extension (a minute); a run that is killed meanwhile
-leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is removed, and which it names
-after a minute. On GPUs add ``--device cuda`` and leave ``DS_ACCELERATOR`` out.
+before them, and fail to connect (pytorch issue 135712). On a CPU DeepSpeed may first compile an extension (a minute); a
+run that is killed meanwhile leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is
+removed.
 """
 
 from __future__ import annotations
@@ -33,10 +21,7 @@ import json
 import os
 import secrets
 import socket
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +32,6 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
 TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's own for accelerators
-LOCK_PATIENCE = 60.0  # seconds after which a lock that DeepSpeed waits for is named
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -68,7 +52,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process prints, draws and writes results; known before the process group is."""
+    """Return whether this process prints, draws and writes results; known before the process group is."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -78,7 +62,7 @@ def is_local_main() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
+    """Return whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
@@ -171,26 +155,32 @@ def accelerator(
     No rank waits for another longer than ``timeout`` seconds. Further options are those of ``Accelerator``.
 
     Raises:
-        ValueError: an earlier run of this process had another precision or another DeepSpeed configuration.
+        ValueError: an earlier run of this process had another precision or another DeepSpeed configuration, or
+            DeepSpeed was asked for without a launcher.
     """
-    first = _is_first(deepspeed, accumulate)
-    group = {"timeout": datetime.timedelta(seconds=timeout)}
-    options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
-    if deepspeed is None:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-        made = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
-        check_processes(made)
-        return made
-    if _for_deepspeed(device):
-        group["backend"] = "gloo"
-    options["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
-    if first:  # later accelerators find this plugin, and accept no other
-        config = json.loads(deepspeed.read_text())
-        options["deepspeed_plugin"] = DeepSpeedPlugin(
-            hf_ds_config={**config, "gradient_accumulation_steps": accumulate}
+    wanted = (deepspeed, accumulate if deepspeed else 1)
+    known = _first[0] if _first else None
+    if known not in (None, wanted):
+        raise ValueError(
+            f"a process keeps the DeepSpeed configuration of its first run, (file, accumulate) = {known}; start "
+            f"another process for {wanted}"
         )
-    with naming_build_locks(LOCK_PATIENCE):
-        made = Accelerator(**options)
+    _first[:] = [wanted]
+    group: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
+    options |= {"gradient_accumulation_steps": accumulate, "mixed_precision": mixed_precision}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false" if deepspeed is None else "true"
+    if deepspeed is None:
+        options["cpu"] = device.type == "cpu"
+    elif "LOCAL_RANK" not in os.environ:
+        raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
+    elif device.type == "cpu":
+        # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
+        os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
+        group["backend"] = "gloo"
+    if deepspeed is not None and known is None:  # later accelerators find this plugin, and accept no other
+        config = {**json.loads(deepspeed.read_text()), "gradient_accumulation_steps": accumulate}
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
     check_processes(made)
     return made
 
@@ -221,85 +211,11 @@ def check_processes(accelerator: Accelerator) -> None:
         )
 
 
-def _is_first(deepspeed: Path | None, accumulate: int) -> bool:
-    """Whether this process has made no accelerator yet; another DeepSpeed configuration raises ValueError."""
-    wanted = (deepspeed, accumulate if deepspeed else 1)
-    if not _first:
-        _first.append(wanted)
-        return True
-    if _first[0] != wanted:
-        raise ValueError(
-            f"a process keeps the DeepSpeed configuration of its first run, (file, accumulate) = {_first[0]}; start "
-            f"another process for {wanted}"
-        )
-    return False
-
-
-def _for_deepspeed(device: torch.device) -> bool:
-    """Prepare the environment for DeepSpeed; whether its backend must be named."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if "LOCAL_RANK" not in os.environ:
-        raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
-    if device.type != "cpu":
-        return False
-    # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
-    os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
-    return True
-
-
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
     """Tell DeepSpeed how many samples a rank takes per forward; there is no loader from which it could tell."""
     plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
-
-
-def prepare(accelerator: Accelerator, *parts: Any) -> Any:
-    """Prepare model and optimizer with accelerate; a lock at which DeepSpeed waits meanwhile is named."""
-    with naming_build_locks(LOCK_PATIENCE) if uses_deepspeed(accelerator) else contextlib.nullcontext():
-        return accelerator.prepare(*parts)
-
-
-@contextlib.contextmanager
-def naming_build_locks(patience: float) -> Iterator[None]:
-    """Name, on stderr, each lock of a compiled extension that is ``patience`` seconds old inside the context.
-
-    torch waits for such a lock without an end and, by default, without a message.
-    """
-    done = threading.Event()
-    watcher = threading.Thread(target=_name_build_locks, args=(done, patience), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _name_build_locks(done: threading.Event, patience: float) -> None:
-    named: set[Path] = set()
-    while is_local_main() and not done.wait(patience):
-        for lock, age in _build_locks():
-            if age >= patience and lock not in named:
-                named.add(lock)
-                print(
-                    f"DeepSpeed has not started after {patience:.0f} s. It may wait for {lock}, which is {age:.0f} s "
-                    f"old: another process compiles this extension, or was killed while it did. If no other run is "
-                    f"starting, remove that file",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-def _build_locks() -> list[tuple[Path, float]]:
-    """Locks in torch's folder of extensions, and their ages in seconds."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root, found = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), []
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        with contextlib.suppress(FileNotFoundError):  # just released
-            found.append((lock, time.time() - lock.stat().st_mtime))
-    return found
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:

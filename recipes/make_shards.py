@@ -20,7 +20,7 @@ import PIL
 import torch
 from torch import Tensor
 
-from recipes import cli, glyphs, icons, tars
+from recipes import glyphs, icons, tars
 from recipes.exports import Export, GlyphExport, IconExport
 
 FORMAT = 1  # raise when the same arguments give other files
@@ -28,17 +28,17 @@ MANIFEST = "made_from.json"
 TEMPLATE = "{c}"  # a caption is the name alone, so a class is too
 
 
-def glyph_export(args: argparse.Namespace) -> Export:
-    """The glyphs."""
-    return GlyphExport(glyphs.load(args.cache_dir))
+DATA: dict[str, Callable[[argparse.Namespace], Export]] = {
+    "glyphs": lambda args: GlyphExport(glyphs.load(args.cache_dir)),
+    "icons": lambda args: IconExport(icons.load(args.cache_dir, args.icons, progress=args.progress)),
+}
 
 
-def icon_export(args: argparse.Namespace) -> Export:
-    """The icons."""
-    return IconExport(icons.load(args.cache_dir, args.icons, progress=args.progress))
-
-
-DATA: dict[str, Callable[[argparse.Namespace], Export]] = {"glyphs": glyph_export, "icons": icon_export}
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,43 +49,37 @@ def parser() -> argparse.ArgumentParser:
         "where there is one), and test sets for clip-benchmark (benchmark/zeroshot/, benchmark/retrieval/, and "
         "benchmark/validation/ to choose settings by).",
     )
-    cli.add_data(root, tuple(DATA))
+    icons.add_data(root, tuple(DATA))
     root.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write; new, or begun before")
-    root.add_argument("--shard-size", type=cli.positive, metavar="N", default=1000, help="samples per shard (1000)")
-    root.add_argument("--limit", type=cli.positive, metavar="N", help="write at most this many pairs of each part")
+    root.add_argument("--shard-size", type=positive, metavar="N", default=1000, help="samples per shard (1000)")
+    root.add_argument("--limit", type=positive, metavar="N", help="write at most this many pairs of each part")
     root.add_argument("--seed", type=int, metavar="N", default=0, help="order of the samples (0)")
     root.add_argument("--cache-dir", type=Path, metavar="DIR", help="drawn data sets; default $COMPOPT_CACHE or .cache")
     root.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show progress bars")
     return root
 
 
-def former_run(folder: Path) -> dict[str, Any] | None:
-    """What the folder was made from; None if it is new or empty.
+def claim(folder: Path, made_from: dict[str, Any] | None = None) -> None:
+    """Make the folder and note what it is made from, or see that a former run noted the same.
+
+    Args:
+        folder: to write into.
+        made_from: arguments and data; without them only a folder that holds something else is refused.
 
     Raises:
         ValueError: it holds something else.
     """
     manifest = folder / MANIFEST
     if manifest.exists():
-        return dict(json.loads(manifest.read_text()))
-    if folder.exists() and any(folder.iterdir()):
+        former = json.loads(manifest.read_text())
+        if others := [name for name, value in (made_from or {}).items() if former.get(name) != value]:
+            told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
+            raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
+    elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out {folder} is not empty, and holds no shards of this recipe; choose another folder")
-    return None
-
-
-def claim(folder: Path, made_from: dict[str, Any]) -> None:
-    """Make the folder and note what it is made from, or see that a former run noted the same.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    former = former_run(folder)
-    if former is None:
+    elif made_from is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        tars.write_json(folder / MANIFEST, made_from)
-    elif others := [name for name in made_from if former.get(name) != made_from[name]]:
-        told = ", ".join(f"{name}={former.get(name)!r} (now {made_from[name]!r})" for name in others)
-        raise ValueError(f"--out {folder} was made from {told}; choose another folder, or remove this one")
+        tars.write_json(manifest, made_from)
 
 
 def shuffled(pairs: Tensor, seed: int, limit: int | None) -> list[int]:
@@ -124,23 +118,22 @@ def write_zeroshot(data: Export, args: argparse.Namespace) -> None:
 
 
 def write_retrieval(data: Export, args: argparse.Namespace) -> None:
-    """Write the retrieval test, and one of the validation pairs where there are any."""
+    """Write the retrieval test, and one of the validation pairs where there are any: ``KEY.png``, ``KEY.txt``.
+
+    The text file has a caption per line.
+    """
     for part, name in {"test": "retrieval", "validation": "validation"}.items():
-        if part in data.parts:
-            write_retrieval_of(data, part, args.out / "benchmark" / name, args)
+        if part not in data.parts:
+            continue
+        folder, (pairs, captions) = args.out / "benchmark" / name, data.one_per_caption(part)
+        chosen = shuffled(torch.arange(len(pairs)), args.seed, args.limit)
 
+        def files(number: int, key: str, pairs=pairs, captions=captions, chosen=chosen) -> dict[str, bytes]:
+            place = chosen[number]
+            return {"png": data.png(int(pairs[place])), "txt": "\n".join(captions[place]).encode()}
 
-def write_retrieval_of(data: Export, part: str, folder: Path, args: argparse.Namespace) -> None:
-    """Write ``KEY.png``, ``KEY.txt`` with a caption per line."""
-    pairs, captions = data.one_per_caption(part)
-    chosen = shuffled(torch.arange(len(pairs)), args.seed, args.limit)
-
-    def files(number: int, key: str) -> dict[str, bytes]:
-        place = chosen[number]
-        return {"png": data.png(int(pairs[place])), "txt": "\n".join(captions[place]).encode()}
-
-    tars.write_benchmark(folder / "test", len(chosen), args.shard_size, files, args.progress)
-    tars.write_text(folder / "dataset_type.txt", "retrieval\n")
+        tars.write_benchmark(folder / "test", len(chosen), args.shard_size, files, args.progress)
+        tars.write_text(folder / "dataset_type.txt", "retrieval\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -149,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = root.parse_args(argv)
     chosen = {name: getattr(args, name) for name in ("data", "shard_size", "limit", "seed")}
     try:
-        former_run(args.out)  # before icons are fetched
-        data = cli.data_or_exit(root, DATA[args.data], args)
+        claim(args.out)  # before icons are fetched
+        data = icons.data_or_exit(root, DATA[args.data], args)
         claim(args.out, {"format": FORMAT, **chosen, "fingerprint": data.fingerprint, "pillow": PIL.__version__})
         for write in (write_pairs, write_zeroshot, write_retrieval):
             write(data, args)

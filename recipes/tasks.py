@@ -1,4 +1,4 @@
-"""What the recipes learn, and how well: image-name pairs, two faces of one character, measures on held-out data."""
+"""Tasks of the recipes: image-name pairs, two faces of one character, measures on held-out data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import glyphs
-from recipes.config import Metrics
-from recipes.methods import BIMODAL, UNIMODAL
 from recipes.models import Projected, Tokenizer, TwoTowers
 
+Metrics = dict[str, float]
 QUERIES = 4096  # images whose similarities with all captions are held at a time
 
 
@@ -34,7 +33,7 @@ class NamedImages:
         device: where images, tokens and features live.
     """
 
-    mode = BIMODAL
+    mode = "bimodal"
     headline = "r1"
     labels = {"r1": "R@1 image to name", "r1_text_to_image": "R@1 name to image"}
     description = ""
@@ -126,7 +125,7 @@ class GlyphFaces:
         device: where images and features live.
     """
 
-    mode = UNIMODAL
+    mode = "unimodal"
     headline = "nn"
     labels = {"nn": "1-NN accuracy", "probe": "linear probe accuracy"}
     shift = 2

@@ -14,42 +14,37 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes import cli, glyphs, icons, launch, pictures, runs
+from recipes import experiment, glyphs, icons, launch, pictures
 from recipes.engine import Run
 from recipes.icon_task import PARTS, IconNames
-from recipes.methods import BIMODAL
 from recipes.tasks import GlyphNames, NamedImages
 
 ERROR_TIMES = 3
 
 
-def glyph_names(args: argparse.Namespace) -> NamedImages:
-    """Learn the Unicode names of glyphs."""
-    return GlyphNames(glyphs.load(args.cache_dir), args.split_seed, args.limit, args.device)
-
-
 def icon_names(args: argparse.Namespace) -> NamedImages:
-    """Learn the names of icons."""
     data = icons.load(args.cache_dir, args.icons, progress=args.progress and launch.is_main())
     return IconNames(data, args.held_out or PARTS[0], args.split_seed, args.limit, args.device)
 
 
-# The task of each data set.
-TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {"glyphs": glyph_names, "icons": icon_names}
+TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {
+    "glyphs": lambda args: GlyphNames(glyphs.load(args.cache_dir), args.split_seed, args.limit, args.device),
+    "icons": icon_names,
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """The recipe's command line."""
-    root = cli.parser(
-        "python -m recipes.train_clip",
+    root = experiment.parser(
+        "recipes.train_clip",
         "Train an image tower and a text tower on glyphs and their Unicode names, or on icons and theirs, and "
         "measure retrieval of held-out pairs (R@1).",
-        BIMODAL,
+        NamedImages.mode,
         epochs=2,
         output_dir="runs/clip",
     )
     own = root.add_argument_group("only here")
-    cli.add_data(own, tuple(TASKS))
+    icons.add_data(own, tuple(TASKS))
     own.add_argument(
         "--held-out", choices=PARTS, help=f"families of icons to measure: validation to choose by; default {PARTS[0]}"
     )
@@ -69,31 +64,28 @@ def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]
     measured = [run for run in finished if run.final]
     if not measured:
         return []
-    drawn: list[Path | None] = [
+    drawn = [
         pictures.recall(measured, folder / "recall.png"),
         pictures.normalizer_error(measured, folder / "normalizer_error.png"),
     ]
     learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
     if learned is not None:
-        drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
         frequency = task.caption_frequency()
         drawn.append(pictures.temperature_frequency(learned, frequency, folder / "temperature_frequency.png"))
-    best = max(measured, key=lambda run: run.final[task.headline])
-    drawn.append(pictures.gallery(best, task, folder / "gallery.png"))
     return [picture for picture in drawn if picture is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the arguments ask for, measure it, and report."""
     root = parser()
-    args = cli.parse(root, argv, BIMODAL)
+    args = experiment.parse(root, argv, NamedImages.mode)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
-    task = cli.data_or_exit(root, TASKS[args.data], args)
-    finished = runs.train_all(args, task, error_count=times)
-    runs.finish(finished, args.output_dir)
+    task = icons.data_or_exit(root, TASKS[args.data], args)
+    finished = experiment.train_all(args, task, error_count=times)
+    experiment.finish(finished, args.output_dir)
     if args.plots:
         with launch.results_folder(args.output_dir) as folder:
-            runs.list_files(draw(finished, task, folder))
+            experiment.list_files(draw(finished, task, folder))
 
 
 if __name__ == "__main__":

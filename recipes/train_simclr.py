@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from recipes import cli, glyphs, launch, pictures, runs
+from recipes import experiment, glyphs, launch, pictures
 from recipes.tasks import GlyphFaces
 
 
 def parser() -> argparse.ArgumentParser:
     """The recipe's command line."""
-    return cli.parser(
-        "python -m recipes.train_simclr",
+    return experiment.parser(
+        "recipes.train_simclr",
         "Train an image tower on pairs of faces of one character, and tell the script of held-out characters by "
         "the nearest neighbour and by a linear probe.",
         GlyphFaces.mode,
@@ -29,18 +29,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the arguments ask for, measure it, and report."""
-    args = cli.parse(parser(), argv, GlyphFaces.mode)
+    args = experiment.parse(parser(), argv, GlyphFaces.mode)
     task = GlyphFaces(glyphs.load(args.cache_dir), split_seed=args.split_seed, device=args.device)
-    finished = runs.train_all(args, task)
-    runs.finish(finished, args.output_dir)
+    finished = experiment.train_all(args, task)
+    experiment.finish(finished, args.output_dir)
     measured = [run for run in finished if run.final]
     if args.plots and measured:
         with launch.results_folder(args.output_dir) as folder:
-            drawn = [pictures.recall(measured, folder / "accuracy.png")]
-            learned = next((run for run in measured if pictures.learned_temperatures(run) is not None), None)
-            if learned is not None:
-                drawn.append(pictures.temperatures(learned, folder / "temperatures.png"))
-            runs.list_files(drawn)
+            experiment.list_files([pictures.recall(measured, folder / "accuracy.png")])
 
 
 if __name__ == "__main__":

@@ -123,21 +123,6 @@ def test_no_text_advises_to_install_a_package_that_is_not_published():
     assert [name(file) for file in files if re.search(r"pip install\s+[\"']?compopt", file.read_text())] == []
 
 
-def test_the_new_normalizer_works():
-    """The file that docs/extending.md tells to write: means of what a sample has seen, committed."""
-    names: dict = {}
-    exec(compile(blocks(ROOT / "docs" / "extending.md", "python")[0], "running_mean.py", "exec"), names)
-    est = compopt.ContrastiveEstimator(names["RunningMean"](9), compopt.FixedTemperature(0.5), dtype=torch.float64)
-    z1, z2 = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    control = compopt.DCLEstimator(0.5)
-    for _ in range(3):  # the features stay, so their mean is the batch's own estimate
-        a, b = (z.clone().requires_grad_() for z in (z1, z2))
-        est(a, b, torch.arange(5)).backward()
-        est.step()
-        assert torch.allclose(torch.autograd.grad(control(b, a, torch.arange(5)), b)[0], b.grad)
-    assert est.read(torch.arange(6))["count"].tolist() == [3, 3, 3, 3, 3, 0]
-
-
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_the_normalizer_of_the_page_on_extending(mode):
     """Where the batch is the data set, its first estimate is exact."""

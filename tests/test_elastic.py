@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.elastic import WAIT, Elastic
+from benchmarks.schedule import WAIT, Elastic
 from recipes import glyphs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.launch, pytest.mark.slow]

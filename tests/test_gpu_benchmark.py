@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.gpu import trace
-from benchmarks.saved import ROOT
+from benchmarks.report import ROOT
 
 
 def event(name, start, thread, category="cuda_runtime", length=1):
@@ -51,4 +51,3 @@ def test_every_part_runs_on_the_pretend_accelerator(tmp_path):
     assert all(not r["waits"] and r["recorded"] for r in found["trace"])
     assert all("failed" not in cell for r in found["losses"] for cell in r["rows"].values())
     assert all(" passed" in r["summary"] and not r["failed"] for r in found["tests"])
-    assert (tmp_path / "gpu.png").exists()

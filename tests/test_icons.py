@@ -5,11 +5,10 @@ import json
 import subprocess
 import tarfile
 
-import numpy as np
 import pytest
 import torch
 
-from recipes import cache, icon_drawing, icon_sets, icons, train_clip
+from recipes import cache, icon_sets, icons, train_clip
 from recipes.icon_task import IconNames
 
 pytest.importorskip("resvg")
@@ -138,45 +137,20 @@ def test_pixels(data):
     assert (snow[17:] == 255).all() and (snow[:15] == 0).all(), "white is drawn on black"
 
 
-def test_processes_draw_what_one_does(monkeypatch):
-    svgs = [icon_sets._svg({"body": body}, {"width": 24, "height": 24}) for body in (SQUARE, DOT, RING)]
-    alone = icon_drawing.draw_all(svgs, progress=False)
-    monkeypatch.setattr(icon_drawing, "CHUNK", 2)
-    assert np.array_equal(icon_drawing.draw_all(svgs, progress=False), alone)
-
-
-def test_parts(data):
-    split = icons.split_families(data)
-    parts = {name: {data.sources[k].split(":")[0] for k in getattr(split, name)} for name in vars(split)}
-    assert parts == {"train": {"fluent", "tabler"}, "validation": {"f7"}, "test": {"ph"}, "domain": {"noto"}}
-
-
-def test_the_commonest_captions_are_those_of_most_families(data):
-    split = icons.split_families(data)
-    common = icons.common_captions(data, split.train, 3)
-    assert [data.names[k] for k in common] == ["home", "moon", "phone tablet"]
-    assert len(icons.common_captions(data, split.train, 99)) == 4, "captions of the training pairs only"
-
-
 # -- the cache -----------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_is_read_again(data, packed, folder, monkeypatch):
-    monkeypatch.setattr(icons, "build", None)
-    again = icons.load(folder, packed, progress=False)
-    assert torch.equal(again.images, data.images) and again.sources == data.sources and again.aliases == data.aliases
-
-
-@pytest.mark.parametrize("damage", ["cut", "other version", "no archive"])
-def test_a_damaged_cache_is_built_anew(data, packed, folder, tmp_path, monkeypatch, damage):
+@pytest.mark.parametrize("damage", ["none", "cut", "other version"])
+def test_a_cache_is_read_again_and_a_damaged_one_is_built_anew(data, packed, folder, tmp_path, monkeypatch, damage):
     content = (folder / "icons.npz").read_bytes()
-    (tmp_path / "icons.npz").write_bytes({"cut": content[:-99], "no archive": b"PK\x03\x04"}.get(damage, content))
+    (tmp_path / "icons.npz").write_bytes(content[:-99] if damage == "cut" else content)
     if damage == "other version":
         monkeypatch.setattr(icons, "FORMAT", icons.FORMAT + 1)
     built = []
     monkeypatch.setattr(icons, "build", lambda *args, build=icons.build: built.append(1) or build(*args))
-    assert icons.load(tmp_path, packed, progress=False).sources == data.sources
-    assert built and not list(tmp_path.glob("*.tmp"))
+    again = icons.load(tmp_path, packed, progress=False)
+    assert again.sources == data.sources and again.aliases == data.aliases and torch.equal(again.images, data.images)
+    assert bool(built) == (damage != "none") and not list(tmp_path.glob("*.tmp"))
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

@@ -66,12 +66,6 @@ def test_every_sample_reads_back_with_its_own_caption_and_picture(shards, part):
     assert set(seen) <= pairs and len(set(seen)) == LIMIT and seen != sorted(seen)
 
 
-def test_keys_are_img2datasets():
-    """Those of its compute_key with five digits for the shard."""
-    assert tars.key_of(12, 7, 1000) == "00012007" and tars.key_of(12, 7, 10_000) == "000120007"
-    assert tars.key_of(3, 0, 1) == "00003" and tars.key_of(1, 11, 12) == "0000111"
-
-
 def test_sizes_are_written_beside_the_shards(shards):
     names = [f"{shard:05d}" for shard in range(3)]
     assert json.loads((shards / "train" / "sizes.json").read_text()) == dict(

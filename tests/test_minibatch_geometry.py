@@ -34,20 +34,6 @@ def test_the_optima_are_what_they_are_called(dim):
         assert sorted(gram[0].tolist()) == [-1.0, *[0.0] * (N - 2), 1.0]
 
 
-def test_dimensions_without_a_known_optimum_are_refused():
-    with pytest.raises(ValueError, match="dim must be at least n - 1 or equal to n / 2, got dim=5 for n=8"):
-        optimum(torch.eye(8), 5)
-
-
-def test_the_blocks_cover_all_pairs_equally():
-    blocks = affine_blocks()
-    assert blocks.shape == (14, 4)
-    for a in range(8):
-        for b in range(a):
-            assert int(((blocks == a).any(1) & (blocks == b).any(1)).sum()) == 3
-    assert len(all_batches(8, 4)) == 70 and len(all_batches(8, 2)) == 28
-
-
 @pytest.mark.parametrize("dim", [2 * N, N // 2], ids=["frame", "cross-polytope"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_full_batch_and_all_batches_reach_the_optimum(dim, size):

@@ -3,15 +3,13 @@
 Setup that a reader does not need stands in the page as an invisible block, an HTML comment that begins with
 ``<!--- invisible-code-block: python``. Pages that need a package which is not here are skipped.
 
-python -m tests.test_page_blocks             # counts what is executed: blocks of pages, examples of docstrings
-python -m tests.test_page_blocks PAGE        # runs one page
+python -m tests.test_page_blocks PAGE    # runs one page
 """
 
 from __future__ import annotations
 
 import doctest
 import importlib.util
-import pkgutil
 import re
 import subprocess
 import sys
@@ -64,7 +62,7 @@ def examples(page: Path):
 
 def run(page: Path) -> None:
     if "/coming_from/" in str(page):
-        from benchmarks.history.peers import packages
+        from benchmarks.peers import packages
 
         packages.declare_operators()
     found = examples(page)
@@ -95,22 +93,5 @@ def test_what_a_page_needs_is_said_of_pages_that_exist():
     assert {ROOT / page for page in NEEDS} <= set(WITH_CODE)
 
 
-def main() -> None:
-    """Run one page, or count what all have."""
-    if len(sys.argv) > 1:
-        run(ROOT / sys.argv[1])
-        return
-    import compopt
-
-    for page in WITH_CODE:
-        print(f"{written(page):4d}  {name(page)}")
-    modules = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [test for m in modules for test in finder.find(importlib.import_module(m), m) if test.examples]
-    lines = sum(len(test.examples) for test in tests)
-    print(f"{sum(map(written, WITH_CODE))} blocks of {len(WITH_CODE)} pages are executed by this test,")
-    print(f"{lines} examples of {len(tests)} docstrings by tests/test_packaging.py.")
-
-
 if __name__ == "__main__":
-    main()
+    run(ROOT / sys.argv[1])

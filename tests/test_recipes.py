@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import compopt
-from benchmarks import saved
-from recipes import batches, cache, glyphs
+from benchmarks import report
+from recipes import cache, glyphs
 from recipes import tasks as tasks_module
-from recipes.config import Config, Control
-from recipes.engine import Run
+from recipes.engine import Config, Control, Run
 from recipes.methods import METHODS, build
 from recipes.tasks import GlyphFaces, GlyphNames
 
@@ -54,14 +53,16 @@ def train(task, method, steps, batches=None, **control):
 @pytest.mark.parametrize(
     "method",
     [
-        *("recommended", "clip", "sogclr", "fastclip-v3", "emc2"),
-        *(pytest.param(method, marks=pytest.mark.slow) for method in ("isogclr", "neuclip", "residual")),
+        *("recommended", "sogclr", "fastclip-v3"),
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in ("clip", "isogclr", "neuclip", "residual", "emc2")
+        ),
     ],
 )
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     task, last, stop = tasks[mode], 14, 7  # bimodal: ten steps an epoch
     whole = train(task, method, last)
-    assert bits(state(train(task, method, last))) == bits(state(whole)), "the same seed, other bits"
     checkpoint = tmp_path / "checkpoints"
     train(task, method, stop, checkpoint=checkpoint)
     resumed = train(task, method, last, checkpoint=checkpoint, resume=True)
@@ -100,24 +101,15 @@ def test_chosen_batches_resume_in_the_middle_of_an_epoch(tasks, batches, prefetc
     assert bits(state(resumed)) == bits(state(whole))
 
 
-def test_batches_are_named_when_they_are_wrong():
-    for options, message in (
-        ({"kind": "spectral", "keep": 4}, "spectral batches take no keep"),
-        ({"candidates": 4}, "random batches take no candidates"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            batches.build(options, 320, 32, 10, seed=0)
-
-
 def test_records_survive_a_kill(tmp_path):
     path = tmp_path / "runs" / "records.jsonl"
-    assert saved.read_runs(path) == []
+    assert report.read_runs(path) == []
     for number in range(2):
-        saved.append_run(path, {"run": number})
+        report.append_run(path, {"run": number})
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
-    assert saved.read_runs(path) == [{"run": 0}]
-    saved.append_run(path, {"run": 2})
-    assert saved.read_runs(path) == [{"run": 0}, {"run": 2}]
+    assert report.read_runs(path) == [{"run": 0}]
+    report.append_run(path, {"run": 2})
+    assert report.read_runs(path) == [{"run": 0}, {"run": 2}]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
@@ -125,11 +117,6 @@ def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
     train(task, "sogclr", 2, checkpoint=checkpoint)
     with pytest.raises(ValueError, match="method"):
         train(task, "isogclr", 4, checkpoint=checkpoint, resume=True)
-
-
-def test_the_data_are_what_the_readme_says(tasks):
-    data = glyphs.load()
-    assert 54_000 < len(data.images) < 54_200
 
 
 def test_retrieval_in_chunks_is_that_of_the_whole_matrix(monkeypatch):

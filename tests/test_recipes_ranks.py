@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,11 +117,6 @@ def test_a_run_that_is_not_what_its_launcher_was_asked_for_is_refused(monkeypatc
         check_processes(monkeypatch, variables)
 
 
-def test_one_process_is_enough_where_one_is_meant(monkeypatch):
-    for variables in ({}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}, {"ACCELERATE_USE_CPU": "True"}):
-        check_processes(monkeypatch, variables)
-
-
 def see(group, folders):
     return exit_of(lambda: launch.check_shared(folders[dist.get_rank()]))
 
@@ -176,23 +170,6 @@ def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
     assert the_pool(2, timeout=120).run(save_and_load, 2, tmp_path / "state") == [["a", "b", "b"]] * 2
 
 
-def test_a_lock_at_which_deepspeed_waits_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    locks = [tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock", tmp_path / "other" / "lock"]
-    for lock in locks:
-        lock.parent.mkdir(parents=True)
-        lock.touch()
-    os.utime(locks[0], (0, 0))  # a killed run's; the other one was just made
-    with launch.naming_build_locks(patience=10):
-        pass
-    assert not capsys.readouterr().err
-    with launch.naming_build_locks(patience=0.1):
-        os.utime(locks[1], (2**40, 2**40))
-        time.sleep(0.35)
-    said = capsys.readouterr().err
-    assert said.count("DeepSpeed") == 1 and f"wait for {locks[0]}, which is" in said and "remove that file" in said
-
-
 @pytest.mark.launch
 def test_torchrun_and_resume(cache, single, tmp_path):
     """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""
@@ -202,14 +179,6 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     recipe(cache, tmp_path / "part", *options, launcher=launched(TORCHRUN), steps=1)
     resumed = recipe(cache, tmp_path / "part", *options, "--resume", launcher=launched(TORCHRUN))
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
-
-
-@pytest.mark.launch
-def test_torchrun_with_spectral_batches(cache, tmp_path):
-    """Six updates until every sample has features, then batches of both ranks' clusters."""
-    options = ("--batches", "spectral", "--cluster-group", "4", "--epochs", "2")
-    expected = recipe(cache, tmp_path / "single", *options, steps=9)
-    assert_like(recipe(cache, tmp_path / "ranks", *options, launcher=launched(TORCHRUN), steps=9), expected)
 
 
 @pytest.mark.launch

@@ -1,1 +1,1 @@
-"""What only a machine with an accelerator can measure; ``python -m benchmarks.gpu``."""
+"""Measurements that need an accelerator; ``python -m benchmarks.gpu``."""

@@ -1,11 +1,11 @@
 """Everything that only an accelerator can tell, in one run of eight minutes at most.
 
-    python -m benchmarks.gpu                      # writes benchmarks/results/gpu.md, gpu.json, gpu.png
+    python -m benchmarks.gpu                      # writes benchmarks/results/gpu.md and gpu.json
     python -m benchmarks.gpu --pretend            # a trial on the pretend accelerator; writes runs/gpu-trial/
     python -m benchmarks.gpu --device cpu --small # a trial on the CPU
     python -m benchmarks.gpu --parts trace steps  # some parts
 
-It needs torch, NumPy and safetensors; pytest for the tests, matplotlib for the picture, open_clip for its own ClipLoss.
+It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its own ClipLoss.
 Where one of them is missing, or one measurement fails, the page says so and the rest goes on.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import losses, plots, report, rows, steps, suite, trace
+from benchmarks.gpu import losses, report, rows, steps, suite, trace
 from benchmarks.gpu.machine import Machine
-from benchmarks.saved import RESULTS, ROOT, save
+from benchmarks.report import RESULTS, ROOT, save
 from compopt import accelerator
 
 # seconds of each part, of eight minutes; compilation and allocation come on top
@@ -35,19 +35,6 @@ PARTS = {
     "rows": lambda machine, scale: rows.measure(machine, 40 * scale),
     "largest": lambda machine, scale: losses.largest(machine, 20 * scale),
 }
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="default: this machine's accelerator")
-    parser.add_argument("--pretend", action="store_true", help="the tests' pretend accelerator, at small size")
-    parser.add_argument("--small", action="store_true", help="small sizes: a trial")
-    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument(
-        "--output", type=Path, help="folder of the result; default benchmarks/results, of a trial runs/"
-    )
-    return parser.parse_args()
 
 
 def chosen_device(args: argparse.Namespace) -> torch.device:
@@ -64,7 +51,16 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
 
 
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="default: this machine's accelerator")
+    parser.add_argument("--pretend", action="store_true", help="the tests' pretend accelerator, at small size")
+    parser.add_argument("--small", action="store_true", help="small sizes: a trial")
+    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--output", type=Path, help="folder of the result; default benchmarks/results, of a trial runs/"
+    )
+    args = parser.parse_args()
     device = accelerator.here(chosen_device(args))
     small = args.small or args.pretend
     trial = small or device.type == "cpu"
@@ -86,8 +82,6 @@ def main() -> None:
         env["minutes"] = round((time.monotonic() - started) / 60, 1)
         text = report.page(env, results)
         save("gpu", text, env, results, folder)  # after each part: what is measured is kept
-    if not plots.save(results, str(env["device"]), folder / "gpu.png"):
-        print("matplotlib is not installed: no picture", file=sys.stderr)
     print(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from benchmarks.gpu.machine import Machine, Run, interleaved
+from benchmarks.gpu.machine import Action, Machine, with_peaks
 
 TAU = 0.07
 PRODUCTS, CLIP, COMPILED = "three products", "ClipLoss", "ClipLoss, compiled"
@@ -56,7 +55,7 @@ def features(device: torch.device, B: int, d: int, dtype: torch.dtype) -> tuple[
     return z1.requires_grad_(), z2.requires_grad_(), torch.randperm(4 * B, generator=generator)[:B]
 
 
-def products(z1: Tensor, z2: Tensor) -> Run:
+def products(z1: Tensor, z2: Tensor) -> Action:
     def run() -> None:
         with torch.no_grad():
             s = z1 @ z2.T
@@ -65,7 +64,7 @@ def products(z1: Tensor, z2: Tensor) -> Run:
     return run
 
 
-def backward(loss: Callable[..., Tensor], *given: Tensor) -> Run:
+def backward(loss: Callable[..., Tensor], *given: Tensor) -> Action:
     def run() -> None:
         loss(*given).backward()
         for z in given:
@@ -74,7 +73,7 @@ def backward(loss: Callable[..., Tensor], *given: Tensor) -> Run:
     return run
 
 
-def estimator(est: compopt.ContrastiveEstimator, z1: Tensor, z2: Tensor, index: Tensor) -> Run:
+def estimator(est: compopt.ContrastiveEstimator, z1: Tensor, z2: Tensor, index: Tensor) -> Action:
     def run() -> None:
         est(z1, z2, index).backward()
         est.step()
@@ -83,12 +82,12 @@ def estimator(est: compopt.ContrastiveEstimator, z1: Tensor, z2: Tensor, index: 
     return run
 
 
-def contenders(machine: Machine, B: int, d: int, dtype: torch.dtype, chunk: int, compiled: bool) -> dict[str, Run]:
+def contenders(machine: Machine, B: int, d: int, dtype: torch.dtype, chunk: int, compiled: bool) -> dict[str, Action]:
     """One call of each; in blocks of ``chunk`` anchors, if that is not 0."""
     z1, z2, index = features(machine.device, B, d, dtype)
     blocks, words = ({"chunk_size": chunk}, f", blocks of {chunk:,}") if chunk else ({}, "")
     loss = clip_loss()[1]
-    made: dict[str, Run] = {}
+    made: dict[str, Action] = {}
     if 4 * B * B * 4 < 40e9:  # else not even one matrix and its gradient fit
         made[PRODUCTS], made[CLIP] = products(z1, z2), backward(loss, z1, z2)
     if compiled:
@@ -116,10 +115,7 @@ def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
                 runs = contenders(
                     machine, B, d, dtype, chunk, not chunk and B in COMPILED_SIZES and not machine.pretends
                 )
-                found = interleaved(machine, runs, seconds / (3 * len(sizes)), 3 if machine.small else 30, what)
-                for key, cell in found.items():
-                    if "seconds" in cell:
-                        cell["peak"] = machine.peak(runs[key])
+                found = with_peaks(machine, runs, seconds / (3 * len(sizes)), 3 if machine.small else 30, what)
                 del runs
             machine.forget()
             results.append({"B": B, "d": d, "precision": name, "chunk": chunk, "rows": found})
@@ -140,44 +136,29 @@ def largest(machine: Machine, seconds: float) -> list[dict[str, Any]]:
                 "InfoNCE": estimator(compopt.InfoNCEEstimator(TAU, chunk_size=chunk), z1, z2, index),
                 "SogCLR": estimator(compopt.SogCLREstimator(4 * B, tau=TAU, chunk_size=chunk), z1, z2, index),
             }
-            found = interleaved(machine, runs, seconds / 2, 3, what)
-            for key, cell in found.items():
-                if "seconds" in cell:
-                    cell["peak"] = machine.peak(runs[key])
+            found = with_peaks(machine, runs, seconds / 2, 3, what)
         results.append({"B": B, "d": d, "precision": name, "chunk": chunk, "rows": found})
     return results
 
 
 def errors(machine: Machine) -> list[dict[str, Any]]:
-    """Relative error of loss and gradients of one batch, against cross-entropy in float64 on the CPU."""
+    """Relative error of the gradients of one batch, against cross-entropy in float64 on the CPU."""
     B, d = (64, 32) if machine.small else (1024, 512)
     results = []
     for name in PRECISIONS:
         with precision(name) as dtype:
             z1, z2, index = features(machine.device, B, d, dtype)
-            exact = value_and_gradients(cross_entropy_both_ways, z1.detach().cpu().double(), z2.detach().cpu().double())
-            infonce = functools.partial(called, compopt.InfoNCEEstimator(TAU), index)
-            rows = {
-                CLIP: relative(value_and_gradients(clip_loss()[1], z1, z2), exact, 1.0),
-                "InfoNCE": relative(value_and_gradients(infonce, z1, z2), exact, TAU),
-            }
+            exact = gradient(cross_entropy_both_ways, z1.detach().cpu().double(), z2.detach().cpu().double())
+            est = compopt.InfoNCEEstimator(TAU)
+            theirs = gradient(clip_loss()[1], z1, z2)
+            ours = gradient(lambda a, b, est=est, index=index: est(a, b, index), z1, z2) / TAU  # tau times theirs
+            rows = {key: float((g - exact).norm() / exact.norm()) for key, g in ((CLIP, theirs), ("InfoNCE", ours))}
         results.append({"precision": name, "B": B, "d": d, "rows": rows})
     return results
 
 
-def called(est: compopt.ContrastiveEstimator, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
-    return est(z1, z2, index)
-
-
-def value_and_gradients(loss: Callable[[Tensor, Tensor], Tensor], z1: Tensor, z2: Tensor) -> list[Tensor]:
+def gradient(loss: Callable[[Tensor, Tensor], Tensor], z1: Tensor, z2: Tensor) -> Tensor:
+    """Both feature gradients in float64 on the CPU."""
     a, b = (z.detach().clone().requires_grad_() for z in (z1, z2))
-    value = loss(a, b)
-    value.backward()
-    assert a.grad is not None and b.grad is not None
-    return [x.detach().cpu().double() for x in (value, torch.cat([a.grad, b.grad]))]
-
-
-def relative(found: list[Tensor], exact: list[Tensor], scale: float) -> dict[str, float]:
-    """``scale``: InfoNCE's value and gradient are tau times cross-entropy's, plus a constant in the value."""
-    gradient = float((found[1] / scale - exact[1]).norm() / exact[1].norm())
-    return {"gradient": gradient}
+    loss(a, b).backward()
+    return torch.cat([z.grad.cpu().double() for z in (a, b) if z.grad is not None])

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import environment, quartiles
 from compopt import accelerator
-from recipes.report import environment, quartiles
 
-Run = Callable[[], object]
+Action = Callable[[], object]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Machine:
     def synchronize(self) -> None:
         accelerator.synchronize(self.device)
 
-    def seconds(self, run: Run, calls: int = 1) -> float:
+    def seconds(self, run: Action, calls: int = 1) -> float:
         """Seconds of one call on the device: between two events of its stream; on the CPU by the clock."""
         if not accelerator.has_streams(self.device):
             self.synchronize()
@@ -58,7 +58,7 @@ class Machine:
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / calls
 
-    def peak(self, run: Run) -> int | None:
+    def peak(self, run: Action) -> int | None:
         """Bytes that a call adds to what the device holds, at most; its gradients are among them."""
         if not hasattr(self.module(), "max_memory_allocated"):
             return None
@@ -82,7 +82,7 @@ class Machine:
         return True
 
     def describe(self) -> dict[str, Any]:
-        """What a reader needs to repeat it; which device printed it comes first."""
+        """Facts to repeat the measurement, the device first."""
         name = "a pretend accelerator on the CPU (tests/pretend): times mean nothing" if self.pretends else "the CPU"
         facts: dict[str, Any] = {}
         if not self.pretends and self.device.type != "cpu":
@@ -94,8 +94,14 @@ class Machine:
         return {"device": name, **{k: v for k, v in facts.items() if v}, **environment()}
 
 
-def interleaved(machine: Machine, contenders: dict[str, Run], seconds: float, rounds: int, what: str) -> dict[str, Any]:
-    """By contender the quartiles of its seconds, rounds in random order until the time is over; or why it failed."""
+def with_peaks(
+    machine: Machine, contenders: dict[str, Action], seconds: float, rounds: int, what: str
+) -> dict[str, Any]:
+    """Measure contenders in random order until the time is over.
+
+    Returns:
+        By contender the quartiles of its ``seconds``, its ``rounds`` and its ``peak``; or why it ``failed``.
+    """
     found: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     calls: dict[str, int] = {}
@@ -112,10 +118,13 @@ def interleaved(machine: Machine, contenders: dict[str, Run], seconds: float, ro
         if time.monotonic() > end and number >= 1:
             break
     result: dict[str, Any] = {name: {"failed": why} for name, why in failed.items()}
-    return {**result, **{name: {"seconds": quartiles(v), "rounds": len(v)} for name, v in found.items()}}
+    for name, values in found.items():
+        peak = machine.peak(contenders[name])
+        result[name] = {"seconds": quartiles(values), "rounds": len(values), "peak": peak}
+    return {name: result[name] for name in contenders}
 
 
-def attempt(machine: Machine, run: Run, what: str, name: str) -> str | None:
+def attempt(machine: Machine, run: Action, what: str, name: str) -> str | None:
     """One call; why it failed, if it did. Other contenders go on."""
     try:
         run()

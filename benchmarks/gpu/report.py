@@ -2,122 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.losses import CLIP, PRODUCTS, clip_loss
-from recipes.report import heading, spread, table
-
-MIB = 2**20
-Results = dict[str, Any]
+from benchmarks.machine import MIB
+from benchmarks.report import heading, spread, table
 
 
-def page(env: dict[str, Any], results: Results) -> str:
-    lines = heading("On an accelerator", env)
-    lines += ["Medians (first to third quartile). Peaks are what one call adds to the device's memory.", ""]
-    for write in (tests, trace, accuracy, losses, steps, rows):
-        lines += list(write(results))
-    left_out = results.get("left_out", [])
-    lines += ["## Left out", "", *([f"- {what}" for what in left_out] or ["Nothing."]), ""]
-    return "\n".join(lines)
+def page(env: dict[str, Any], results: dict[str, Any]) -> str:
+    """All sections that there are results for."""
+    parts = ["Medians (first to third quartile). Peaks are what one call adds to the device's memory."]
+    losses = [*results.get("losses", []), *results.get("largest", [])]
+    sections = {tests: "tests", trace: "trace", accuracy: "errors", steps: "steps", rows: "rows"}
+    for write, name in sections.items():
+        if results.get(name):
+            parts += write(results[name])
+    if losses:
+        parts += loss_table(losses)
+    left_out = "\n".join(f"- {what}" for what in results.get("left_out", []))
+    parts += ["## Left out", left_out or "Nothing."]
+    return "\n\n".join(["\n".join(heading("On an accelerator", env)).rstrip(), *parts])
 
 
-def tests(results: Results) -> Iterator[str]:
-    if body := [[r["file"], r["summary"], "; ".join(r["failed"]) or "-"] for r in results.get("tests", [])]:
-        yield from ("## The marked tests", "", table(["file", "summary", "failed"], body, "l"), "")
+def tests(found: Sequence[dict[str, Any]]) -> list[str]:
+    body = [[r["file"], r["summary"], "; ".join(r["failed"]) or "-"] for r in found]
+    return ["## The marked tests", table(["file", "summary", "failed"], body, "l")]
 
 
-def trace(results: Results) -> Iterator[str]:
+def trace(found: Sequence[dict[str, Any]]) -> list[str]:
     """Launches per step, and what waited."""
-    found = results.get("trace", [])
-    if not found:
-        return
     body = []
     for r in found:
         waits = ", ".join(f"{name} x {count}" for name, count in r["waits"].items())
         nothing = "none" if r["recorded"] else "the profiler recorded no call of the device's runtime"
         body.append([r["name"], f"{r['launches']:.0f}", waits or nothing])
     size = f"B = {found[0]['B']}, d = {found[0]['d']}"
-    yield from ("## Calls that wait", "", f"In a profiler's trace of steps with {size}, rows prefetched.", "")
-    yield from (table(["estimator", "launches per step", "waits of the training threads"], body, "lrl"), "")
+    head = ["estimator", "launches per step", "waits of the training threads"]
+    about = f"In a profiler's trace of steps with {size}, rows prefetched."
+    return ["## Calls that wait", about, table(head, body, "lrl")]
 
 
-def accuracy(results: Results) -> Iterator[str]:
-    found = results.get("errors", [])
-    if not found:
-        return
+def accuracy(found: Sequence[dict[str, Any]]) -> list[str]:
     names = list(found[0]["rows"])
-    body = [[r["precision"], *(f"{r['rows'][name]['gradient']:.1e}" for name in names)] for r in found]
-    yield from (
-        "## Exactness",
-        "",
-        f"Relative error of both feature gradients, B = {found[0]['B']:,}, against float64.",
-        "",
-    )
-    yield from (table(["products in", *names], body), "")
+    body = [[r["precision"], *(f"{r['rows'][name]:.1e}" for name in names)] for r in found]
+    about = f"Relative error of both feature gradients, B = {found[0]['B']:,}, against float64."
+    return ["## Exactness", about, table(["products in", *names], body)]
 
 
-def losses(results: Results) -> Iterator[str]:
+def peak(cell: dict[str, Any]) -> str:
+    return "-" if cell.get("peak") is None else f"{cell['peak'] / MIB:,.0f}"
+
+
+def loss_table(found: Sequence[dict[str, Any]]) -> list[str]:
     """Time and memory of a loss with its gradients."""
-    found = [*results.get("losses", []), *results.get("largest", [])]
-    if not found:
-        return
-    yield from ("## Loss and gradients", "", f"Milliseconds; *{CLIP}* is {clip_loss()[0]}.", "")
-    head = ["B", "products in", "", "ms", f"of {PRODUCTS}", f"of {CLIP}", "peak, MiB"]
     body = []
     for r in found:
         for name, cell in r["rows"].items():
-            body.append([f"{r['B']:,}", r["precision"], name, *cells(cell, r["rows"])])
-    yield from (table(head, body, "rll" + "r"), "")
+            line = [f"{r['B']:,}", r["precision"], name]
+            if "failed" in cell:
+                body.append([*line, cell["failed"], "-", "-", "-"])
+                continue
+            bases = [r["rows"].get(base, {}).get("seconds") for base in (PRODUCTS, CLIP)]
+            ratios = [f"{cell['seconds'][1] / base[1]:.2f} x" if base else "-" for base in bases]
+            body.append([*line, spread(cell["seconds"], 2, 1e-3), *ratios, peak(cell)])
+    head = ["B", "products in", "", "ms", f"of {PRODUCTS}", f"of {CLIP}", "peak, MiB"]
+    return ["## Loss and gradients", f"Milliseconds; *{CLIP}* is {clip_loss()[0]}.", table(head, body, "rllr")]
 
 
-def cells(cell: dict[str, Any], rows: dict[str, Any]) -> list[str]:
-    if "failed" in cell:
-        return [cell["failed"], "-", "-", "-"]
-    ratios = []
-    for base in (PRODUCTS, CLIP):
-        other = rows.get(base, {})
-        ratios.append(f"{cell['seconds'][1] / other['seconds'][1]:.2f} x" if "seconds" in other else "-")
-    peak = cell.get("peak")
-    return [spread(cell["seconds"], 2, 1e-3), *ratios, "-" if peak is None else f"{peak / MIB:,.0f}"]
+def steps(found: dict[str, Any]) -> list[str]:
+    base, body = found["rows"].get("no loss (a sum)", {}).get("seconds"), []
+    for name, cell in found["rows"].items():
+        if "failed" in cell:
+            body.append([name, cell["failed"], "-", "-"])
+        else:
+            added = f"{1e3 * (cell['seconds'][1] - base[1]):+.2f}" if base else "-"
+            body.append([name, spread(cell["seconds"], 2, 1e-3), added, peak(cell)])
+    about = f"Towers of ViT-B/32's shapes, bf16, AdamW, B = {found['B']}, n = {found['n']:,}."
+    return ["## A training step", about, table(["loss", "ms", "added, ms", "peak, MiB"], body)]
 
 
-def steps(results: Results) -> Iterator[str]:
-    found = results.get("steps", {})
-    if not found:
-        return
-    rows_, base = found["rows"], found["rows"].get("no loss (a sum)", {})
-    body = []
-    for name, cell in rows_.items():
-        if "failed" in cell or "failed" in base or not base:
-            body.append(
-                [name, cell.get("failed", spread(cell["seconds"], 2, 1e-3) if "seconds" in cell else "-"), "-", "-"]
-            )
-            continue
-        added = 1e3 * (cell["seconds"][1] - base["seconds"][1])
-        peak = "-" if cell.get("peak") is None else f"{cell['peak'] / MIB:,.0f}"
-        body.append([name, spread(cell["seconds"], 2, 1e-3), f"{added:+.2f}", peak])
-    yield from (
-        "## A training step",
-        "",
-        f"Towers of ViT-B/32's shapes, bf16, AdamW, B = {found['B']}, n = {found['n']:,}.",
-        "",
-    )
-    yield from (table(["loss", "ms", "added, ms", "peak, MiB"], body), "")
-
-
-def rows(results: Results) -> Iterator[str]:
-    """What rows add to a step."""
-    found = results.get("rows", [])
-    if not found:
-        return
+def rows(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Time that rows add to a step."""
     body = []
     for r in found:
-        added = [1e3 * (r[kind][1] - r["bare"][1]) for kind in ("rows", "rows, prefetched")]
-        body.append(
-            [r["offload"], spread(r["bare"], 2, 1e-3), *(f"{x:+.3f}" for x in added), spread(r["thread"], 3, 1e-3)]
-        )
-    size = f"{found[0]['size']:,} rows of 16 bytes, n = {found[0]['n']:,}"
-    yield from ("## Rows", "", f"A step of work that reads and commits {size}. *Thread*: what the calls take of the")
-    yield from ("training thread's time, with prefetch.", "")
-    yield from (table(["rows", "work, ms", "added, ms", "added with prefetch, ms", "thread, ms"], body), "")
+        added = [f"{1e3 * (r[kind][1] - r['bare'][1]):+.3f}" for kind in ("rows", "rows, prefetched")]
+        body.append([r["offload"], spread(r["bare"], 2, 1e-3), *added, spread(r["thread"], 3, 1e-3)])
+    about = (
+        f"A step of work that reads and commits {found[0]['size']:,} rows, n = {found[0]['n']:,}. *Thread*: what the "
+        "calls take of the training thread's time, with prefetch."
+    )
+    return ["## Rows", about, table(["rows", "work, ms", "added, ms", "added with prefetch, ms", "thread, ms"], body)]

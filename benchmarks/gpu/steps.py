@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.gpu.losses import clip_loss, precision
-from benchmarks.gpu.machine import Machine, Run, interleaved
+from benchmarks.gpu.machine import Action, Machine, with_peaks
 
 
 class Tower(nn.Module):
@@ -86,13 +86,10 @@ def measure(machine: Machine, seconds: float) -> dict[str, Any]:
         return {}
     training = Training(machine)
 
-    def one(loss: Any) -> Run:
+    def one(loss: Any) -> Action:
         return lambda: training.step(loss)
 
     runs = {name: one(loss) for name, loss in losses(training.n, training.d).items()}
     with precision("TF32"):
-        found = interleaved(machine, runs, seconds, 3 if machine.small else 30, "steps")
-        for name, cell in found.items():
-            if "seconds" in cell:
-                cell["peak"] = machine.peak(runs[name])
+        found = with_peaks(machine, runs, seconds, 3 if machine.small else 30, "steps")
     return {"B": training.B, "d": training.d, "n": training.n, "rows": found}

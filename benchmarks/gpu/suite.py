@@ -9,37 +9,24 @@ import time
 from typing import Any
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.saved import ROOT
+from benchmarks.report import ROOT
 
 FILES = ("test_accelerator.py", "test_accelerator_options.py", "test_stores.py", "test_sampler_bank.py")
+# without the options of pyproject.toml, which need plugins that may not be here
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "accelerator"]
 
 
 def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
     """Per file: pytest's summary, and what failed."""
     results, end = [], min(machine.ends, time.monotonic() + seconds)
-    environment = {**os.environ, **({"COMPOPT_PRETEND": "cuda"} if machine.pretends else {})}
-    files = FILES[-1:] if machine.small else FILES
-    for name in files:
-        if machine.time_is_up(f"tests, {name}"):
+    env = {**os.environ, **({"COMPOPT_PRETEND": "cuda"} if machine.pretends else {})}
+    for name in FILES[-1:] if machine.small else FILES:
+        if not (ROOT / "tests" / name).exists() or machine.time_is_up(f"tests, {name}"):
             continue
-        # without the options of pyproject.toml, which need plugins that may not be here
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-o",
-            "addopts=",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "accelerator",
-        ]
         start, limit = time.perf_counter(), max(20.0, end - time.monotonic())
+        options: dict[str, Any] = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": limit}
         try:
-            done = subprocess.run(
-                [*command, f"tests/{name}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
-            )
+            done = subprocess.run([*COMMAND, f"tests/{name}"], **options)
             lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
         except subprocess.TimeoutExpired:
             lines = [f"not done after {limit:.0f} s"]

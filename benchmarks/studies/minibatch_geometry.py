@@ -1,4 +1,4 @@
-"""Which geometry small batches find: the synthetic study of Cho et al., Mini-Batch Optimization of Contrastive Loss.
+"""Geometry that small batches find: the synthetic study of Cho et al., Mini-Batch Optimization of Contrastive Loss.
 
 The 2n unit vectors ``u_i``, ``v_i`` are optimised themselves, at tau = 1. The optimum of the full batch is the simplex
 equiangular tight frame for ``d >= n - 1`` (Lemma 1) and the cross-polytope for ``d = n / 2`` (Theorem 3). All C(n, B)
@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.studies import geometry_report
+from benchmarks.report import environment, finish, table
 from compopt.samplers import OrderedBatchSampler, SpectralBatchSampler
 from compopt.samplers.pairs import batch_losses
 
@@ -131,7 +129,6 @@ def theorems(n: int, size: int, dim: int, seeds: Sequence[int]) -> list[Result]:
             {
                 **{"n": n, "batch_size": size, "dim": dim, "batches": name, "count": len(batches)},
                 "distance": [distance(z) for z in found],
-                "gram": (found[0][0] @ found[0][1].T).round(decimals=5).tolist(),
             }
         )
     return results
@@ -142,7 +139,7 @@ def theorems(n: int, size: int, dim: int, seeds: Sequence[int]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the curves of one panel share."""
+    """Setting that the curves of one panel share."""
 
     n: int
     batch_size: int
@@ -151,38 +148,23 @@ class Setting:
     lr: float = LR
     seed: int = 0
 
-    @property
-    def per_epoch(self) -> int:
-        return self.n // self.batch_size
+
+def batch_sampler(method: str, setting: Setting) -> Any:
+    """Random partitions; partitions by spectral clustering; or the hardest of ten times as many random batches."""
+    common: dict[str, Any] = {"tau": 1.0, "seed": setting.seed}
+    at_once: dict[str, Any] = {"dtype": torch.float32}  # each from the vectors of its moment
+    if method == "OSGD":
+        keep = setting.n // setting.batch_size
+        return OrderedBatchSampler(setting.n, setting.batch_size, 10 * keep, keep, **common, **at_once)
+    return SpectralBatchSampler(setting.n, setting.batch_size, **common, **(at_once if method == "spectral" else {}))
 
 
-def random_batches(setting: Setting) -> Any:
-    """A sampler that never sees a feature."""
-    return SpectralBatchSampler(setting.n, setting.batch_size, tau=1.0, seed=setting.seed)
-
-
-def spectral_batches(setting: Setting) -> Any:
-    """Partitions by spectral clustering, each from the vectors of its moment."""
-    return SpectralBatchSampler(setting.n, setting.batch_size, tau=1.0, seed=setting.seed, **AT_ONCE)
-
-
-def ordered_batches(setting: Setting) -> Any:
-    """As many of the hardest batches as a partition has, out of ten times as many."""
-    keep = setting.per_epoch
-    return OrderedBatchSampler(setting.n, setting.batch_size, 10 * keep, keep, 1.0, setting.seed, **AT_ONCE)
-
-
-AT_ONCE: dict[str, Any] = {"dtype": torch.float32}
-METHODS: dict[str, Callable[[Setting], Any]] = {
-    "random": random_batches,
-    "OSGD": ordered_batches,
-    "spectral": spectral_batches,
-}
+METHODS = ("random", "OSGD", "spectral")
 
 
 def descend(method: str, setting: Setting) -> list[float]:
     """Distances from the optimum before every step of projected gradient descent, and after the last."""
-    z, sampler = start(setting.n, setting.dim, setting.seed), METHODS[method](setting)
+    z, sampler = start(setting.n, setting.dim, setting.seed), batch_sampler(method, setting)
     everyone, trace = torch.arange(setting.n), [distance(z)]
     while True:
         if method != "random":
@@ -208,37 +190,38 @@ def curves(setting: Setting, seeds: Sequence[int]) -> list[Result]:
     return results
 
 
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
+def median_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1e} ({min(values):.1e} to {max(values):.1e})"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The study's command line."""
-    result = argparse.ArgumentParser(
-        "python -m benchmarks.studies.minibatch_geometry", description=__doc__.split("::")[0]
-    )
-    result.add_argument("--samples", type=int, nargs="+", default=[8, 16])
-    result.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4])
-    result.add_argument("--steps", type=int, default=STEPS)
-    result.add_argument("--lr", type=float, default=LR)
-    result.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    result.add_argument("--output-dir", type=Path, default=Path("runs/minibatch_geometry"))
-    return result
+def line(result: Result, keys: Sequence[str], values: Sequence[float]) -> list[str]:
+    """Cells of a table: the problem, and the distances by seed."""
+    return [*(str(result[key]) for key in keys), median_range(values)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run everything; write the figures, tables and pictures."""
-    args = parser().parse_args(argv)
+    """Run everything; write the tables and their figures."""
+    parser = argparse.ArgumentParser("python -m benchmarks.studies.minibatch_geometry", description=__doc__)
+    parser.add_argument("--samples", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--quick", action="store_true", help="print only")
+    args, env = parser.parse_args(argv), environment()
     fixed: list[Result] = []
     stepwise: list[Result] = []
     for n, size in itertools.product(args.samples, args.batch_sizes):
         for dim in (2 * n, n // 2):
             fixed += theorems(n, size, dim, args.seeds)
-            stepwise += curves(Setting(n, size, dim, args.steps, args.lr), args.seeds)
-            print(f"n = {n}, B = {size}, d = {dim}: done")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / "minibatch_geometry.json").write_text(json.dumps({"fixed": fixed, "stepwise": stepwise}) + "\n")
-    geometry_report.write(fixed, stepwise, args.output_dir)
+            stepwise += curves(Setting(n, size, dim), args.seeds)
+    problem = ("n", "batch_size", "dim")
+    sets = [line(r, (*problem, "batches", "count"), r["distance"]) for r in fixed]
+    ends = [line(r, (*problem, "method"), [trace[-1] for trace in r["traces"]]) for r in stepwise]
+    parts = [
+        table(["n", "B", "d", "batches", "number", "distance from the optimum"], sets, "rrrlr"),
+        table(["n", "B", "d", "batches", "distance from the optimum after the last step"], ends, "rrrlr"),
+    ]
+    results = {"fixed": fixed, "stepwise": stepwise}
+    finish("minibatch_geometry", "Which geometry small batches find", env, parts, results, args.quick)
 
 
 if __name__ == "__main__":

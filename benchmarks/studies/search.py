@@ -1,25 +1,33 @@
-"""Studies whose settings are chosen one after another: arms, runs, what comes next, and processes that do it."""
+"""Studies: arms whose settings are chosen one after another, their runs, and the command that carries them out.
+
+A study's command is ``python -m MODULE tune``, ``final`` or ``report``. ``tune`` chooses each arm's settings on
+validation data, ``final`` trains the chosen ones on three other seeds, ``report`` writes the page. Each run is made by
+``MODULE run-one JOB`` in a process of its own and becomes a line of the study's file; it is not made again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from benchmarks.saved import ROOT, append_run, read_runs
-from recipes.report import paired, table
+from benchmarks.report import ROOT, append_run, environment, machine, paired, read_runs, table
 
 TUNE_SEED, SEEDS = 100, (0, 1, 2)
 
 Results = dict[str, dict[str, Any]]  # key of a job -> its result
+Runs = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,15 @@ class Job:
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
+    @property
+    def final(self) -> bool:
+        """Return whether it is judged on test data."""
+        return self.seed in SEEDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What is compared.
+    """A contender and the search for its settings.
 
     Attributes:
         first: settings to begin with.
@@ -58,7 +71,7 @@ A = TypeVar("A", bound=Arm)
 
 
 class Search(Generic[A]):
-    """A study: its arms, the file of its finished runs, and what a run is judged by.
+    """The arms of a study, the file of its finished runs, and the score that settings are chosen by.
 
     Args:
         arms: by name.
@@ -69,9 +82,9 @@ class Search(Generic[A]):
     def __init__(self, arms: Mapping[str, A], path: Path, score: Callable[[dict[str, Any]], float]) -> None:
         self.arms, self.path, self.score = arms, path, score
 
-    def finished(self, path: Path | None = None) -> Results:
+    def finished(self) -> Results:
         """Results by the keys of their jobs."""
-        return {Job(**run["job"]).key: run for run in read_runs(path or self.path)}
+        return {Job(**run["job"]).key: run for run in read_runs(self.path)}
 
     def best(self, arm: str, results: Results) -> dict[str, Any] | None:
         """The settings that are chosen when all grids are done, else None."""
@@ -95,22 +108,6 @@ class Search(Generic[A]):
                 found[arm] = runs
         return found
 
-    def tuning_table(self, results: Results, title: str, digits: int) -> str:
-        """Every tuning run's settings and its score in per cent; the chosen ones are bold."""
-        body = []
-        for arm in self.arms:
-            runs = [run for run in results.values() if run["job"]["arm"] == arm and run["job"]["seed"] not in SEEDS]
-            for run in runs:
-                options = ", ".join(f"{name} {value:g}" for name, value in run["job"]["options"].items())
-                chosen = run["job"]["options"] == self.best(arm, results)
-                told = f"{100 * self.score(run):.{digits}f}"
-                body.append([arm, f"**{options}**" if chosen else options, told])
-        return table(["", "settings", title], body, "llr")
-
-    def settings(self, results: Results, said: str, title: str, digits: int) -> list[str]:
-        """The end of a study's page: every tuning run."""
-        return ["## Settings", "", said, "", self.tuning_table(results, title, digits)]
-
     def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
         """The best settings so far, and the runs that the present grid still lacks."""
         chosen = dict(self.arms[arm].first)
@@ -127,54 +124,30 @@ class Search(Generic[A]):
             chosen = best
         return chosen, []
 
-    def carry_out(
-        self,
-        arms: Iterable[str],
-        module: str,
-        flags: Sequence[str],
-        final: bool,
-        workers: int,
-        threads: int,
-        path: Path,
-    ) -> None:
-        """Tune or finish the arms, several runs at a time, each in a process of its own.
+    def carry_out(self, arms: Iterable[str], command: Sequence[str], final: bool, workers: int) -> None:
+        """Tune or finish some arms, several runs at a time.
 
         Args:
             arms: their names.
-            module: whose command ``run-one`` takes the job as JSON.
-            flags: further ones of it.
+            command: arguments of the interpreter for one run, without the job.
             final: the final runs too.
             workers: runs at a time.
-            threads: of each.
-            path: file that gets the results.
         """
         with ThreadPoolExecutor(workers) as pool, tqdm(unit="run") as bar:
             running: dict[str, Future[dict[str, Any]]] = {}
             while True:
-                results = self.finished(path)
-                waiting = [job for arm in arms for job in self.next_jobs(arm, results, final)]
-                waiting = [job for job in {job.key: job for job in waiting}.values() if job.key not in running]
-                for job in waiting[: workers - len(running)]:
-                    running[job.key] = pool.submit(run_job, module, job.key, threads, flags)
+                results = self.finished()
+                waiting = {job.key: job for arm in arms for job in self.next_jobs(arm, results, final)}
+                todo = [key for key in waiting if key not in running]
+                running |= {key: pool.submit(run_job, command, key) for key in todo[: workers - len(running)]}
                 if not running:
                     return
                 result = next(as_completed(running.values())).result()
-                del running[Job(**result["job"]).key]
-                append_run(path, result)
-                final_run = result["job"]["seed"] in SEEDS  # and has no validation
-                bar.set_postfix_str(result["job"]["arm"] + ("" if final_run else f" {self.score(result):.4f}"))
+                job = Job(**result["job"])
+                del running[job.key]
+                append_run(self.path, result)
+                bar.set_postfix_str(job.arm + ("" if job.final else f" {self.score(result):.4f}"))
                 bar.update()
-
-
-def by_seed(runs: Sequence[Mapping[str, Any]], metric: str) -> dict[int, float]:
-    """A metric of some runs, in per cent."""
-    return {run["job"]["seed"]: 100 * run["metrics"][metric] for run in runs}
-
-
-def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Compare two arms by the seeds that both have; empty for fewer than two."""
-    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    return paired(gaps) if len(gaps) > 1 else ""
 
 
 def _beyond(values: tuple[Any, ...], best: Any, factor: float | None, most: float | None) -> tuple[Any, ...]:
@@ -185,11 +158,116 @@ def _beyond(values: tuple[Any, ...], best: Any, factor: float | None, most: floa
     return (*values, further if most is None else min(further, most))
 
 
-def run_job(module: str, key: str, threads: int, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """What ``module run-one`` prints on its last line, as JSON."""
-    command = [sys.executable, "-m", module, "run-one", key, "--threads", str(threads), *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+def run_job(command: Sequence[str], key: str) -> dict[str, Any]:
+    """Carry out one job in a process; its result is the last line that this prints."""
+    process = subprocess.run([sys.executable, *command, key], cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{key} failed:\n{process.stderr[-3000:]}")
     return json.loads(process.stdout.splitlines()[-1])
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def main(
+    study: Search[Any],
+    module: str,
+    description: str | None,
+    run_one: Callable[[Job, Path | None], dict[str, Any]],
+    page: Callable[[Results], str],
+    data: str = "--wordnet",
+    needs_data: Callable[[str], bool] = lambda arm: True,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """The command of a study.
+
+    Args:
+        study: its arms and runs.
+        module, description: for the help, and for the processes of the runs.
+        run_one: trains and evaluates a job with a folder of data: ``metrics``, ``seconds`` and further facts.
+        page: makes the page from the finished runs.
+        data: option that names the folder of data.
+        needs_data: whether an arm reads that folder.
+        argv: arguments of the command line.
+    """
+    root = argparse.ArgumentParser(
+        f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    root.add_argument("command", choices=("tune", "final", "report", "run-one"))
+    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
+    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
+    root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
+    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
+    root.add_argument(data, dest="data", type=Path, metavar="FOLDER", help="folder of the data")
+    args = root.parse_args(argv)
+    if args.command == "report":
+        target = study.path.with_suffix(".md")
+        target.write_text(page(study.finished()).rstrip() + "\n")
+        print(f"wrote {target}")
+    elif args.command == "run-one":
+        import torch
+
+        torch.set_num_threads(args.threads)
+        job = Job(**json.loads(args.job))
+        print(json.dumps({"job": asdict(job), **run_one(job, args.data), **stamp()}))
+    else:
+        arms = [arm for pattern in args.arms for arm in study.arms if fnmatch(arm, pattern)]
+        if args.data is None and any(map(needs_data, arms)):
+            root.error(f"{data} FOLDER")
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+        flags = [data, str(args.data)] if args.data else []
+        command = ["-m", module, "--threads", str(args.threads), *flags, "run-one"]
+        study.carry_out(arms, command, args.command == "final", args.workers)
+
+
+def stamp() -> dict[str, Any]:
+    """Place, time and versions of a run."""
+    env = environment()
+    known = {key: env[key] for key in ("python", "torch", "commit", "threads")}
+    return {**known, "machine": machine(env), "date": time.strftime("%Y-%m-%d")}
+
+
+# -- parts of a page -----------------------------------------------------------------------------------------------
+
+
+def provenance(runs: Runs, script: str, packages: Sequence[str] = ()) -> str:
+    """Machines, versions, commits and times of the runs; ``packages``: keys whose values are versions too."""
+    known = {
+        name: ", ".join(dict.fromkeys(str(run[name]) for run in runs))
+        for name in ("machine", "threads", "python", "torch", "commit", *packages)
+    }
+    versions = "".join(f", {name.replace('sentence_', 'sentence-')} {known[name]}" for name in packages)
+    dates = sorted(run["date"] for run in runs) or ["-"]
+    hours = sum(run["seconds"] for run in runs) / 3600
+    lines = [
+        f"- **hardware**: {known['machine']}; threads per run: {known['threads']}",
+        f"- **versions**: Python {known['python']}, torch {known['torch']}{versions}; **commit** {known['commit']}",
+        f"- **runs**: {len(runs)}, {dates[0]} to {dates[-1]}; {hours:.1f} hours of training",
+        f"- **commands**: at the top of `{script}`",
+    ]
+    return "\n".join(lines)
+
+
+def settings(study: Search[Any], results: Results, about: str, title: str, digits: int) -> str:
+    """The end of a study's page: every tuning run's settings and its score in per cent; the chosen ones are bold."""
+    body = []
+    for arm in study.arms:
+        best = study.best(arm, results)
+        for run in results.values():
+            job = run["job"]
+            if job["arm"] == arm and job["seed"] not in SEEDS:
+                options = ", ".join(f"{name} {value:g}" for name, value in job["options"].items())
+                score = f"{100 * study.score(run):.{digits}f}"
+                body.append([arm, f"**{options}**" if job["options"] == best else options, score])
+    return "\n\n".join(["## Settings", about, table(["", "settings", title], body, "llr")])
+
+
+def by_seed(runs: Runs, metric: str) -> dict[int, float]:
+    """A metric of some runs, in per cent."""
+    return {run["job"]["seed"]: 100 * run["metrics"][metric] for run in runs}
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    """Compare two arms by the seeds that both have; empty for fewer than two."""
+    gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    return paired(gaps) if len(gaps) > 1 else ""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.text tune --wordnet FOLDER    # each arm's learning rate, then its scale
     python -m benchmarks.studies.text final --wordnet FOLDER   # the best setting on three other seeds
-    python -m benchmarks.studies.text report                   # results/text.md and .png
+    python -m benchmarks.studies.text report                   # results/text.md
 
 FOLDER has WordNet 3.0's files ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv``, as Debian's package
 wordnet-base has them.  All arms train one small transformer from scratch, words of a synset against its definition;
@@ -13,11 +13,11 @@ chosen on validation pairs; the test pairs are seen by the final runs alone.  Ea
 
 from __future__ import annotations
 
-import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,81 @@ import numpy as np
 import torch
 
 import compopt
-from benchmarks.studies.command import parser, stamp
-from benchmarks.studies.search import SEEDS, Job
-from benchmarks.studies.text_arms import ARMS, EPOCHS, HELD_OUT, LOSSES, PAIRS, POOL, STUDY, TextArm
-from benchmarks.studies.text_report import write
+from benchmarks.report import RESULTS, mean_spread, table
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main, provenance, settings
 from recipes import cache
 from recipes.text import TextPairs, load, small_model, tokenizer_of
+
+BATCHES = (16, 64, 256)
+EPOCHS, PAIRS, POOL = 4, 12_288, 1_000
+HELD_OUT = 4 * POOL  # for validation, and as many for the test
+RATES, SCALES = (2e-3, 4e-3, 8e-3, 1.6e-2), (5.0, 10.0, 20.0, 40.0)
+# Further values for losses whose best one was at the end of the grid.
+MORE_RATES = {"MNRL": (3.2e-2,), "Residual": (3.2e-2,)}
+MORE_SCALES = {"MNRL": (2.5,), "iSogCLR": (2.5,)}
+
+# loss -> settings to begin with, beside learning rate and scale
+LOSSES: dict[str, dict[str, Any]] = {
+    "MNRL": {},
+    "Cached MNRL": {},
+    "DCL": {},
+    "SogCLR": {"gamma": 0.8},
+    "iSogCLR": {"gamma": 0.8, "rho": 2.0},
+    "Residual": {},
+    "Memory": {},
+}
+VARIED = ("MNRL", "DCL", "SogCLR", "iSogCLR", "Residual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArm(Arm):
+    """A loss on a data set.
+
+    Attributes:
+        loss: one of ``LOSSES``.
+        batch: pairs per step.
+        hard: the data have a mined negative for every anchor.
+        each: every word of a synset is a pair with its definition, so that definitions repeat.
+        told: equal words and equal definitions are never each other's negatives.
+    """
+
+    loss: str
+    batch: int = 64
+    hard: bool = False
+    each: bool = False
+    told: bool = False
+
+
+def _arm(loss: str, batch: int) -> TextArm:
+    first = {"lr": 4e-3, "scale": 20.0, **LOSSES[loss]}
+    if loss == "Cached MNRL":  # the same gradient
+        return TextArm(loss=loss, batch=batch, as_arm=f"MNRL, {batch}")
+    rates, scales = RATES + MORE_RATES.get(loss, ()), MORE_SCALES.get(loss, ()) + SCALES
+    return TextArm(loss=loss, batch=batch, first=first, grids={"lr": rates, "scale": scales})
+
+
+def _varied(loss: str, **options: Any) -> TextArm:
+    return TextArm(loss=loss, as_arm=f"{loss}, 64", **options)
+
+
+ARMS: Mapping[str, TextArm] = {
+    **{f"{loss}, {batch}": _arm(loss, batch) for batch in BATCHES for loss in LOSSES},
+    **{f"{loss}, hard negatives": _varied(loss, hard=True) for loss in VARIED},
+    **{f"{loss}, repeated": _varied(loss, each=True) for loss in VARIED},
+    **{f"{loss}, repeated and told": _varied(loss, each=True, told=True) for loss in VARIED},
+}
+
+
+def score(result: dict[str, Any]) -> float:
+    """Recall at 10 of the validation pairs: steadier than at 1."""
+    return result["metrics"]["validation/recall@10"]
+
+
+STUDY = Search(ARMS, RESULTS / "text.jsonl", score)
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
 
 ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
     "DCL": lambda n, dim, tau: compopt.DCLEstimator(tau=tau, directions="forward"),
@@ -59,9 +128,6 @@ def loss_of(arm: TextArm, model: Any, n: int, options: dict[str, Any]) -> torch.
     if arm.loss == "Cached MNRL":
         return losses.CachedMultipleNegativesRankingLoss(model, scale=options["scale"], mini_batch_size=64)
     return EstimatorLoss(model, estimator(arm.loss, n, model.get_embedding_dimension(), options))
-
-
-# -- data ----------------------------------------------------------------------------------------------------------
 
 
 def training_data(arm: TextArm, pairs: TextPairs) -> Any:
@@ -101,10 +167,7 @@ def mined(texts: list[str]) -> np.ndarray:
     return np.concatenate(nearest)
 
 
-# -- one run -------------------------------------------------------------------------------------------------------
-
-
-def train(job: Job, pairs: TextPairs, threads: int, folder: str) -> tuple[Any, float]:
+def train(job: Job, pairs: TextPairs, folder: str) -> tuple[Any, float]:
     """The model, and the seconds of training."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -124,7 +187,7 @@ def train(job: Job, pairs: TextPairs, threads: int, folder: str) -> tuple[Any, f
     trainer = SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss)
     if "MNRL" not in arm.loss:
         trainer.add_callback(EstimatorCallback(loss.estimators[0].est, trainer))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which the trainer's libraries change
     started = time.perf_counter()
     trainer.train()
     return model, time.perf_counter() - started
@@ -141,44 +204,69 @@ def evaluate(model: Any, pairs: TextPairs, at: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in found.items()}
 
 
-def run_one(job: Job, wordnet: Path, threads: int) -> dict[str, Any]:
+def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
     """Train and evaluate, in this process."""
     import sentence_transformers
 
-    torch.set_num_threads(threads)
     pairs = load(wordnet, HELD_OUT, PAIRS, ARMS[job.arm].each)
     with tempfile.TemporaryDirectory() as folder:
-        model, seconds = train(job, pairs, threads, folder)
-    tests = {"validation": pairs.validation} if job.seed not in SEEDS else {"test": pairs.test}
-    metrics = {
-        f"{name}/{key}": value for name, at in tests.items() for key, value in evaluate(model, pairs, at).items()
-    }
-    return {
-        "job": asdict(job),
-        "metrics": metrics,
-        "seconds": round(seconds, 1),
-        **stamp(),
-        "sentence_transformers": sentence_transformers.__version__,
-    }
+        model, seconds = train(job, pairs, folder)
+    part, at = ("test", pairs.test) if job.final else ("validation", pairs.validation)
+    metrics = {f"{part}/{key}": value for key, value in evaluate(model, pairs, at).items()}
+    version = sentence_transformers.__version__
+    return {"metrics": metrics, "seconds": round(seconds, 1), "sentence_transformers": version}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    root = parser("benchmarks.studies.text", __doc__, STUDY.path)
-    root.add_argument("--wordnet", type=Path, help="folder of WordNet's files")
-    root.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), metavar="ARM")
-    args = root.parse_args(argv)
-    if args.command == "report":
-        write(STUDY.finished(args.results))
-    elif args.wordnet is None:
-        root.error("--wordnet FOLDER")
-    elif args.command == "run-one":
-        print(json.dumps(run_one(Job(**json.loads(args.job)), args.wordnet, args.threads)))
-    else:
-        where = "benchmarks.studies.text", ["--wordnet", str(args.wordnet)]
-        STUDY.carry_out(args.arms, *where, args.command == "final", args.workers, args.threads, args.results)
-        for arm in args.arms:
-            print(arm, STUDY.best(arm, STUDY.finished(args.results)))
+# -- the page ------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "pairs": "{loss}, 64",
+    "with a hard negative": "{loss}, hard negatives",
+    "repeated texts": "{loss}, repeated",
+    "repeated texts, told": "{loss}, repeated and told",
+}
+METRICS = {"R@1": "test/recall@1", "R@10": "test/recall@10", "mean reciprocal rank": "test/mrr"}
+
+
+def page(results: Results) -> str:
+    """The page from the finished runs."""
+    finals = STUDY.finals(results)
+
+    def cells(rows: Sequence[str], names: Sequence[str], metric: str) -> list[list[str]]:
+        return [[loss, *(_cell(finals.get(name.format(loss=loss), []), metric) for name in names)] for loss in rows]
+
+    about = (
+        f"WordNet 3.0: the words of a synset against its definition, {PAIRS:,} pairs, {EPOCHS} epochs, one small "
+        f"transformer from scratch (a layer of width 64, 24 tokens), the trainer of sentence-transformers, anchors in "
+        f"one direction. Test: 4,000 other synsets, each definition among {POOL:,}; in per cent, mean ± standard "
+        f"deviation of the seeds {', '.join(map(str, SEEDS))}. Learning rate, then scale (1 / temperature), are chosen "
+        f"on other 4,000 synsets and another seed, for each loss at each batch size; `Cached MNRL` takes those of "
+        f"`MNRL`, whose gradient it has."
+    )
+    repeated = (
+        "Batch 64, R@1, with the settings of the pairs. *Hard negative*: for every anchor the definition whose words "
+        "are most like its own's (tf-idf). *Repeated texts*: every word of a synset is a pair with its definition, so "
+        "that definitions and words repeat. *Told*: `add_index(data, anchors=, positives=)`, by which equal texts are "
+        "never each other's negatives; for MNRL the sampler `no_duplicates`."
+    )
+    by_batch = {f"batch {batch}": f"{{loss}}, {batch}" for batch in BATCHES}
+    parts = [
+        "# Text retrieval with sentence-transformers",
+        provenance(list(results.values()), "benchmarks/studies/text.py", ["sentence_transformers"]),
+        about,
+    ]
+    for title, name in METRICS.items():
+        parts += [f"## {title}", table(["", *by_batch], cells(list(LOSSES), list(by_batch.values()), name))]
+    parts += ["## Hard negatives, and texts that repeat", repeated]
+    parts.append(table(["", *VARIANTS], cells(VARIED, list(VARIANTS.values()), "test/recall@1")))
+    chosen = "R@10 of the validation pairs, in per cent; the chosen ones are bold."
+    return "\n\n".join([*parts, settings(STUDY, results, chosen, "R@10", 1)])
+
+
+def _cell(runs: list[dict[str, Any]], metric: str) -> str:
+    told = mean_spread([run["metrics"][metric] for run in runs], 100, 1)
+    return told if len(runs) in (0, len(SEEDS)) else f"{told} ({len(runs)})"
 
 
 if __name__ == "__main__":
-    main()
+    main(STUDY, "benchmarks.studies.text", __doc__, run_one, page)

@@ -1,1 +1,1 @@
-"""Which method on which data: one harness for all contenders."""
+"""Comparison of methods on several data sets: one harness for all contenders."""

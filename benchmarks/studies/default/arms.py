@@ -1,4 +1,4 @@
-"""What is compared: a loss on a data set at a batch size, and the settings that are chosen for it."""
+"""Arms of the study: a loss on a data set at a batch size, and the settings that are chosen for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.saved import stored
+from benchmarks.report import RESULTS, stored
 from benchmarks.studies.default.tasks import SAMPLES
 from benchmarks.studies.search import Arm, Search
 from recipes.batches import ORDERED, RANDOM, SPECTRAL
@@ -22,7 +21,7 @@ LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 o
 WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "length": 2.0}
 LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
 BATCHES = (8, 16, 64, 256, 1024)
-# compared at equal time too, with as many samples as fit in that of REFERENCE: benchmarks/studies/default/timing.py
+# compared at equal time too, with as many samples as fit in that of REFERENCE (default_time.json)
 TIMED = tuple(f"{loss}, {batch}" for loss in ("InfoNCE", "DCL", "MoCo", DEFAULT) for batch in (16, 64, 256))
 REFERENCE, TIMES, IN_TIME = "InfoNCE, 256", "default_time", "equal time"
 # beside learning rate and temperature
@@ -56,7 +55,7 @@ CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
-# the default with one thing changed, and nothing chosen either: benchmarks/studies/default/variants.py
+# the default with one thing changed, and nothing chosen either
 VARIANTS, VARIED = ("features as they were", "forces out of balance", "32 features", "512 features"), 16
 SHORT = "32 features"  # of them the one that is tried on small data sets too
 
@@ -127,7 +126,7 @@ def _small_arms(task: str) -> dict[str, Cell]:
 @cache
 def _times(task: str) -> dict[str, float]:
     """Seconds per sample of what is compared at equal time; none before they were measured."""
-    return stored(TIMES)["results"].get(task, {}) if (FOLDER / f"{TIMES}.json").exists() else {}
+    return stored(TIMES)["results"].get(task, {}) if (RESULTS / f"{TIMES}.json").exists() else {}
 
 
 def _in_time(task: str, name: str, cell: Cell) -> Cell:
@@ -150,4 +149,4 @@ def score(result: dict[str, Any]) -> float:
     return result["metrics"]["validation/recall"]
 
 
-STUDY = Search(ARMS, FOLDER / "default.jsonl", score)
+STUDY = Search(ARMS, RESULTS / "default.jsonl", score)

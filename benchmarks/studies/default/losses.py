@@ -15,7 +15,9 @@ import compopt
 from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
-from benchmarks.studies.default.variants import CHANGED
+
+Settings = Mapping[str, Any]
+Build = Callable[[Task, Settings], Loss]
 
 
 class SigLIP(nn.Module):
@@ -95,7 +97,7 @@ class CrossBatchMemory(nn.Module):
         return loss
 
     def _keys(self, z: list[Tensor]) -> list[Tensor]:
-        """What anchors are compared with, of both sides."""
+        """Candidates of the anchors, of both sides."""
         return z
 
     def _past(self, keys: list[Tensor]) -> list[Tensor]:
@@ -103,7 +105,7 @@ class CrossBatchMemory(nn.Module):
         return self.queue
 
     def _kept(self, keys: list[Tensor]) -> list[Tensor]:
-        """What enters the queue."""
+        """Features that enter the queue."""
         return keys
 
     def _direction(self, z: list[Tensor], keys: list[Tensor], queue: list[Tensor], direction: int) -> Tensor:
@@ -169,24 +171,18 @@ class MovedQueue(MomentumQueue):
         return [(means[0] + means[1]) / 2] * 2 if self.unimodal else means
 
 
-Options = Mapping[str, Any]
+def _momentum_queue(positive: bool, kind: type[MomentumQueue] = MomentumQueue) -> Build:
+    return lambda task, o: kind(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
 
 
-def _momentum_queue(positive: bool, kind: type[MomentumQueue] = MomentumQueue) -> Callable[[Task, Options], Loss]:
-    def build(task: Task, o: Options) -> Loss:
-        return kind(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
-
-    return build
-
-
-def _queue(positive: bool) -> Callable[[Task, Options], Loss]:
-    def build(task: Task, o: Options) -> Loss:
-        return CrossBatchMemory(o["tau"], int(o["length"]), positive, int(o["warmup"]), task.mode == "unimodal")
-
-    return build
+def _queue(positive: bool) -> Build:
+    return lambda task, o: CrossBatchMemory(
+        o["tau"], int(o["length"]), positive, int(o["warmup"]), task.mode == "unimodal"
+    )
 
 
-LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
+# Losses by name, from a task and the settings that the search has chosen.
+LOSSES: dict[str, Build] = {
     "InfoNCE": lambda task, o: compopt.InfoNCEEstimator(o["tau"], mode=task.mode),
     "CLIP": lambda task, o: compopt.InfoNCEEstimator(o["tau"], learn_tau=True, multiply_tau=False, mode=task.mode),
     "SigLIP": lambda task, o: SigLIP(o["tau"]),
@@ -220,13 +216,19 @@ LOSSES: dict[str, Callable[[Task, Options], Loss]] = {
     "Residual": lambda task, o: compopt.ResidualEstimator(DIM, tau=o["tau"], mode=task.mode),
     "Memory": lambda task, o: compopt.MemoryEstimator(DIM, int(o["length"]), o["tau"], mode=task.mode),
 }
-"""Loss by name: from a task and the settings that the search has chosen."""
 
 
-def loss_of(cell: Cell, options: Options, task: Task) -> Loss:
-    """A new one."""
+def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
+    """A new loss of a cell.
+
+    Raises:
+        ValueError: a variant of the default whose code is no longer here.
+    """
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
-    if cell.loss in CHANGED:
-        return CHANGED[cell.loss](task)
-    return LOSSES[cell.loss](task, options)
+    if cell.loss in LOSSES:
+        return LOSSES[cell.loss](task, settings)
+    length, _, what = cell.loss.partition(" ")
+    if what != "features":
+        raise ValueError(f"{cell.loss!r} ran in benchmarks/studies/default/variants.py of commit 2310a77")
+    return compopt.MemoryEstimator(DIM, int(length), mode=task.mode)

@@ -5,29 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.saved import RESULTS as FOLDER
-from benchmarks.studies.command import provenance
+from benchmarks.report import mean_spread, table
+from benchmarks.studies.default import arms
 from benchmarks.studies.default.arms import (
-    ARMS,
     BATCHES,
     DEFAULT,
-    FURTHEST,
     IN_TIME,
-    LARGEST_RATE,
     REFERENCE,
     ROWS,
     SETS,
     SHORT,
-    SMALL_BATCHES,
-    SMALL_SETS,
     STUDY,
     TIMED,
-    VARIANTS,
     VARIED,
 )
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
-from benchmarks.studies.search import SEEDS, Results, by_seed, difference
-from recipes.report import mean_spread, table
+from benchmarks.studies.search import SEEDS, Results, by_seed, difference, provenance, settings
 
 MEASURES = {
     "glyphs": "image to name and name to image, R@1 among the held-out pairs",
@@ -37,7 +30,11 @@ MEASURES = {
     "small": "`few`: 1,024 of the glyphs, measured as glyphs are. `digits`: from the left half of one of 256 written "
     "digits to its right half and back, R@1, after 1,285 others. Each sample is seen 64 and 51 times.",
 }
+AGAINST = (
+    "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard error."
+)
 RECALL = "test/recall"
+Finals = Mapping[str, list[dict[str, Any]]]
 # of the tables on other pages
 OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
 # title of a row -> loss, in the table that README begins with
@@ -51,55 +48,35 @@ FIRST = {
 COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16 x 16", "256 cached": "256 cached"}
 
 
-def write(results: Results) -> None:
-    """``results/default.md``."""
+def page(results: Results) -> str:
+    """The page from the finished runs."""
     finals = STUDY.finals(results)
-    lines = [
-        "# Which method: four data sets",
-        "",
-        *provenance(
-            [run for run in results.values() if run["job"]["arm"] in ARMS], "benchmarks/studies/default/__main__.py"
-        ),
-        "",
+    known = [run for run in results.values() if run["job"]["arm"] in STUDY.arms]
+    about = (
         f"Small encoders from scratch (features of {DIM}), {SAMPLES:,} samples seen in every run, of {PAIRS:,} pairs "
         f"(faces: 6,167 characters). Recall in per cent on the test half, mean ± standard deviation of the seeds "
         f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
         f"seed, for every loss in every cell, from grids that reach past the best value on both sides; for "
         f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
-        f"0.001 times the square root of the samples per update, at most {LARGEST_RATE:g}. `16 x 16`: micro-batches "
-        f"of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a gradient cache "
-        f"has it. `mined batches`: hard ones that a teacher has found before training, in the manner of B3 "
-        f"(Thirukovalluru et al., 2025); the teacher is another run of `{DEFAULT}`, whose samples are not counted. "
-        f"Clusters of 16 or 4 samples, and the first rank that is an edge, at most {FURTHEST}, are chosen before the "
-        f"learning rate (`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: its queue "
+        f"0.001 times the square root of the samples per update, at most {arms.LARGEST_RATE:g}. `16 x 16`: "
+        f"micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a "
+        f"gradient cache has it. `mined batches`: hard ones that a teacher has found before training, in the manner "
+        f"of B3 (Thirukovalluru et al., 2025); the teacher is another run of `{DEFAULT}`, whose samples are not "
+        f"counted. Clusters of 16 or 4 samples, and the first rank that is an edge, at most {arms.FURTHEST}, are "
+        f"chosen before the learning rate (`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: its queue "
         f"keeps each key less the mean of its batch's keys and adds that of the present ones, as the default's memory "
         f"does with its features. Length and momentum of that queue, and of `MoCo, DCL`, are chosen at batch {SMALL}, "
-        f"after the temperature; elsewhere, and of `MoCo`, they are 1,024 and 0.99. An empty cell has not been run.",
-        "",
-        *(line for task in SETS for line in _of_task(finals, task)),
-        "## Against the default",
-        "",
-        "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard "
-        "error.",
-        "",
-        _differences(finals),
-        "",
-        *_at_equal_time(finals),
-        "## The default with one thing changed",
-        "",
-        f"At batch {VARIED}, nothing chosen: in brackets what the default has more.",
-        "",
-        variants(),
-        "",
-        "## Small data sets",
-        "",
-        f"{MEASURES['small']} In brackets what the default has more.",
-        "",
-        small_sets(),
-        "",
-        *STUDY.settings(results, "Validation recall, in per cent; the chosen ones are bold.", "recall", 1),
-    ]
-    (FOLDER / "default.md").write_text("\n".join(lines) + "\n")
+        f"after the temperature; elsewhere, and of `MoCo`, they are 1,024 and 0.99. An empty cell has not been run."
+    )
+    parts = ["# Which method: four data sets", provenance(known, "benchmarks/studies/default/__main__.py"), about]
+    for task in SETS:
+        parts += [f"## {task.capitalize()}", f"Measured: {MEASURES[task]}.", _of_task(finals, task)]
+    parts += ["## Against the default", AGAINST, _differences(finals), *_at_equal_time(finals)]
+    more = f"At batch {VARIED}, nothing chosen: in brackets what the default has more."
+    parts += ["## The default with one thing changed", more, variants()]
+    parts += ["## Small data sets", f"{MEASURES['small']} In brackets what the default has more.", small_sets()]
+    chosen = "Validation recall, in per cent; the chosen ones are bold."
+    return "\n\n".join([*parts, settings(STUDY, results, chosen, "recall", 1)])
 
 
 def overview() -> str:
@@ -129,8 +106,8 @@ def small_batch() -> str:
 
 
 def variants() -> str:
-    """What becomes of the default when one thing of it is changed."""
-    return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in VARIANTS}}, VARIED)
+    """Recall of the default with one thing changed."""
+    return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in arms.VARIANTS}}, VARIED)
 
 
 def _beside_default(rows: Mapping[str, str], batch: int) -> str:
@@ -146,22 +123,22 @@ def _beside_default(rows: Mapping[str, str], batch: int) -> str:
 def small_sets() -> str:
     """Recall on data sets that are seen many times, and what the default has more."""
     finals, body = _complete(), []
-    for task in SMALL_SETS:
+    for task in arms.SMALL_SETS:
         for loss in ("InfoNCE", "DCL", f"{DEFAULT}, {SHORT}", DEFAULT):
-            cells = [_with_gap(finals, task, loss, batch) for batch in SMALL_BATCHES]
+            cells = [_with_gap(finals, task, loss, batch) for batch in arms.SMALL_BATCHES]
             if any(cells):
                 body.append([task, loss, *cells])
-    return table(["", "", *(f"batch {batch}" for batch in SMALL_BATCHES)], body, "llrr")
+    return table(["", "", *(f"batch {batch}" for batch in arms.SMALL_BATCHES)], body, "llrr")
 
 
-def _with_gap(finals: Mapping[str, list[dict[str, Any]]], task: str, loss: str, batch: int) -> str:
+def _with_gap(finals: Finals, task: str, loss: str, batch: int) -> str:
     """Recall in a cell, and what the default has more there."""
     ours, theirs = (finals.get(f"{task}: {name}, {batch}", []) for name in (DEFAULT, loss))
     gap = difference(by_seed(ours, RECALL), by_seed(theirs, RECALL)) if loss != DEFAULT else ""
     return f"{_recall(theirs)} ({gap})" if gap else _recall(theirs)
 
 
-def _complete() -> dict[str, list[dict[str, Any]]]:
+def _complete() -> Finals:
     """Final runs of the arms that have all of them."""
     return {arm: runs for arm, runs in STUDY.finals(STUDY.finished()).items() if len(runs) == len(SEEDS)}
 
@@ -171,16 +148,16 @@ def _recall(runs: list[dict[str, Any]]) -> str:
     return mean_spread(list(by_seed(runs, RECALL).values()), digits=1) if runs else ""
 
 
-def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> list[str]:
+def _of_task(finals: Finals, task: str) -> str:
     body = []
     for loss in (*ROWS, DEFAULT):
         cells = [finals.get(f"{task}: {loss}, {column}", []) for column in COLUMNS.values()]
         if any(cells):
             body.append([loss, *(_recall(runs) for runs in cells)])
-    return [f"## {task.capitalize()}", "", f"Measured: {MEASURES[task]}.", "", table(["", *COLUMNS], body), ""]
+    return table(["", *COLUMNS], body)
 
 
-def _at_equal_time(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _at_equal_time(finals: Finals) -> list[str]:
     """Losses and batches that have seen as many samples as fit in the reference's time; nothing if none has run."""
     body = []
     for name in TIMED:
@@ -192,10 +169,10 @@ def _at_equal_time(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
         f"Each has trained for as long as {REFERENCE} takes for its {SAMPLES:,} samples, by the times of "
         "`default_time.md`, at the settings chosen above: small batches see fewer samples."
     )
-    return ["## At equal time", "", told, "", table(["", *SETS], body), ""] if len(body) > 1 else []
+    return ["## At equal time", told, table(["", *SETS], body)] if len(body) > 1 else []
 
 
-def _differences(finals: dict[str, list[dict[str, Any]]]) -> str:
+def _differences(finals: Finals) -> str:
     body = []
     for task in SETS:
         for loss in ROWS:

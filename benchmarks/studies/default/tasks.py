@@ -38,7 +38,7 @@ POOL = 1024  # held-out words that are searched at a time
 
 
 class Task(Protocol):
-    """What a run needs of a data set."""
+    """Data set with encoders and a score."""
 
     n: int
     mode: str

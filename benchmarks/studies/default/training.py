@@ -27,12 +27,12 @@ class Loss(Protocol):
         """After the optimizer's step."""
 
     def parameters(self) -> Any:
-        """What the optimizer learns beside the model."""
+        """Parameters that the optimizer learns beside the model."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run goes, beside its loss.
+    """Settings of a run beside its loss.
 
     Attributes:
         batch: samples of a call of the loss.
@@ -58,7 +58,7 @@ def train(
     loss_of: Callable[[Task], Loss],
     setting: Setting,
     start: nn.Module | None = None,
-    order: batches.Batches | None = None,
+    order: batches.Shuffled | None = None,
 ) -> tuple[nn.Module, Loss, float]:
     """The trained model, its loss, and the seconds it took.
 

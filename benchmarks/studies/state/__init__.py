@@ -1,1 +1,1 @@
-"""Where state per sample could pay: cases that favour it, and what its estimates are worth there."""
+"""State per sample: cases that favour it, and what its estimates are worth there."""

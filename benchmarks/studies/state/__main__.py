@@ -1,4 +1,4 @@
-"""Where state per sample could pay: six cases that favour it, and why it does or does not.
+"""State per sample in six cases that favour it, with errors of its normalizers and gradients.
 
     python -m benchmarks.studies.state tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, temperature, the rest
     python -m benchmarks.studies.state final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
@@ -11,27 +11,32 @@ wordnet-base has them.  ``--arms`` takes patterns: ``"noise: *"``.  Each finishe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.studies.command import command, stamp
+from benchmarks.report import mean_spread, table
 from benchmarks.studies.default.training import Setting, train
-from benchmarks.studies.search import SEEDS, Job
-from benchmarks.studies.state.arms import ARMS, STUDY, estimator, loss_of
-from benchmarks.studies.state.cases import CASES
+from benchmarks.studies.search import SEEDS, Job, Results, by_seed, difference, main, provenance, settings
+from benchmarks.studies.state.cases import ARMS, CASES, LOSS, NOISE, OFTEN, PAIRS, STUDY, estimator, loss_of
 from benchmarks.studies.state.gradients import measures
-from benchmarks.studies.state.report import write
+
+CONTROL, RECALL, WHY = "DCL", "test/recall", ("normalizer_error", "bias", "spread")
+TITLES = {
+    "tuned glyphs": f"Glyphs: weights that DCL has trained at batch 256 go on at batch 8 ({PAIRS:,} pairs)",
+    "tuned words": f"Words: the same ({PAIRS:,} pairs)",
+    "frozen": f"Glyphs: that image tower frozen, a new text tower at batch 8 ({PAIRS:,} pairs)",
+    "few": "Glyphs: 1,024 pairs, each seen 24 times at batch 8",
+    "repeats": f"Icons: captions that at least {OFTEN} icons bear, batch 64 ({PAIRS:,} pairs)",
+    "noise": f"Glyphs: {NOISE:.0%} of the captions shuffled, batch 16 ({PAIRS:,} pairs)",
+}
 
 
-def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
+def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
     """Train and evaluate, in this process; the final seeds also measure the gradient."""
-    torch.set_num_threads(threads)
-    arm, final = ARMS[job.arm], job.seed in SEEDS
-    case, part = CASES[arm.case], "test" if final else "validation"
+    arm = ARMS[job.arm]
+    case, part = CASES[arm.case], "test" if job.final else "validation"
     task = case.task(part, wordnet)
     start = case.start(task, job.seed) if case.start else None
     if start is not None:
@@ -39,21 +44,49 @@ def run_one(job: Job, wordnet: Path | None, threads: int) -> dict[str, Any]:
     setting = Setting(batch=case.batch, lr=job.options["lr"], samples=case.samples, seed=job.seed)
     model, loss, seconds = train(task, loss_of(arm.loss, job.options), setting, start)
     found = {f"{part}/{name}": value for name, value in task.score(model).items()}
-    if final:
+    if job.final:
         with torch.no_grad():
             features = task.training_features(model)
         found |= measures(estimator(loss), *features, case.batch)
-    return {
-        "job": asdict(job),
-        "metrics": {name: round(value, 6) for name, value in found.items()},
-        "seconds": round(seconds, 1),
-        **stamp(),
-    }
+    return {"metrics": {name: round(value, 6) for name, value in found.items()}, "seconds": round(seconds, 1)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    command("benchmarks.studies.state", __doc__, STUDY, run_one, write, lambda arm: "words" in ARMS[arm].case, argv)
+def page(results: Results) -> str:
+    """The page from the finished runs."""
+    finals = STUDY.finals(results)
+    known = [run for run in results.values() if run["job"]["arm"] in ARMS]
+    about = (
+        "Recall as in the study of the default, in per cent on the test half, mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, gamma and rho are chosen on the validation "
+        f"half and another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. *Error*: "
+        "mean squared error of the log-normalizers that the estimator works with. *Bias*, *spread*: of a sample's "
+        "feature gradient over the batches that it may be in, at the final weights, relative to the exact gradient "
+        "over the whole data set at the estimator's own temperatures: compare them where *tau* is the same. A memory "
+        "takes the features of each of these batches, as in training; rows stay as they are."
+    )
+    parts = ["# Where state per sample could pay", provenance(known, "benchmarks/studies/state/__main__.py"), about]
+    for case in CASES:
+        if any(arm.startswith(f"{case}:") for arm in finals):
+            parts += [f"## {TITLES[case]}", _of_case(finals, case)]
+    chosen = "Validation recall, in per cent; the chosen ones are bold."
+    return "\n\n".join([*parts, settings(STUDY, results, chosen, "recall", 1)])
+
+
+def _of_case(finals: dict[str, list[dict[str, Any]]], case: str) -> str:
+    control = by_seed(finals.get(f"{case}: {CONTROL}", []), RECALL)
+    body = []
+    for loss in LOSS:
+        runs = finals.get(f"{case}: {loss}", [])
+        if not runs:
+            continue
+        own = by_seed(runs, RECALL)
+        gap = "" if loss == CONTROL else difference(own, control)
+        why = [mean_spread([run["metrics"][name] for run in runs], digits=2) for name in WHY]
+        tau = f"{runs[0]['job']['options']['tau']:g}"
+        body.append([loss, mean_spread(list(own.values()), digits=1), gap, tau, *why])
+    head = ["", "recall", f"over {CONTROL}", "tau", "error", "bias", "spread"]
+    return table(head, body)
 
 
 if __name__ == "__main__":
-    main()
+    main(STUDY, "benchmarks.studies.state", __doc__, run_one, page, needs_data=lambda arm: "words" in ARMS[arm].case)

@@ -14,7 +14,7 @@ REPEATS = 32  # times that the data set is cut into batches
 
 
 def measures(est: Any, z1: Tensor, z2: Tensor, batch: int) -> dict[str, float]:
-    """How good an estimator is beside the features of its whole data set.
+    """Errors of an estimator against the exact values of its whole data set.
 
     Returns:
         ``normalizer_error``: mean squared error of the log-normalizers; ``bias``, ``spread``: of a sample's gradient

@@ -1,0 +1,124 @@
+"""Tables of n rows: their cost in memory and per step, ours and LibAUC's.
+
+    python -m benchmarks.peers.rows    # writes benchmarks/results/peers_rows.md (a few minutes; 12 GiB of memory)
+
+Memory: each contender and size in a process of its own, which constructs it, trains on random samples and counts what
+is resident. Time: all contenders of a size in one process, in turns on the same features. LibAUC keeps one tensor per
+quantity and writes all of it at construction, ours one row per sample, whose pages come when they are touched: so the
+first steps, which touch them, are timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compopt
+from benchmarks.contenders import TAU
+from benchmarks.machine import MIB, on_ranks, status, timed
+from benchmarks.peers import losses, packages
+from benchmarks.report import environment, finish, quartiles, spread, table
+
+SIZES, FIRST = (10**5, 10**6, 10**7, 10**8), 5
+Step = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def _ours(est: compopt.ContrastiveEstimator) -> Step:
+    def step(z1: Tensor, z2: Tensor, index: Tensor) -> None:
+        est(z1, z2, index).backward()
+        est.step()
+
+    return step
+
+
+def _theirs(individual: bool, n: int) -> Step:
+    loss = losses.gcl_bimodal(n, TAU, individual=individual)
+    return lambda z1, z2, index: loss(z1, z2, index).backward()
+
+
+CONTENDERS: dict[str, Callable[[int], Step]] = {
+    "compopt SogCLR": lambda n: _ours(compopt.SogCLREstimator(n, tau=TAU)),
+    "compopt iSogCLR": lambda n: _ours(compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0)),
+    "LibAUC GCLoss_v2": lambda n: _theirs(False, n),
+    "LibAUC GCLoss_v2, individual": lambda n: _theirs(True, n),
+}
+
+
+class Batches:
+    """Random features and samples, the same for all contenders of a round."""
+
+    def __init__(self, n: int, batch: int, dim: int) -> None:
+        self.n, self.batch, self._generator = n, batch, torch.Generator().manual_seed(0)
+        self._features = torch.randn(2, batch, dim, generator=self._generator)
+
+    def index(self) -> Tensor:
+        return torch.randint(0, self.n, (self.batch,), generator=self._generator)
+
+    def seconds(self, step: Step, index: Tensor) -> float:
+        z1, z2 = (z.clone().requires_grad_() for z in self._features)
+        return timed(lambda: step(z1, z2, index))
+
+
+def memory(rank: int, ranks: int, name: str, n: int, batch: int, dim: int, rounds: int) -> int:
+    """Bytes resident after the steps, beyond those before construction."""
+    batches = Batches(n, batch, dim)
+    losses.gcl_bimodal(2, TAU)  # importing packages is not construction
+    before = status("RssAnon")
+    step = CONTENDERS[name](n)
+    for _ in range(rounds):
+        batches.seconds(step, batches.index())
+    return status("RssAnon") - before
+
+
+def times(rank: int, ranks: int, n: int, batch: int, dim: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of every contender's construction and first steps, milliseconds of later ones, in turns."""
+    batches, steps = Batches(n, batch, dim), {}
+    found: dict[str, dict[str, Any]] = {}
+    losses.gcl_bimodal(2, TAU)
+    for name, build in CONTENDERS.items():
+        construction = timed(lambda name=name, build=build: steps.update({name: build(n)}))
+        found[name] = {"construction": construction, "first": 0.0, "ms": []}
+    for number in range(FIRST + rounds):
+        index = batches.index()
+        for name, step in random.Random(number).sample(list(steps.items()), len(steps)):
+            taken = batches.seconds(step, index)
+            if number < FIRST:
+                found[name]["first"] += taken
+            else:
+                found[name]["ms"].append(1e3 * taken)
+    return found
+
+
+def line(r: dict[str, Any]) -> list[str]:
+    seconds = [f"{1e3 * r[key]:.0f}" for key in ("first", "construction")]
+    return [r["name"], f"{r['n']:,}", spread(quartiles(r["ms"])), *seconds, f"{r['resident'] / MIB:.0f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=200)
+    args = parser.parse_args()
+    env, shape = {**environment(), **packages.versions()}, (args.batch_size, args.dim, args.rounds)
+    results = []
+    for n in args.sizes:
+        taken = on_ranks(1, times, n, *shape)[0]
+        results += [
+            {"name": name, "n": n, "resident": on_ranks(1, memory, name, n, *shape)[0], **taken[name]}
+            for name in CONTENDERS
+        ]
+    about = f"B = {args.batch_size}, d = {args.dim}, loss, gradients and rows; {args.rounds} steps on random samples."
+    head = ["", "n", "ms per step", f"first {FIRST} steps, ms", "construction, ms", "resident after the steps, MiB"]
+    parts = [about, table(head, list(map(line, results)))]
+    finish("peers_rows", "Tables of rows", env, parts, {"steps": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Reports of benchmarks and studies: where they were measured, tables and spreads, result files and files of runs.
+
+It loads neither accelerate nor matplotlib, so that a benchmark of memory can import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compopt
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT, RESULTS = BENCHMARKS.parent, BENCHMARKS / "results"
+CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results")  # what a result depends on
+
+
+# -- where ---------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions, commit, date, load and command: what a reader needs to repeat a measurement."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "memory, GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compopt": compopt.__version__,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load average before": round(os.getloadavg()[0], 2),
+        "command": command(),
+    }
+
+
+def machine(env: dict[str, Any]) -> str:
+    """System, processor and cores in one phrase."""
+    return f"{env['system']}, {env['cpu']}, {env['cores']} cores"
+
+
+def commit() -> str:
+    """The commit of the checkout, and whether its code has changed since."""
+    changed = _git("status", "--porcelain", "--", *CODE)
+    return (_git("rev-parse", "--short", "HEAD") or "none") + (" and uncommitted changes" if changed else "")
+
+
+def command() -> str:
+    """The command of this process, as ``python -m ...`` where it was started so."""
+    main = sys.modules["__main__"].__spec__
+    start = ["-m", main.name.removesuffix(".__main__")] if main is not None else [sys.argv[0]]
+    return shlex.join(["python", *start, *sys.argv[1:]])
+
+
+def _git(*arguments: str) -> str:
+    """Output of git; empty outside a repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+
+
+def _processor() -> str:
+    """The processor's model name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr") -> str:
+    """A table in Markdown.
+
+    Args:
+        head: titles of the columns.
+        body: cells, a sequence per row.
+        align: ``l`` or ``r`` per column; the last letter holds for the columns that remain.
+    """
+    sides = align.ljust(len(head), align[-1])
+    rule = "|" + "|".join("---:" if side == "r" else "---" for side in sides) + "|"
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def heading(title: str, env: dict[str, Any]) -> list[str]:
+    """The top of a result page, in lines: its title and where it was measured."""
+    return [f"# {title}", "", table(["", ""], [[key, str(value)] for key, value in env.items()], "l"), ""]
+
+
+# -- spreads -------------------------------------------------------------------------------------------------------
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """[first quartile, median, third quartile], by linear interpolation between the sorted values.
+
+    These are the quartiles of the values themselves ("inclusive"), as in numpy, torch and pandas. They never lie
+    outside of the values, which the other definition's do where there are few.
+    """
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def spread(three: Sequence[float], digits: int = 2, unit: float = 1.0) -> str:
+    """``median (first to third quartile)`` of what :func:`quartiles` gives, in multiples of ``unit``."""
+    low, median, high = (f"{value / unit:,.{digits}f}" for value in three)
+    return f"{median} ({low} to {high})"
+
+
+def paired(gaps: Sequence[float]) -> str:
+    """Mean of differences by seed ± its standard error."""
+    return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
+
+
+def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
+    if not values:
+        return "-"
+    scaled = [scale * value for value in values]
+    mean = f"{statistics.mean(scaled):.{digits}f}"
+    return mean if len(scaled) == 1 else f"{mean} ± {statistics.stdev(scaled):.{digits}f}"
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def finish(
+    name: str, title: str, env: dict[str, Any], parts: Sequence[str], results: object, quick: bool = False
+) -> None:
+    """Print a page, and unless it was a quick look write it and its figures into the folder of results.
+
+    Args:
+        name: of the files, ``NAME.md`` and ``NAME.json``.
+        title: of the page.
+        env: see :func:`environment`; it was taken before the measurement.
+        parts: paragraphs and tables.
+        results: the figures, as JSON takes them.
+        quick: print only.
+    """
+    text = "\n\n".join(["\n".join(heading(title, env)).rstrip(), *parts])
+    print(text)
+    if not quick:
+        save(name, text, env, results)
+
+
+def save(name: str, text: str, env: dict[str, Any], results: object, folder: Path | None = None) -> None:
+    """Write ``NAME.md``, and into ``NAME.json`` the figures that it was made from."""
+    folder = RESULTS if folder is None else folder
+    (folder / f"{name}.md").write_text(text.rstrip() + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
+
+
+def stored(name: str) -> dict[str, Any]:
+    """Content of ``NAME.json``: ``environment`` and ``results``."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which script writes it")
+    return json.loads(path.read_text())
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """All finished runs, none if there is no file; a line that a kill has cut short is skipped."""
+    runs = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            runs.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return runs
+
+
+def append_run(path: Path, run: dict[str, Any]) -> None:
+    """Add a run, on a line of its own even after one that was cut short; a study can be stopped at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_bytes() if path.exists() else b""
+    with open(path, "a") as file:
+        file.write("\n" * (bool(text) and not text.endswith(b"\n")) + json.dumps(run) + "\n")

@@ -1,0 +1,283 @@
+"""The experiments' command line: its arguments, the runs that they ask for, and the table and metrics of these runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from recipes import batches, checkpoints, launch
+from recipes.engine import Config, Control, Run
+from recipes.make_shards import positive
+from recipes.methods import HYPERPARAMETERS, METHODS
+
+EPILOG = """several ranks, with the results of one:
+  torchrun --nproc_per_node 2 -m {module}
+  accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \\
+      -m {module}
+  torchrun --nproc_per_node 2 -m {module} --deepspeed-config recipes/deepspeed/zero2.json
+  DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module {module} \\
+      --deepspeed-config recipes/deepspeed/zero2.json
+On GPUs: --device cuda, without DS_ACCELERATOR. (accelerate's --multi_gpu starts several processes on CPUs too.)"""
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults are shown, except where there is none to show."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def parser(module: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
+    """The arguments that every experiment has, in groups."""
+    root = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        usage="%(prog)s [options]",
+        description=description,
+        formatter_class=_Help,
+        epilog=EPILOG.format(module=module),
+    )
+    what = root.add_argument_group("what to train", f"Methods: {', '.join(METHODS)}.").add_mutually_exclusive_group()
+    what.add_argument("--estimator", choices=METHODS, metavar="METHOD", default="sogclr", help="method of a single run")
+    what.add_argument(
+        "--compare", choices=METHODS, metavar="METHOD", nargs="+", help="several methods, one after another"
+    )
+    group = root.add_argument_group("hyper-parameters of the method", "Each method has defaults of its own.")
+    for name, (kind, meaning) in HYPERPARAMETERS.items():
+        known = {method: METHODS[method].options(mode) for method in METHODS}
+        takers = ", ".join(f"{method} ({options[name]})" for method, options in known.items() if name in options)
+        if takers:
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"{meaning}: {takers}")
+
+    add = root.add_argument_group("training").add_argument
+    add("--batch-size", type=int, metavar="N", default=64, help="samples per forward, over all ranks")
+    add("--accumulate", type=positive, metavar="N", default=1, help="batches per update")
+    add("--mixed-precision", choices=("no", "bf16"), default="no", help="autocast; the estimator computes in float32")
+    add("--epochs", type=int, metavar="N", default=epochs, help="passes over the training set")
+    add("--lr", type=float, metavar="X", default=1e-3, help="peak of the one-cycle learning rate (AdamW)")
+    add("--weight-decay", type=float, metavar="X", default=0.1, help="decay of weight matrices")
+    seeds: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+", "default": [0]}
+    add("--seed", "--seeds", **seeds, dest="seeds", help="one run per seed and method")
+    add("--split-seed", type=int, metavar="N", default=0, help="which samples are held out")
+
+    captions = "; with --group 1 samples that have the same caption do not count as hard for each other"
+    add = root.add_argument_group(
+        "which samples share a batch",
+        f"Chosen batches begin once every sample has been trained on{captions if mode == 'bimodal' else ''}.",
+    ).add_argument
+    add("--batches", choices=batches.KINDS, default=batches.RANDOM, help="how they are chosen")
+    for name, option in batches.OPTIONS.items():
+        text = f"{option.meaning}: {', '.join(option.kinds)}"
+        add(f"--{name.replace('_', '-')}", type=option.type, metavar="X", help=text)
+
+    add = root.add_argument_group("measures and output").add_argument
+    add("--eval-every", type=int, metavar="N", default=0, help="steps between measures (0: eight per run)")
+    add("--output-dir", type=Path, metavar="DIR", default=Path(output_dir), help="for metrics, pictures, checkpoints")
+    add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw the pictures")
+    add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+
+    add = root.add_argument_group("checkpoints").add_argument
+    add("--checkpoint-every", type=int, metavar="N", default=0, help="steps between them (0: at the end only)")
+    add("--resume", action="store_true", help="continue from the checkpoints in --output-dir")
+    add("--max-steps", type=int, metavar="N", help="stop each run here; --resume then continues it")
+
+    add = root.add_argument_group("machine").add_argument
+    add("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, mps, ...")
+    add("--threads", type=int, metavar="N", help="CPU threads; the same number gives the same bits")
+    add("--cache-dir", type=Path, metavar="DIR", help="folder of the drawn data sets; default $COMPOPT_CACHE or .cache")
+    zero = "train with DeepSpeed, e.g. recipes/deepspeed/zero2.json"
+    add("--deepspeed-config", type=Path, metavar="FILE", help=zero)
+    add("--timeout", type=float, metavar="S", default=launch.TIMEOUT, help="seconds that a rank waits for another one")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+
+    add = root.add_argument_group("where the estimator's rows live", "No choice here changes the results.").add_argument
+    add("--offload", choices=("cpu", "disk"), help="host memory or a file; default: beside the features")
+    add("--offload-dir", type=Path, metavar="DIR", help="folder of that file, on a local disk; default: --output-dir")
+    add("--shard", action="store_true", help="each rank keeps its share of the rows")
+    add("--prefetch", action="store_true", help="fetch the next batch's rows while this one trains")
+    return root
+
+
+def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) -> argparse.Namespace:
+    """Parse, set the machine up, and fill ``args.methods`` (method -> hyper-parameters) and ``args.batches``."""
+    args = root.parse_args(argv)
+    try:
+        args.methods = _methods(args, mode)
+        given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
+        batches.arguments(args.batches, given)
+        args.batches = {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}
+    except ValueError as error:
+        root.error(str(error))
+    args.device = launch.local_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device.type != "cpu":  # repeatable kernels
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return args
+
+
+def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
+    """Each chosen method takes those given options that it has; one that none of them has raises ValueError."""
+    given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
+    given = {name: value for name, value in given.items() if value is not None}
+    own = {method: METHODS[method].options(mode) for method in args.compare or [args.estimator]}
+    known = {name for options in own.values() for name in options}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{', '.join(own)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return {method: options | {k: v for k, v in given.items() if k in options} for method, options in own.items()}
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list[Run]:
+    """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
+    names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
+    shared = {name: getattr(args, name) for name in names}
+    runs = []
+    for method, options in args.methods.items():
+        for seed in args.seeds:
+            config = Config(method, options, seed=seed, data=task.description, **shared)
+            runs.append(_train(Run(task, config, _control(args, task, config, error_count)), args.progress))
+    return runs
+
+
+def _control(args: argparse.Namespace, task: Any, config: Config, error_count: int) -> Control:
+    steps = task.n // (config.batch_size * config.accumulate) * config.epochs
+    own = Path(f"{config.method}-seed{config.seed}")
+    checkpoint, resume = args.output_dir / own / "checkpoints", args.resume or launch.restarted()
+    return Control(
+        eval_every=args.eval_every or max(1, steps // 8),
+        error_every=max(1, steps // error_count) if error_count else 0,
+        checkpoint_every=args.checkpoint_every,
+        max_steps=args.max_steps,
+        checkpoint=checkpoint,
+        resume=resume,
+        device=args.device,
+        placement=_placement(args, own, continued=resume and checkpoints.latest(checkpoint) is not None),
+        prefetch=args.prefetch,
+        deepspeed=args.deepspeed_config,
+        timeout=args.timeout,
+    )
+
+
+def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str, Any]:
+    """Placement of this run's rows; the file of a former run is removed, unless a checkpoint will be loaded into it."""
+    folder = None
+    if args.offload == "disk":
+        folder = (args.offload_dir or args.output_dir) / own / "rows"
+        if launch.is_local_main():  # the folder may be on each node's own disk
+            if not continued:
+                shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        launch.barrier()
+    return {"offload": args.offload, "offload_dir": folder, "shard": args.shard}
+
+
+def _train(run: Run, progress: bool) -> Run:
+    """Train with a progress bar that shows the loss and the headline metric."""
+    name = f"{METHODS[run.config.method].title}, seed {run.config.seed}"
+    label = run.task.labels[run.task.headline].split()[0]
+
+    def show(run: Run) -> None:
+        if run.step % 10 == 0 or run.finished:
+            known = {label: f"{100 * run.final[run.task.headline]:.1f}%"} if run.final else {}
+            loss = f"{run.recent_loss:.4f}" if run.loss_count else f"{run.final.get('loss', 0.0):.4f}"
+            bar.set_postfix(loss=loss, **known, refresh=False)
+            bar.update(run.step - bar.n)
+
+    with tqdm(total=run.total_steps, desc=name, disable=not progress or not launch.is_main()) as bar:
+        run.control.on_step = show
+        return run.train()
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def finish(runs: Sequence[Run], output_dir: Path) -> None:
+    """Write the metrics, print the table and where things are; on the main process only."""
+    if not launch.is_main():
+        return
+    save_metrics(runs, output_dir / "metrics.json")
+    lines = rows(runs)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    print()
+    for line in lines:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+    for run in runs:
+        if not run.finished:
+            print(f"{run.config.method}, seed {run.config.seed}: stopped at step {run.step} of {run.total_steps}")
+    print()
+    list_files([output_dir / "metrics.json"])
+
+
+def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Group runs by method, in order of appearance."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.config.method, []).append(run)
+    return groups
+
+
+def rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A header and one line per method: hyper-parameters, measures in percent (mean and spread), speed."""
+    labels = runs[0].task.labels
+    lines = [["method", "hyper-parameters", "seeds", *(f"{label} (%)" for label in labels.values()), "s", "ms/step"]]
+    for method, group in by_method(runs).items():
+        options = " ".join(f"{name}={value}" for name, value in group[0].config.options.items())
+        measures = [mean_spread([100 * r.final[name] for r in group if name in r.final]) for name in labels]
+        seconds = statistics.mean(run.seconds for run in group)
+        per_step = statistics.mean(1e3 * run.seconds / max(1, run.step) for run in group)
+        cells = [METHODS[method].title, options, str(len(group)), *measures, f"{seconds:.0f}", f"{per_step:.1f}"]
+        lines.append(cells)
+    return lines
+
+
+def mean_spread(values: Sequence[float]) -> str:
+    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else "-"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def save_metrics(runs: Sequence[Run], path: Path) -> None:
+    """Write ``metrics.json``: processes, and configuration, final measures and history of every run."""
+    found = [
+        {
+            "config": vars(run.config),
+            "steps": run.step,
+            "finished": run.finished,
+            "seconds": round(run.seconds, 3),
+            "final": run.final,
+            "history": run.history,
+        }
+        for run in runs
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    record = {"torch": torch.__version__, "processes": launch.world_size(), "runs": found}
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def list_files(paths: Sequence[Path]) -> None:
+    """Print where things are; on the main process only."""
+    if launch.is_main():
+        for path in paths:
+            print(f"wrote {path}")
