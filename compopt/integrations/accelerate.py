@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import load, save
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import warn_alone
@@ -105,7 +105,7 @@ class _Rows:
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str | os.PathLike[str]) -> None:
         """Write the rows; accelerate calls it on every rank before :meth:`state_dict`."""
-        self._saved = saving.save(self._est, Path(output_dir) / self._name).name
+        self._saved = save(self._est, Path(output_dir) / self._name).name
 
     def locate(self, models: list[Any], input_dir: str | os.PathLike[str]) -> None:
         """Remember the folder; accelerate calls it on every rank before :meth:`load_state_dict`."""
@@ -120,4 +120,4 @@ class _Rows:
                 f"the checkpoint has {state_dict.get('name')!r} where {self._name!r} is registered; register the same "
                 f"estimators in the same order as when it was saved"
             )
-        saving.load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])
+        load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations.refusals import load_rows
 
@@ -48,7 +48,7 @@ def save_checkpoint(
     if KEY in client_state:
         raise ValueError(f"client_state must leave the key {KEY!r} to compopt")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    client_state[KEY] = {"checkpoint": saving.save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
+    client_state[KEY] = {"checkpoint": save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
     return engine.save_checkpoint(os.fspath(save_dir), tag=tag, client_state=client_state, **options)
 
 

@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks, warn_alone
@@ -124,7 +124,7 @@ class EstimatorCallback(Callback):
         if self.directory is None:
             saved["state"] = est.state_dict()
         else:
-            saved["checkpoint"] = saving.save(est, self.directory, keep=self.keep).name
+            saved["checkpoint"] = save(est, self.directory, keep=self.keep).name
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Load the rows of a checkpoint to fit from, on every rank."""

@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import load
 from compopt.estimator.base import Estimator
 
 
@@ -42,6 +42,6 @@ def refuse_last_batch(ranks: int, drop_last: bool, remedy: str) -> None:
 def load_rows(est: Estimator, rows: Path, remedy: str) -> None:
     """Load the rows that belong to a trainer's checkpoint; if they are missing, the error says what to do."""
     try:
-        saving.load(est, rows)
+        load(est, rows)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{rows} is not there or not complete ({error}); {remedy}") from error

@@ -15,7 +15,7 @@ except ImportError as error:
         "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
     ) from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks
@@ -126,7 +126,7 @@ class EstimatorCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the rows, on every rank, once the Trainer has written its files. Collective."""
         for folder, est in self._estimators.items():
-            saving.save(est, _checkpoint(args, state) / folder, keep=1)
+            save(est, _checkpoint(args, state) / folder, keep=1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Load the rows of the best model if the Trainer has loaded that. Collective."""

@@ -14,7 +14,7 @@ import torch
 import webdataset
 
 import compopt
-from compopt.integrations.open_clip import options, pipeline
+from compopt.integrations.open_clip import options, rows
 from tests.open_clip import tiny
 
 
@@ -146,7 +146,7 @@ def test_identifiers(tmp_path):
     uids = np.zeros(16, dtype="u8,u8")
     uids["f1"] = range(16)
     np.save(tmp_path / "uids.npy", uids)
-    index = pipeline.open_index(str(tmp_path / "uids.npy"))
+    index = rows.open_index(str(tmp_path / "uids.npy"))
     assert index.index({"__key__": f"{5:032x}"}, 0) == 5
 
 
@@ -190,21 +190,21 @@ def test_what_a_stage_does_not_keep_is_seen():
 
     for stages, named in (([read, resize], "resize"), ([resize], "resize"), ([read, webdataset.map(resize)], "_map")):
         with pytest.raises(ValueError, match=f"not known here: .*{named}.*Expected a reader .tarfile_samples"):
-            pipeline.edit(stages, INDEX)
+            rows.edit(stages, INDEX)
 
 
 def test_both_forms_of_the_pipeline_are_edited():
     released = [read, webdataset.decode("pilrgb"), webdataset.rename(image="png"), webdataset.to_tuple("image text")]
-    pipeline.edit(released, INDEX)
+    rows.edit(released, INDEX)
     assert isinstance(released[0], compopt.data.indexed_reader)
     assert released[1].kw["partial"] and "index" not in released[2].kw
     assert released[3].args == ("image", "text", "index")
     rebuilt = [read, webdataset.rename(image="png", keep=False)]
-    pipeline.edit(rebuilt, INDEX)
+    rows.edit(rebuilt, INDEX)
     assert rebuilt[1].kw["index"] == "index"
 
 
 def test_a_loader_that_is_no_pipeline_is_refused():
     info = SimpleNamespace(dataloader=[1, 2])
     with pytest.raises(ValueError, match="expected a webdataset pipeline in open_clip's loader, found list"):
-        pipeline.add_index(info, INDEX, None)
+        rows.add_index(info, INDEX, None)

@@ -33,8 +33,8 @@ def test_a_skipped_update_commits_nothing(tmp_path, data, batches):
         passes.append(1)
         return gradient * float("inf") if len(passes) == batches + 1 else gradient
 
-    def prepare(epoch, watch):
-        epoch.scaler._init_scale = 1.0
+    def prepare(call, watch):
+        call["scaler"]._init_scale = 1.0
         watch.model.visual.proj.register_hook(overflow)
 
     options = {"precision": "amp", "accum_freq": batches, "batch_size": 4 // batches}
