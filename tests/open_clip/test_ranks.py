@@ -6,11 +6,8 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
-pytest.importorskip("open_clip")
-
 import open_clip
+import pytest
 import torch
 
 import compopt

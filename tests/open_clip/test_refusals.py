@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("open_clip")
-
 import open_clip
+import pytest
 
 from compopt import presets
 from compopt.integrations import open_clip as ours_of

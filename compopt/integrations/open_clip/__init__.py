@@ -31,6 +31,8 @@ from compopt.integrations.open_clip.rows import IndexedLoader, Rows, add_index, 
 from compopt.kernel.autograd import with_gradients
 from compopt.schedules import CosineGamma
 
+__all__ = ["main"]
+
 # Names in open_clip_train.main that are wrapped, and parameters of train_one_epoch that are read.
 WRAPPED = ["parse_args", "create_model_and_transforms", "get_data", "train_one_epoch"]
 RELEASED = ("create_loss", ["model", "data", "epoch", "optimizer", "scaler", "args"])
@@ -39,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the command: flags of the estimator, ``--``, flags of open_clip.
-
-    Returns:
-        What open_clip's ``main`` returns.
-    """
+    """Run the command: flags of the estimator, ``--``, flags of open_clip; returns what its ``main`` returns."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse(arguments[:at])
@@ -53,22 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> Any:
 
 
 class Run:
-    """One run of ``open_clip_train.main.main``; a method named as a function of that module takes its place.
+    """One run of ``open_clip_train.main.main``; a method named as a function of that module takes its place."""
 
-    Args:
-        options: of the estimator.
-        trainer: the module ``open_clip_train.main``.
-
-    Attributes:
-        est: the estimator, set once the data are known.
-        loss: open_clip's loss, set once its flags are known.
-
-    Raises:
-        RuntimeError: the module has neither of the known forms.
-    """
-
-    est: ContrastiveEstimator
-    loss: EstimatorLoss
+    loss: EstimatorLoss  # set once open_clip has parsed its flags
+    est: ContrastiveEstimator  # set once the data are known, as are the rows beside checkpoints
     rows: Rows | None = None
 
     def __init__(self, options: Options, trainer: Any) -> None:
@@ -212,11 +198,8 @@ class Run:
         if call.get("tb_writer") is not None:
             for name, value in values.items():
                 call["tb_writer"].add_scalar(name, value, step)
-        if self.rebuilt:
-            board = self.trainer.get_wandb_backend(args)
-        else:
-            board = self.trainer.wandb if args.wandb else None
-        if board is not None:
+        board = self.trainer.get_wandb_backend(args) if self.rebuilt else args.wandb and self.trainer.wandb
+        if board:
             board.log(values, step=step)
 
 
@@ -228,23 +211,14 @@ class EstimatorLoss(nn.Module):
     time only, with the whole window. Its gradient is handed to autograd as it is: a loss with the graph of batch ``j``
     takes the part of the gradient that is this batch's, so that the ``k`` backward passes give the gradient of the
     window once, and its samples are deposited once.
-
-    Args:
-        batches: ``k``, open_clip's ``--accum-freq``.
-        tau_of_model: the temperature is ``1 / logit_scale``, learned with the model.
-
-    Attributes:
-        est: the estimator, set once the data are known.
-        indices: of the batches that were taken from the loader since the last update; empty without an index.
-        updates: windows since the epoch began.
     """
 
     est: ContrastiveEstimator
 
     def __init__(self, batches: int, tau_of_model: bool) -> None:
         super().__init__()
-        self.batches, self.tau_of_model = batches, tau_of_model
-        self.indices: deque[Tensor] = deque()
+        self.batches, self.tau_of_model = batches, tau_of_model  # k; the temperature is 1 / logit_scale
+        self.indices: deque[Tensor] = deque()  # of batches that were taken from the loader since the last update
         self.begin()
 
     def begin(self) -> None:
@@ -256,13 +230,7 @@ class EstimatorLoss(nn.Module):
     def forward(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool = False
     ) -> dict[str, Tensor] | Tensor:
-        """Return the estimated objective of the window, 0-d, under the name that open_clip's has.
-
-        Args:
-            image_features, text_features: of the window, ``(k B, d)``.
-            logit_scale: the model's ``1/tau``, one number.
-            output_dict: return ``{"contrastive_loss": loss}``.
-        """
+        """Return the estimated objective of the window, 0-d; features are ``(k B, d)``, the scale one number."""
         inputs = (image_features, text_features, logit_scale)[: 3 if self.tau_of_model else 2]
         if self._asked == 0:
             index = torch.cat([self.indices.popleft() for _ in range(self.batches)]) if self.indices else None
@@ -322,31 +290,22 @@ def unwrapped(model: Any) -> Any:
 
 
 def check_flags(args: Any, indexed: bool) -> None:
-    """Refuse flags of open_clip that an estimator cannot serve.
-
-    Args:
-        args: what open_clip's parser made.
-        indexed: samples need an index.
-
-    Raises:
-        ValueError: it names the flag and the remedy.
-    """
-    given = {name: getattr(args, name, None) for name in ("horovod", "use_naflex", "torchcompile")}
-    step = given["torchcompile"] and getattr(args, "torchcompile_strategy", None) == "step"
+    """Refuse flags of open_clip that an estimator cannot serve; ``indexed``: samples need an index."""
+    flag = vars(args).get  # some flags are in one form of open_clip only
     generative = any(kind in args.model.lower() for kind in ("coca", "genlip", "genlap"))
-    for found, problem in (
+    step = flag("torchcompile") and flag("torchcompile_strategy") == "step"
+    teacher = args.distill_model is not None or args.distill_pretrained is not None
+    for found, name, why in (
+        (teacher, "--distill-model", "a teacher's features are no part of an estimator's objective; train without it"),
+        (args.siglip, "--siglip", "a sigmoid for each pair has no normalizer to estimate; train without it"),
+        (flag("horovod"), "--horovod", "ranks are torch.distributed's; start with torchrun"),
+        (generative, f"--model {args.model}", "its loss is generative too; take a CLIP model"),
         (
-            args.distill_model is not None or args.distill_pretrained is not None,
-            "--distill-model: a teacher's features are no part of an estimator's objective; train without it",
+            indexed and flag("use_naflex"),
+            "--use-naflex",
+            "its batches keep patches and texts only; take an estimator without rows",
         ),
-        (args.siglip, "--siglip: a sigmoid for each pair has no normalizer to estimate; train without it"),
-        (given["horovod"], "--horovod: ranks are torch.distributed's; start with torchrun"),
-        (generative, f"--model {args.model}: its loss is generative too; take a CLIP model"),
-        (
-            given["use_naflex"] and indexed,
-            "--use-naflex: its batches keep patches and texts only; take an estimator without rows",
-        ),
-        (step, "--torchcompile-strategy step: commits run outside of compiled code; use model or task"),
+        (step, "--torchcompile-strategy step", "commits run outside of compiled code; use model or task"),
     ):
         if found:
-            raise ValueError(problem)
+            raise ValueError(f"{name}: {why}")

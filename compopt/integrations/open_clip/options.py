@@ -26,19 +26,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class Method:
-    """A preset under a name.
-
-    Attributes:
-        preset: builds the estimator.
-        fixed: arguments that the name stands for.
-        defaults: values of flags that differ from the preset's.
-        decays: gamma falls along a cosine, for which the length of the run is known here.
-    """
+    """A preset under a name."""
 
     preset: Callable[..., ContrastiveEstimator]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    decays: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that the name stands for
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of flags that differ from the preset's
+    decays: bool = False  # gamma falls along a cosine, since the length of the run is known here
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -70,20 +63,13 @@ for _version in ("v0", "v1", "v2", "v3"):
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of a run that concern the estimator.
-
-    Attributes:
-        name: of the method.
-        given: arguments of the preset that were given as flags.
-        index: where rows come from: a file, ``keys:N``, ``positions``, or ``None``.
-        gamma_min, gamma_decay: end of a decaying gamma, and the share of the run after which it is reached.
-    """
+    """Flags of a run that concern the estimator."""
 
     name: str
-    given: dict[str, Any]
-    index: str | None
-    gamma_min: float = 0.2
-    gamma_decay: float = 0.5
+    given: dict[str, Any]  # arguments of the preset
+    index: str | None  # where rows come from: a file, keys:N, positions
+    gamma_min: float = 0.2  # end of a decaying gamma
+    gamma_decay: float = 0.5  # share of the run after which it is reached
 
     @property
     def method(self) -> Method:
@@ -101,16 +87,9 @@ class Options:
         return self.method.has_rows or self.index is not None
 
     def build(self, n: int | None, dim: int | None, samples: int | None, batch_size: int) -> ContrastiveEstimator:
-        """Build the estimator.
+        """Build the estimator for ``n`` rows, if samples have an index, and calls of ``batch_size`` on all ranks.
 
-        Args:
-            n: number of rows, if samples have an index.
-            dim: of the model's features, if it is known.
-            samples: number of training samples, if it is known.
-            batch_size: samples of a call on all ranks.
-
-        Raises:
-            ValueError, TypeError: values that the preset refuses; a temperature that nobody would learn.
+        Refuses whatever the preset refuses, and a temperature that nobody would learn.
         """
         parameters = self.method.parameters
         values = {**self.method.fixed, **self.given}

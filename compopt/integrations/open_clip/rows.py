@@ -29,11 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_index(text: str | None) -> SampleIndex | None:
-    """Open the index of a stream: a file of shards, a file of identifiers, or ``keys:N``.
-
-    Raises:
-        ValueError, OSError: it is none of these.
-    """
+    """Open the index of a stream: a file of shards, a file of identifiers, or ``keys:N``."""
     if text is None or text == POSITIONS:
         return None
     if text.startswith("keys:"):
@@ -46,19 +42,10 @@ def open_index(text: str | None) -> SampleIndex | None:
 
 
 def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str]:
-    """Make the batches of open_clip's training data end with the rows of their samples.
+    """Make the batches of open_clip's training data end with the rows of their samples, before any worker starts.
 
-    Args:
-        info: open_clip's ``DataInfo``; its loader is edited before any worker starts.
-        index: of a stream; map-style data have positions.
-        args: open_clip's flags.
-
-    Returns:
-        Number of rows, and a fingerprint of what they mean.
-
-    Raises:
-        ValueError: no index for a stream, one for positions, or a pipeline that is not open_clip's.
-        ValueError, FileNotFoundError: shards are missing or not those of the index; open_clip would skip them.
+    Returns the number of rows, and a fingerprint that changes with their meaning. Refuses a stream without an index,
+    positions with one, a pipeline that is not open_clip's, and shards that are missing or not those of the index.
     """
     loader = info.dataloader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -91,14 +78,7 @@ def _crc32(path: Path) -> int:
 
 
 def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
-    """Edit a webdataset pipeline in place, so that it keeps the index from its reader on through every later stage.
-
-    Returns:
-        The reader, now with the index.
-
-    Raises:
-        ValueError: no reader, or a stage that is not known to keep entries of which it is not told.
-    """
+    """Edit a webdataset pipeline in place, so that it keeps the index from its reader on; return that reader."""
     # a stage of webdataset stands for a function, in .f, or is an object of its own class
     functions = [getattr(stage, "f", stage) for stage in stages]
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
@@ -121,12 +101,7 @@ def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
 
 
 class IndexedLoader:
-    """open_clip's loader with batches as open_clip expects them; their index is put aside, in the same order.
-
-    Args:
-        loader: its batches are dictionaries with ``index``, or end with it.
-        aside: receives each batch's index, a CPU tensor, before the batch is handed out.
-    """
+    """open_clip's loader with batches as open_clip expects them; the index of each is put aside before it is used."""
 
     def __init__(self, loader: Any, aside: deque[Tensor]) -> None:
         self._loader, self._aside = loader, aside
@@ -152,10 +127,7 @@ class Rows:
     """Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
 
     Never inside that file, which one rank writes, and never named ``.pt``: open_clip resumes from the newest of these.
-
-    Args:
-        est: the estimator; one without state saves nothing, and resumes from anything.
-        args: open_clip's flags.
+    An estimator without state saves nothing, and resumes from anything.
     """
 
     def __init__(self, est: ContrastiveEstimator, args: Any) -> None:
@@ -171,11 +143,7 @@ class Rows:
             save(self.est, Path(args.checkpoint_path) / f"epoch_{epoch}.compopt", keep=1)
 
     def load(self, epoch: int) -> None:
-        """Load on every rank, once open_clip has loaded its own file, which says how many epochs are completed.
-
-        Raises:
-            ValueError: no rows of that epoch beside that file, or those of other data, of another estimator; damaged.
-        """
+        """Load on every rank, once open_clip has loaded its own file, which says how many epochs are completed."""
         if not self.stateful:
             return
         source = str(self.args.resume)
