@@ -270,7 +270,7 @@ def test_accelerate_without_a_group_is_told(monkeypatch):
 
 
 class Engine:
-    """What ``compopt.integrations.deepspeed`` sees of DeepSpeed's: a tag has the client state, and nothing of ours."""
+    """Stands for DeepSpeed's engine: a tag has the client state, and nothing of ours."""
 
     global_steps = 3
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:.*({talk})")
 
 
 class DualEncoder(pl.LightningModule):
-    """What a user writes."""
+    """A module as users write it."""
 
     def __init__(self, est=None, dtype=torch.float64, optimizer=torch.optim.AdamW, **options):
         super().__init__()

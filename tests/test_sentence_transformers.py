@@ -82,7 +82,7 @@ def learned():
 
 
 def embed(model, columns, at, prompts=("", "")):
-    """What the trainer's collator makes of samples."""
+    """Collate samples as the trainer does."""
     prompts = (*prompts, *[""] * len(columns))
     pairs = zip(columns, prompts, strict=False)
     return [model.preprocess([column[i] for i in at], prompt=prompt or None) for column, prompt in pairs]
@@ -494,7 +494,7 @@ def test_losses_compose_through_embeddings():
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     class Columns(torch.nn.Sequential):
-        """What a SparseEncoder returns."""
+        """Returns what a SparseEncoder does."""
 
         def forward(self, inputs):
             return {"sentence_embedding": super().forward(inputs["input_ids"])}

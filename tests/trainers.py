@@ -1,4 +1,4 @@
-"""What the tests beside the two trainers share: data, the plain loops that they must equal, accidents."""
+"""Data, the plain loops that trainers must equal, and accidents, for the tests beside trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share; without open_clip there are none."""
+"""Data for the tests of this folder; without open_clip there are no tests."""
 
 from importlib.util import find_spec
 

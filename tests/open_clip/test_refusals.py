@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is trained, by the name of the flag."""
+"""Refusals before anything is trained, by the name of the flag."""
 
 import json
 import re

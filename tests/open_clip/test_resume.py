@@ -116,7 +116,7 @@ def test_another_model_is_refused(tmp_path, data):
 
 @pytest.mark.parametrize("what", ["rows", "file"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, what):
-    """What open_clip could not finish has to be removed; the file before is there, with its rows."""
+    """An unfinished file of open_clip has to be removed; the file before is there, with its rows."""
     whole = run(SOGCLR, tmp_path, data, "whole")
     original = Rows.save
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, w
 
 
 def test_weights_without_rows_begin_anew_as_pretrained(tmp_path, data):
-    """What the refusal says."""
+    """As the refusal says."""
     stopped(SOGCLR, tmp_path, data)
     path = tmp_path / "logs" / "run" / "checkpoints" / "epoch_2.pt"
     watch = run(SOGCLR, tmp_path, data, "anew", pretrained=path, epochs=1)

@@ -85,7 +85,7 @@ class Stopped(Exception):
 
 
 class Watch:
-    """What a run did.
+    """Record of a run.
 
     `gradients`: one dict for each update, by name, as the optimizer saw them. `seen`: images and their index of each
     batch. `updates`: real ones. `run`: ours. The order within an epoch depends on nothing but its number.
@@ -193,7 +193,7 @@ def assert_alike(one, other, tolerance):
 
 
 def files(folder, name="run"):
-    """What lies in the folder of checkpoints, but for results and for the locks of a run that has not ended."""
+    """Names in the folder of checkpoints, except results and the locks of a run that has not ended."""
     found = (folder / "logs" / name / "checkpoints").iterdir()
     return sorted(path.name for path in found if path.name != "results.jsonl" and path.suffix != ".lock")
 
