@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> Options:
         help="with its name, --help lists more",
     )
     name = parser.parse_known_args(arguments)[0].estimator
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    parser.add_argument("--help", "-h", action="help", help="show this and exit")
     parser.add_argument("--index", help="rows: a ShardIndex (.json), identifiers (.npy), keys:N, or positions")
     if name is not None:
         method = METHODS[name]
@@ -137,9 +137,9 @@ def parse(arguments: Sequence[str]) -> Options:
             parser.add_argument("--gamma-decay", type=float, default=0.5, help=share)
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = " ".join(option for action in parser._actions for option in action.option_strings[-1:])
+        flags = " ".join(option for action in parser._actions for option in action.option_strings[:1])
         parser.error(f"{' '.join(unknown)}: not known here. {name} takes {flags}; open_clip's own flags come after --")
-    values = vars(known)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(known).items()}
     own = {key: values.pop(key) for key in ("index", "gamma_min", "gamma_decay") if key in values}
     return Options(values.pop("estimator"), values, **own)
 
@@ -152,18 +152,13 @@ def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, def
     if annotation == "bool":
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
     elif isinstance(default, tuple):
-        parser.add_argument(flag, type=float, nargs=len(default), action=_Tuple, **options)
+        parser.add_argument(flag, type=float, nargs=len(default), **options)
     elif required or not callable(default):
         kinds = [kind.strip() for kind in annotation.split("|")]
         words = [*DTYPES] if isinstance(default, torch.dtype) else re.findall(r"""["'](\w+)["']""", annotation)
         words += [MODEL] if parameter.name == "tau" else []
         shown = [kind for kind in kinds if kind in ("bool", "int", "float", "str")] + words
         parser.add_argument(flag, type=_converter(kinds, words, shown), metavar="|".join(shown), **options)
-
-
-class _Tuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
 
 
 def _converter(kinds: Sequence[str], words: Sequence[str], shown: Sequence[str]) -> Callable[[str], Any]:
