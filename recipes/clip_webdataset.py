@@ -38,9 +38,8 @@ import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.shard_files import check_files
 from compopt.integrations import accelerate as integration
-from compopt.integrations.open_clip.flags import DECIDED
-from compopt.integrations.open_clip.options import METHODS, MODEL
-from compopt.integrations.open_clip.pipeline import open_index
+from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
+from compopt.integrations.open_clip.rows import open_index
 from compopt.locks import Claim
 from compopt.rng import fold
 from recipes import checkpoints, launch, tars

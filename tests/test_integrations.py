@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 from compopt.integrations import amp
 from tests.pool import the_pool
+from tests.trainers import SKIPPED, UPDATES, Items, fresh_accelerate, spoil
 from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, needs_fsdp2, reference, rows, weights
 
 pytestmark = pytest.mark.distributed
-UPDATES = 4
-SKIPPED = (1,)
 
 
 def ours(function, *args):
@@ -71,86 +70,49 @@ def full_weights(model):
     return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
 
 
-def train_fsdp(group, scaled, fused):
-    from torch.distributed.fsdp import fully_shard
+def train_scaled(group, fused, scaled=True, adapter=True, sharded=False):
+    """The second update overflows, if there is a scaler; FSDP2 on two ranks, or one process."""
+    model, rank = Encoders(), dist.get_rank() if sharded else 0
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
 
-    model = Encoders()
-    for layer in (model.first, model.second):
-        fully_shard(layer)
-    fully_shard(model)
-    est = compopt.ISogCLREstimator(N, rho=0.5, dtype=torch.float64, shard=True)
+        for layer in (model.first, model.second, model):
+            fully_shard(layer)
+    est = compopt.ISogCLREstimator(N, rho=0.5, dtype=torch.float64, shard=sharded)
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, enabled=scaled)
-    if scaled:
-        amp.attach(est, optimizer, scaler)
-    else:
-        est.attach(optimizer)
+    handle = amp.attach(est, optimizer, scaler if scaled and adapter else None)
     commits, trace = counting(est), []
-    for step, (x1, x2, index) in enumerate(micro_batches(UPDATES * WINDOW, dist.get_rank(), 2)):
-        update, last = step // WINDOW, step % WINDOW == WINDOW - 1
-        model.set_requires_gradient_sync(last)
-        loss = scaler.scale(est(*model(x1, x2), index) / WINDOW)
-        loss.backward()
-        if last:
-            if scaled and update in SKIPPED and dist.get_rank() == 0:
+    for step, (x1, x2, index) in enumerate(micro_batches(UPDATES * WINDOW, rank, 1 + sharded)):
+        if sharded:
+            model.set_requires_gradient_sync(step % WINDOW == WINDOW - 1)
+        scaler.scale(est(*model(x1, x2), index) / WINDOW).backward()
+        if step % WINDOW == WINDOW - 1:
+            if scaled and step // WINDOW in SKIPPED and rank == 0:
                 spoil(model)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            trace.append((full_weights(model), rows(est)))
+            trace.append(((full_weights if sharded else weights)(model), rows(est)))
+    handle.remove()
     return trace, len(commits)
 
 
-def spoil(model):
-    """An overflow in the shard of one rank."""
-    parameter = next(model.parameters())
-    gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-    gradient.view(-1)[0] = torch.inf
-
-
-@pytest.mark.parametrize("fused", [False, True])
 @needs_fsdp2
-def test_fsdp2(fused):
-    assert_like_reference(ours(train_fsdp, False, fused), 1e-11)
-
-
 @pytest.mark.parametrize("fused", [False, True])
-@needs_fsdp2
-def test_fsdp2_with_a_gradient_scaler_that_skips_a_step(fused):
-    assert_like_reference(ours(train_fsdp, True, fused), 1e-11, skipped=SKIPPED)
-
-
-# GradScaler, one process --------------------------------------------------------------------------
-
-
-def train_scaled(fused, adapter):
-    """The second update overflows."""
-    model, est = Encoders(), compopt.ISogCLREstimator(N, rho=0.5, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.groups(), lr=1e-2, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    handle = amp.attach(est, optimizer, scaler) if adapter else est.attach(optimizer)
-    commits, trace = counting(est), []
-    for update in range(UPDATES):
-        for x1, x2, index in micro_batches(UPDATES * WINDOW)[update * WINDOW : (update + 1) * WINDOW]:
-            scaler.scale(est(*model(x1, x2), index) / WINDOW).backward()
-        if update in SKIPPED:
-            spoil(model)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        trace.append((weights(model), rows(est)))
-    handle.remove()
-    return trace, len(commits), est
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fsdp2(fused, scaled):
+    results = ours(train_scaled, fused, scaled, True, True)
+    assert_like_reference(results, 1e-11, skipped=SKIPPED if scaled else ())
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_amp_attach_discards_what_was_skipped(fused):
-    trace, commits, _ = train_scaled(fused, adapter=True)
-    assert_like_reference([(trace, commits)], 1e-12, skipped=SKIPPED)
+    assert_like_reference([train_scaled(None, fused)], 1e-12, skipped=SKIPPED)
 
 
 def test_without_the_adapter_a_skipped_window_joins_the_next_commit():
-    trace, commits, _ = train_scaled(fused=False, adapter=False)
+    trace, commits = train_scaled(None, fused=False, adapter=False)
     assert commits == UPDATES - 1
     expected = reference(UPDATES, skipped=SKIPPED)
     torch.testing.assert_close(trace[1][1], expected[1][1], rtol=1e-12, atol=1e-12)
@@ -158,16 +120,15 @@ def test_without_the_adapter_a_skipped_window_joins_the_next_commit():
 
 
 def test_amp_handle_and_other_optimizers():
-    model, est = Encoders(), compopt.SogCLREstimator(N)
+    model, est = Encoders(torch.float32), compopt.SogCLREstimator(N)
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.second))
     scaler = torch.amp.GradScaler("cpu")
     handle = amp.attach(est, first, scaler)
     amp.attach(est, first, scaler)  # twice is once
 
     def window(overflow):
-        x1, x2, index = micro_batches(1)[0]
-        z1, z2 = model(x1, x2)
-        scaler.scale(est(z1.float(), z2.float(), index)).backward()
+        x1, x2, index = micro_batches(1, dtype=torch.float32)[0]
+        scaler.scale(est(*model(x1, x2), index)).backward()
         if overflow:
             model.second.weight.grad[0, 0] = torch.inf
         scaler.step(second)
@@ -181,8 +142,7 @@ def test_amp_handle_and_other_optimizers():
     handle.remove()
     window(overflow=False)
     assert est.pending == 1 and est.t == 1
-    state = scaler.state_dict()
-    torch.amp.GradScaler("cpu").load_state_dict(state)
+    torch.amp.GradScaler("cpu").load_state_dict(scaler.state_dict())
 
 
 # accelerate ---------------------------------------------------------------------------------------
@@ -190,28 +150,20 @@ def test_amp_handle_and_other_optimizers():
 
 @contextlib.contextmanager
 def accelerator(**options):
-    """A fresh one: accelerate keeps its state in singletons."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    try:
+    with fresh_accelerate():
         yield Accelerator(cpu=True, **options)
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
 
 
-class Samples(torch.utils.data.Dataset):
-    """Micro-batches laid end to end: with `Slices`, every rank meets the reference's batches."""
+class Samples(Items):
+    """As tuples."""
 
     def __init__(self, count, dtype):
-        self.items = [item for batch in micro_batches(count, dtype=dtype) for item in zip(*batch, strict=True)]
-
-    def __len__(self):
-        return len(self.items)
+        super().__init__(count, 1, dtype)
 
     def __getitem__(self, at):
-        return self.items[at]
+        return tuple(super().__getitem__(at).values())
 
 
 def prepare(accelerator, count, shard=True, dtype=torch.float64):
@@ -227,58 +179,43 @@ def prepare(accelerator, count, shard=True, dtype=torch.float64):
     return model, optimizer, loader, est
 
 
-def train_accelerate(group, prefetch):
-    with accelerator(gradient_accumulation_steps=WINDOW) as acc:
-        model, optimizer, loader, est = prepare(acc, UPDATES * WINDOW)
+def train_accelerate(group, count, epochs, precision, dtype, prefetch):
+    """accelerate steps on the last window of an epoch, however short."""
+    with accelerator(gradient_accumulation_steps=WINDOW, mixed_precision=precision) as acc:
+        model, optimizer, loader, est = prepare(acc, count, dtype=dtype)
         commits, trace = counting(est), []
-        for x1, x2, index in est.prefetch(loader) if prefetch else loader:
-            with acc.accumulate(model):
-                acc.backward(est(*model(x1, x2), index))
-                optimizer.step()
-                optimizer.zero_grad()
-            if acc.sync_gradients:
-                trace.append((weights(model), rows(est)))
-        return trace, len(commits)
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_accelerate(prefetch):
-    assert_like_reference(ours(train_accelerate, prefetch), 1e-11)
-
-
-def odd_windows(group, precision, prefetch):
-    """Seven micro-batches in windows of two, two epochs: accelerate steps on the last, short window."""
-    with accelerator(gradient_accumulation_steps=2, mixed_precision=precision) as acc:
-        model, optimizer, loader, est = prepare(acc, 7, dtype=torch.float32)
-        commits, updates, before = counting(est), 0, weights(model)
-        for _epoch in range(2):
+        for _epoch in range(epochs):
             for x1, x2, index in est.prefetch(loader) if prefetch else loader:
                 with acc.accumulate(model):
                     acc.backward(est(*model(x1, x2), index))
                     optimizer.step()
                     optimizer.zero_grad()
-                updates += not torch.equal(before, weights(model))
-                before = weights(model)
-        return updates, len(commits), est.pending, weights(model), rows(est)
+                if acc.sync_gradients:
+                    trace.append((weights(model), rows(est)))
+        return trace, len(commits)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_accelerate(prefetch):
+    assert_like_reference(ours(train_accelerate, UPDATES * WINDOW, 1, None, torch.float64, prefetch), 1e-11)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_with_odd_windows(precision):
-    plain, ahead = ours(odd_windows, precision, False), ours(odd_windows, precision, True)
-    for updates, commits, pending, *_ in plain + ahead:
-        assert (updates, commits, pending) == (8, 8, 0)
-    for (*_, w, r), (*_, w2, r2) in zip(plain, ahead, strict=True):
-        assert torch.equal(w, w2) and torch.equal(r, r2) and r.isfinite().all()
+    """Seven micro-batches in windows of two, two epochs."""
+    plain, ahead = (ours(train_accelerate, 7, 2, precision, torch.float32, prefetch) for prefetch in (False, True))
+    for (trace, commits), (other, _) in zip(plain, ahead, strict=True):
+        assert commits == len(trace) == 8 and len({step[0].sum().item() for step in trace}) == 8
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(trace[-1], other[-1], strict=True))
 
 
 def save_and_resume(group, folder):
-    """Four updates in one go; two, a save into a used folder, a fresh start, two more."""
+    """Four updates in one go; two, a save into a used folder, a fresh start, two more; rows of another save."""
 
     def updates(model, optimizer, loader, est, which):
         for number, (x1, x2, index) in enumerate(loader):
             if number in which:
-                loss = est(*model(x1, x2), index)
-                acc.backward(loss)
+                acc.backward(est(*model(x1, x2), index))
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -296,37 +233,18 @@ def save_and_resume(group, folder):
         assert parts[3].t == 2 and parts[3].pending == 0
         updates(*parts, range(2, 4))
         found = weights(parts[0]), rows(parts[3])
-    return expected, found
-
-
-def test_accelerate_checkpoints_carry_every_rank_s_rows(tmp_path):
-    for expected, found in ours(save_and_resume, str(tmp_path / "state")):
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def rows_of_another_save(group, folder):
-    """The rows of a checkpoint were replaced by those of a later one."""
-    import shutil
-
-    with accelerator() as acc:
-        model, optimizer, loader, est = prepare(acc, 2)
-        acc.save_state(folder)
-        x1, x2, index = next(iter(loader))
-        acc.backward(est(*model(x1, x2), index))
-        optimizer.step()
-        acc.save_state(folder + "-later")
         if acc.is_main_process:
             shutil.rmtree(f"{folder}/compopt")
             shutil.copytree(f"{folder}-later/compopt", f"{folder}/compopt")
         acc.wait_for_everyone()
-        before = rows(est)
         with pytest.raises((FileNotFoundError, RuntimeError), match="compopt"):
             acc.load_state(folder)
-        return torch.equal(before, rows(est))
+        assert torch.equal(found[1], rows(parts[3]))
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_accelerate_refuses_the_rows_of_another_save(tmp_path):
-    assert ours(rows_of_another_save, str(tmp_path / "state")) == [True, True]
+def test_accelerate_checkpoints_carry_every_rank_s_rows(tmp_path):
+    assert ours(save_and_resume, str(tmp_path / "state")) == [True, True]
 
 
 def test_batches_from_the_main_process_are_refused():
@@ -343,19 +261,16 @@ def test_accelerate_without_a_group_is_told(monkeypatch):
     from compopt.integrations import accelerate as integration
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = Encoders(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    est = compopt.SogCLREstimator(n=8, tau=0.1, gamma=0.5)
-    alone = types.SimpleNamespace(num_processes=1)
-    with pytest.warns(UserWarning, match="trains alone"):
-        integration.attach(est, optimizer, alone).remove()
+    optimizer, est = torch.optim.SGD(Encoders().parameters(), lr=0.1), compopt.SogCLREstimator(n=8)
+    with pytest.warns(UserWarning, match="trains alone.*accelerate launch --cpu"):
+        integration.attach(est, optimizer, types.SimpleNamespace(num_processes=1)).remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.attach(est, optimizer, types.SimpleNamespace(num_processes=2)).remove()
 
 
 class Engine:
-    """What ``compopt.integrations.deepspeed`` sees of DeepSpeed's: a tag has the client state, and nothing of ours."""
+    """Stands for DeepSpeed's engine: a tag has the client state, and nothing of ours."""
 
     global_steps = 3
 

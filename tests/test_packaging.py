@@ -267,6 +267,7 @@ def test_no_function_swallows_keywords():
     swallowing = [
         key
         for name in PUBLIC_MODULES
+        if name != "compopt.integrations.deepspeed"  # hands them to the engine, which refuses unknown ones
         for key, value in defined_in(importlib.import_module(name)).items()
         # the names that an Unpack takes, or what a part must offer: nothing that is called
         if not typing.is_typeddict(value) and not getattr(value, "_is_protocol", False)

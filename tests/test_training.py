@@ -11,18 +11,20 @@ from tests.helpers import assert_same_bits, bits, features, make, near, snapshot
 N = 16
 
 
-def towers(seed=0, width=6, dtype=torch.float64):
+def towers(width=6):
     """Two small encoders."""
-    torch.manual_seed(seed)
-    make_one = lambda: torch.nn.Sequential(  # noqa: E731
-        torch.nn.Linear(width, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
-    ).to(dtype)
-    return make_one(), make_one()
+    torch.manual_seed(0)
+    return [
+        torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double() for _ in "12"
+    ]
 
 
 def gradients(*modules):
-    """All parameter gradients as one vector."""
-    return torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
+    """All parameter gradients as one vector, which are then zero."""
+    found = torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
+    for module in modules:
+        module.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -35,15 +37,13 @@ def test_checkpointed_encoders(info, mode, use_reentrant):
         first, second = towers()
         est, _ = make(info, mode, N)
         for t in range(2):
-            x1, x2 = (x.requires_grad_() for x in features(8, 6, seed=t))
+            pairs = zip((first, second), features(8, 6, seed=t), strict=True)
             if recompute:
-                z1 = checkpoint(first, x1, use_reentrant=use_reentrant)
-                z2 = checkpoint(second, x2, use_reentrant=use_reentrant)
+                z1, z2 = (checkpoint(each, x.requires_grad_(), use_reentrant=use_reentrant) for each, x in pairs)
             else:
-                z1, z2 = first(x1), second(x2)
+                z1, z2 = (each(x) for each, x in pairs)
             est(z1, z2, torch.arange(8) + 3 * t).backward()
-            if info.has_state:
-                assert est.pending == 1
+            assert est.pending == info.has_state
             est.step()
         results.append((gradients(first, second), snapshot(est, N)))
     near(results[0][0], results[1][0], 1e-13)
@@ -56,18 +56,14 @@ def test_accumulated_gradients_are_the_sum_over_micro_batches(info, mode):
     """Forward reads committed values only, so micro-batches of one window do not see each other."""
     first, second = towers()
     x1, x2 = features(12, 6, seed=5)
-    parts = [torch.arange(0, 4), torch.arange(4, 8), torch.arange(8, 12)]
+    parts = torch.arange(12).split(4)
     est, _ = make(info, mode, N)
     for part in parts:
         est(first(x1[part]), second(x2[part]), part).backward()
-    accumulated = gradients(first, second)
+    accumulated, total = gradients(first, second), 0
     est.step()
-
-    total = 0
     for part in parts:
         alone, _ = make(info, mode, N)
-        first.zero_grad()
-        second.zero_grad()
         alone(first(x1[part]), second(x2[part]), part).backward()
         total = total + gradients(first, second)
         alone.step()
@@ -88,8 +84,6 @@ def test_cached_features_make_micro_batches_one_large_batch(info, mode):
     loss = large(first(x1), second(x2), index)
     loss.backward()
     want = gradients(first, second)
-    first.zero_grad()
-    second.zero_grad()
     cached, _ = make(info, mode, N)
     with torch.no_grad():
         z1, z2 = first(x1), second(x2)

@@ -1,4 +1,4 @@
-"""What the tests beside the two trainers share: data, the plain loops that they must equal, accidents."""
+"""Data, the plain loops that trainers must equal, and accidents, for the tests beside trainers."""
 
 from __future__ import annotations
 
@@ -69,5 +69,18 @@ def same(found, expected):
 
 
 def spoil(module):
-    """An overflow in one gradient."""
-    next(module.parameters()).grad.view(-1)[0] = torch.inf
+    """An overflow in one gradient, of the shard of this rank."""
+    gradient = next(module.parameters()).grad
+    (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = torch.inf
+
+
+@contextlib.contextmanager
+def fresh_accelerate():
+    """accelerate keeps its state in singletons; they are new afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    try:
+        yield
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()

@@ -105,7 +105,7 @@ def train(job: Job, shards: Path, out: Path) -> Path:
 
         main(theirs)
     else:
-        from compopt.integrations.open_clip.run import main as adapted
+        from compopt.integrations.open_clip import main as adapted
 
         adapted(["--estimator", "clip", "--", *theirs])
     return out / "run" / "checkpoints" / f"epoch_{EPOCHS}.pt"

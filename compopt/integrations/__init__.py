@@ -1,6 +1,6 @@
 """Thin adapters; none of them is imported unless it is asked for.
 
-``est.attach(optimizer)`` alone serves plain torch, DDP, FSDP2 and DeepSpeed engines. What is here covers what a hook
+``est.attach(optimizer)`` alone serves plain torch, DDP, FSDP2 and DeepSpeed engines. These modules cover what a hook
 of the optimizer cannot see, and checkpoints of frameworks that would keep one rank's rows only:
 
 - :mod:`compopt.integrations.amp`: a ``GradScaler`` that skips an update without touching the optimizer.
@@ -18,20 +18,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = (
-    "accelerate",
-    "amp",
-    "dcp",
-    "deepspeed",
-    "lightning",
-    "open_clip",
-    "sentence_transformers",
-    "transformers",
-)
+_MODULES = "accelerate amp dcp deepspeed lightning open_clip sentence_transformers transformers".split()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module of this package when it is asked for."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(_MODULES)}")
     try:
@@ -41,4 +31,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(_MODULES)
+    return _MODULES

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import load, save
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
+from compopt.integrations.refusals import warn_alone
 
 
-def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle | amp.Handles:
+def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     """Commit after each real update that accelerate makes; a skipped one discards. Call it after ``prepare``.
 
-    Knows which of the accelerator's parts can tell: DeepSpeed's engine, which counts skips (the update, and so the
-    commit, then happens inside ``accelerator.backward``); the gradient scaler of ``mixed_precision="fp16"``; the
-    optimizer. Micro-batches inside ``accelerator.accumulate`` join one commit.
+    It attaches to what reports skips: DeepSpeed's engine, which counts them (the update, and so the commit, then
+    happens inside ``accelerator.backward``), or the gradient scaler of ``mixed_precision="fp16"`` with the optimizer.
+    Micro-batches inside ``accelerator.accumulate`` join one commit.
 
     Args:
         est: the estimator; built after the ``Accelerator``, so that it sees the process group.
@@ -49,26 +49,14 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle 
         >>> est.t
         1
     """
-    _check_group(accelerator)
+    warn_alone(
+        accelerator.num_processes,
+        "on a machine without accelerators build Accelerator(cpu=True), or start with accelerate launch --cpu",
+    )
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
         return est.attach(wrapped.engine)
-    scaler = getattr(accelerator, "scaler", None)
-    if scaler is not None:
-        return amp.attach(est, optimizer, scaler)
-    return est.attach(optimizer)
-
-
-def _check_group(accelerator: Any) -> None:
-    """On a machine without accelerators accelerate reads torchrun's variables with ``cpu=True`` only."""
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched > 1 and accelerator.num_processes == 1:
-        warnings.warn(
-            f"WORLD_SIZE is {launched}, but accelerator.num_processes is 1: every process trains alone, on all of the "
-            f"data. On a machine without accelerators build Accelerator(cpu=True), or start with accelerate launch "
-            f"--cpu",
-            stacklevel=3,
-        )
+    return amp.attach(est, optimizer, getattr(accelerator, "scaler", None))
 
 
 def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "compopt") -> None:
@@ -105,30 +93,31 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
 
 
 class _Rows:
-    """What accelerate keeps in its pickle: which checkpoint of rows belongs to it."""
+    """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it.
+
+    A save into a used folder leaves the earlier rows there, so that a run killed before accelerate has written its own
+    files still finds the rows that its old files name.
+    """
 
     def __init__(self, est: Estimator, name: str) -> None:
         self._est, self._name = est, name
         self._folder = self._saved = ""
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str | os.PathLike[str]) -> None:
-        """On every rank, before accelerate calls :meth:`state_dict`; the rows of an overwritten save stay loadable."""
-        del models, weights
-        self._saved = saving.save(self._est, Path(output_dir) / self._name).name
+        """Write the rows; accelerate calls it on every rank before :meth:`state_dict`."""
+        self._saved = save(self._est, Path(output_dir) / self._name).name
 
     def locate(self, models: list[Any], input_dir: str | os.PathLike[str]) -> None:
-        """On every rank, before accelerate calls :meth:`load_state_dict`."""
-        del models
+        """Remember the folder; accelerate calls it on every rank before :meth:`load_state_dict`."""
         self._folder = os.fspath(input_dir)
 
     def state_dict(self) -> dict[str, str]:
         return {"name": self._name, "checkpoint": self._saved}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """On every rank."""
         if state_dict.get("name") != self._name:
             raise ValueError(
                 f"the checkpoint has {state_dict.get('name')!r} where {self._name!r} is registered; register the same "
                 f"estimators in the same order as when it was saved"
             )
-        saving.load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])
+        load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from compopt.estimator.attach import unwrap
 from compopt.estimator.base import Estimator
 
-_WATCHERS = "_compopt_watchers"
-Watcher = Callable[[torch.optim.Optimizer], None]
+_SKIPS = "_compopt_skips"  # attribute of a scaler: by handle, the optimizer and the method to call when it is skipped
 
 
-class Handles:
-    """Several handles as one.
-
-    Example:
-        >>> import torch
-        >>> from compopt.integrations.amp import Handles
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> both = Handles(layer.register_forward_hook(print), layer.register_forward_pre_hook(print))
-        >>> both.remove()
-    """
-
-    def __init__(self, *handles: RemovableHandle) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove all of them; what is pending stays pending."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def attach(est: Estimator, optimizer: Any, scaler: Any) -> Handles:
-    """``est.attach(optimizer)``, and ``est.discard()`` whenever the scaler skips a step of this optimizer.
+def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandle:
+    """Call ``est.attach(optimizer)``, and ``est.discard()`` whenever the scaler skips a step of this optimizer.
 
     An unfused optimizer is not called at all on a skip, so that no hook of it can tell. ``scaler.step`` is replaced,
     on this instance, by one that sees whether the optimizer's hooks ran; nothing of the scaler's internals is used
@@ -47,7 +24,8 @@ def attach(est: Estimator, optimizer: Any, scaler: Any) -> Handles:
     Args:
         est: the estimator.
         optimizer: as for :meth:`~compopt.Estimator.attach`.
-        scaler: a ``torch.amp.GradScaler``; it keeps ``state_dict()`` but can no longer be pickled.
+        scaler: a ``torch.amp.GradScaler``, which keeps ``state_dict()`` but can no longer be pickled. ``None``: there
+            is none, and this is ``est.attach``.
 
     Returns:
         A handle with ``remove()``; the scaler's ``step`` stays replaced.
@@ -69,24 +47,19 @@ def attach(est: Estimator, optimizer: Any, scaler: Any) -> Handles:
         >>> est.t
         1
     """
-    inner, discard = unwrap(optimizer), WeakMethod(est.discard)
-
-    def skipped(stepped: torch.optim.Optimizer) -> None:
-        alive = discard()
-        if stepped is inner and alive is not None:
-            alive()
-
-    watchers = _watch(scaler)
-    handle = RemovableHandle(watchers)
-    watchers[handle.id] = skipped
-    return Handles(est.attach(optimizer), handle)
+    handle = est.attach(optimizer)
+    if scaler is not None:
+        if not hasattr(scaler, _SKIPS):
+            _report_skips(scaler)
+        skips = getattr(scaler, _SKIPS)
+        skips[handle.id] = unwrap(optimizer), WeakMethod(est.discard)
+        handle.extra_dict_ref += (ref(skips),)  # remove() takes the entry out too
+    return handle
 
 
-def _watch(scaler: Any) -> OrderedDict[int, Watcher]:
-    """Whom the scaler tells about skipped steps; its ``step`` is replaced the first time."""
-    if hasattr(scaler, _WATCHERS):
-        return getattr(scaler, _WATCHERS)
-    watchers: OrderedDict[int, Watcher] = OrderedDict()
+def _report_skips(scaler: Any) -> None:
+    """Replace ``scaler.step`` by one that calls ``discard`` where no hook of the optimizer ran."""
+    skips: OrderedDict[int, tuple[Any, WeakMethod[Any]]] = OrderedDict()  # a plain dict has no weak references
     original = scaler.step
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +69,11 @@ def _watch(scaler: Any) -> OrderedDict[int, Watcher]:
             result = original(optimizer, *args, **kwargs)
         finally:
             handle.remove()
-        if not ran:
-            for watcher in list(watchers.values()):
-                watcher(inner)
+        for attached, reference in [] if ran else list(skips.values()):
+            discard = reference()
+            if attached is inner and discard is not None:
+                discard()
         return result
 
     scaler.step = step
-    setattr(scaler, _WATCHERS, watchers)
-    return watchers
+    setattr(scaler, _SKIPS, skips)

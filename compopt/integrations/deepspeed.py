@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
+from compopt.integrations.refusals import load_rows
 
 KEY = "compopt"
 
@@ -19,10 +20,9 @@ def save_checkpoint(
     save_dir: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
+    **options: Any,
 ) -> Any:
-    """``engine.save_checkpoint(...)``, with the rows of every rank in ``<save_dir>/<tag>/compopt``.
+    """Call ``engine.save_checkpoint(...)``, with the rows of every rank in ``<save_dir>/<tag>/compopt``.
 
     DeepSpeed keeps one rank's ``client_state``, under ZeRO 3 every rank's; it gets only the name of the rows'
     checkpoint. The rows are written first: a run killed in between resumes from the previous tag.
@@ -33,8 +33,7 @@ def save_checkpoint(
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: the estimator.
-        save_dir, tag, client_state, save_latest, exclude_frozen_parameters: as for the engine; ``tag=None`` is
-            ``global_step<N>`` as there.
+        save_dir, tag, client_state, **options: as for the engine; ``tag=None`` is ``global_step<N>`` as there.
 
     Returns:
         What the engine returns.
@@ -49,35 +48,21 @@ def save_checkpoint(
     if KEY in client_state:
         raise ValueError(f"client_state must leave the key {KEY!r} to compopt")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    client_state[KEY] = {"checkpoint": saving.save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
-    return engine.save_checkpoint(
-        os.fspath(save_dir),
-        tag=tag,
-        client_state=client_state,
-        save_latest=save_latest,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
+    client_state[KEY] = {"checkpoint": save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
+    return engine.save_checkpoint(os.fspath(save_dir), tag=tag, client_state=client_state, **options)
 
 
 def load_checkpoint(
-    engine: Any,
-    est: Estimator,
-    load_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
+    engine: Any, est: Estimator, load_dir: str | os.PathLike[str], tag: str | None = None, **options: Any
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """``engine.load_checkpoint(...)``, then the rows that were saved with it, on any number of ranks.
+    """Call ``engine.load_checkpoint(...)``, then load the rows that were saved with it, on any number of ranks.
 
     The rows of a universal checkpoint are those of the tag that it was made from, see :func:`save_checkpoint`.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: an estimator of the same configuration.
-        load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only: as for
-            the engine; ``tag=None`` is the latest.
+        load_dir, tag, **options: as for the engine; ``tag=None`` is the latest.
 
     Returns:
         ``(path, client_state)`` as the engine returns them, without compopt's entry. If the engine finds nothing
@@ -90,36 +75,23 @@ def load_checkpoint(
 
     Communicates: collective, as the engine's method.
     """
-    path, client_state = engine.load_checkpoint(
-        os.fspath(load_dir),
-        tag=tag,
-        load_module_strict=load_module_strict,
-        load_optimizer_states=load_optimizer_states,
-        load_lr_scheduler_states=load_lr_scheduler_states,
-        load_module_only=load_module_only,
-    )
+    path, client_state = engine.load_checkpoint(os.fspath(load_dir), tag=tag, **options)
     if path is None:
         return path, client_state
     client_state = dict(client_state or {})
     if KEY not in client_state:
         raise ValueError(f"{path} was saved without rows: save with compopt.integrations.deepspeed.save_checkpoint")
+    saved = client_state.pop(KEY)
     # what the engine returns is a file in some versions, the tag's directory in others
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    _load_rows(est, folder, client_state.pop(KEY))
-    return path, client_state
-
-
-def _load_rows(est: Estimator, folder: Path, saved: Mapping[str, str]) -> None:
-    """From a tag's directory or, for a universal checkpoint, from that of another tag beside it."""
     rows = folder / KEY / saved["checkpoint"]
-    if not rows.exists():
-        rows = next(iter(folder.parent.glob(f"*/{KEY}/{saved['checkpoint']}")), rows)  # no two have one name
-    try:
-        saving.load(est, rows)
-    except FileNotFoundError as error:
-        tag = saved.get("tag", "<tag>")
-        raise FileNotFoundError(
-            f"{rows} is not there or not complete ({error}). Rows are in the directory of the tag they were saved "
-            f"under, {tag}/{KEY}; ds_to_universal does not copy them: copy that folder to {folder / KEY}, and load "
-            f"again (the engine has been loaded already)"
-        ) from error
+    if not rows.exists():  # a universal checkpoint: the rows are in another tag beside it; no two have one name
+        rows = next(iter(folder.parent.glob(f"*/{KEY}/{saved['checkpoint']}")), rows)
+    load_rows(
+        est,
+        rows,
+        f"rows are in the directory of the tag they were saved under, {saved.get('tag', '<tag>')}/{KEY}; "
+        f"ds_to_universal does not copy them: copy that folder to {folder / KEY}, and load again (the engine has been "
+        f"loaded already)",
+    )
+    return path, client_state

@@ -13,10 +13,10 @@ try:
 except ImportError as error:
     raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
-from compopt.integrations.refusals import refuse_last_batch, refuse_ranks, warn_alone
+from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks, warn_alone
 
 KEY = "compopt"
 
@@ -89,32 +89,29 @@ class EstimatorCallback(Callback):
         self.directory = None if directory is None else Path(directory)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach, since optimizers, scaler and engine are there.
-
-        Lightning calls it, with arguments of its own, as it does the others.
-
-        Raises:
-            TypeError, ValueError: see the class.
-        """
+        """Attach to the optimizer, scaler or engine, which exist by now."""
         est = self._estimator(pl_module)
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
         warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         if hasattr(trainer.strategy, "deepspeed_engine"):
             est.attach(trainer.strategy.deepspeed_engine)
-        elif scaler is not None:
-            amp.attach(est, self._optimizer(trainer.optimizers), scaler)
-        else:
-            est.attach(self._optimizer(trainer.optimizers))
+            return
+        if self.optimizer is None and len(trainer.optimizers) > 1:
+            raise ValueError(
+                f"there are {len(trainer.optimizers)} optimizers: say whose step commits the rows, EstimatorCallback("
+                f"optimizer=0) for the first"
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        amp.attach(est, trainer.optimizers[self.optimizer or 0], scaler)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the loaders, which are there by now; a ``ValueError`` for ``drop_last=False`` on several ranks."""
+        """Check the loaders, which exist by now; a ``ValueError`` for ``drop_last=False`` on several ranks."""
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
             refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the cross-entropy of the batch, where Lightning is about to log."""
+        """Log the cross-entropy of the batch when Lightning is about to log."""
         if trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask
             value = self._estimator(pl_module).metrics.get("info_nce")
             if value is not None:
@@ -127,15 +124,10 @@ class EstimatorCallback(Callback):
         if self.directory is None:
             saved["state"] = est.state_dict()
         else:
-            saved["checkpoint"] = saving.save(est, self.directory, keep=self.keep).name
+            saved["checkpoint"] = save(est, self.directory, keep=self.keep).name
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load the rows of a checkpoint to fit from, on every rank.
-
-        Raises:
-            ValueError: it has none, or they are in a directory and none was given.
-            FileNotFoundError: they are no longer in ``directory``.
-        """
+        """Load the rows of a checkpoint to fit from, on every rank."""
         if trainer.state.fn != "fit":
             return
         saved = checkpoint.get(KEY, {}).get(self.est)
@@ -149,16 +141,12 @@ class EstimatorCallback(Callback):
         elif self.directory is None:
             raise ValueError(f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}: directory=")
         else:
-            self._load(self._estimator(pl_module), self.directory / saved["checkpoint"])
-
-    def _load(self, est: Estimator, rows: Path) -> None:
-        try:
-            saving.load(est, rows)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{rows} is not there or not complete ({error}): directory= has the last {self.keep} saves; resume "
-                f"from a later checkpoint, and let keep= be what ModelCheckpoint keeps"
-            ) from error
+            load_rows(
+                self._estimator(pl_module),
+                self.directory / saved["checkpoint"],
+                f"directory= has the last {self.keep} saves; resume from a later checkpoint, and let keep= be what "
+                f"ModelCheckpoint keeps",
+            )
 
     def _estimator(self, pl_module: Any) -> Estimator:
         try:
@@ -170,11 +158,3 @@ class EstimatorCallback(Callback):
                 f"{type(pl_module).__name__}.{self.est} must be an estimator, made in setup(); got {type(est).__name__}"
             )
         return est
-
-    def _optimizer(self, optimizers: list[Any]) -> Any:
-        if self.optimizer is None and len(optimizers) > 1:
-            raise ValueError(
-                f"there are {len(optimizers)} optimizers: say whose step commits the rows, EstimatorCallback("
-                f"optimizer=0) for the first"
-            )
-        return optimizers[self.optimizer or 0]

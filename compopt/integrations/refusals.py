@@ -1,15 +1,17 @@
-"""What the callbacks of both trainers refuse before they train."""
+"""Checks and messages that the integrations share."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
+from compopt.checkpoint import load
 from compopt.estimator.base import Estimator
 
 
 def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
-    """Several processes train, and the estimator was built before their group was: each would keep rows of its own."""
+    """Refuse an estimator that was built before the process group: each rank would keep rows of its own."""
     if ranks > 1 and est._engine.ranks.group is None:
         raise ValueError(
             f"{ranks} processes train, and the estimator was built before their process group: each would train on "
@@ -18,7 +20,7 @@ def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
 
 
 def warn_alone(ranks: int, remedy: str) -> None:
-    """A launcher started several processes, and the trainer knows of one."""
+    """Warn if a launcher started several processes and the trainer knows of one."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and ranks == 1:
         warnings.warn(
@@ -29,9 +31,17 @@ def warn_alone(ranks: int, remedy: str) -> None:
 
 
 def refuse_last_batch(ranks: int, drop_last: bool, remedy: str) -> None:
-    """With several processes the last batches of an epoch repeat samples, or differ between ranks."""
+    """Refuse smaller last batches on several ranks, where they repeat samples or differ between ranks."""
     if ranks > 1 and not drop_last:
         raise ValueError(
             f"{ranks} processes share the data, and the last, smaller batch is kept: trainers fill it up with samples "
             f"that come twice, or give it to some of the processes only; set {remedy}"
         )
+
+
+def load_rows(est: Estimator, rows: Path, remedy: str) -> None:
+    """Load the rows that belong to a trainer's checkpoint; if they are missing, the error says what to do."""
+    try:
+        load(est, rows)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{rows} is not there or not complete ({error}); {remedy}") from error

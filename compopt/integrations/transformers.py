@@ -15,15 +15,14 @@ except ImportError as error:
         "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
     ) from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
-from compopt.integrations.refusals import refuse_last_batch, refuse_ranks
+from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks
 
 NAME = "compopt"
-STATE = "trainer_state.json"
-# What of a checkpoint's state tells one run from another, and is as it was when training begins
-_TELLING = ("global_step", "epoch", "total_flos", "log_history")
+# Fields of a checkpoint's state that differ between runs, and are unchanged when a resumed training begins
+_FIELDS = ("global_step", "epoch", "total_flos", "log_history")
 
 
 class EstimatorCallback(TrainerCallback):
@@ -100,13 +99,7 @@ class EstimatorCallback(TrainerCallback):
         self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Attach, since the optimizer, its scaler or engine are prepared; load rows where the Trainer resumes.
-
-        The Trainer calls it, with arguments of its own, as it does the others.
-
-        Raises:
-            ValueError, FileNotFoundError: see the class.
-        """
+        """Attach to the optimizer, which is prepared by now; load rows if the Trainer resumes."""
         if state.is_hyper_param_search:
             raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
         for est in self._estimators.values():
@@ -122,10 +115,10 @@ class EstimatorCallback(TrainerCallback):
             self._load(self._resumed(args, state))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Log the cross-entropy of the last batch, where the Trainer is about to log."""
+        """Log the cross-entropy of the last batch when the Trainer is about to log."""
         if control.should_log:
-            found = {folder: est.metrics.get("info_nce") for folder, est in self._estimators.items()}
-            values = {_shown(folder): value.item() for folder, value in found.items() if value is not None}
+            found = {f"{folder}/info_nce": est.metrics.get("info_nce") for folder, est in self._estimators.items()}
+            values = {key.removeprefix(f"{NAME}/"): value.item() for key, value in found.items() if value is not None}
             if values:
                 self.trainer.log(values)
                 control.should_log = True  # log() takes the request for its own
@@ -133,15 +126,15 @@ class EstimatorCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the rows, on every rank, once the Trainer has written its files. Collective."""
         for folder, est in self._estimators.items():
-            saving.save(est, _checkpoint(args, state) / folder, keep=1)
+            save(est, _checkpoint(args, state) / folder, keep=1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Load the rows of the best model, where the Trainer has loaded that. Collective."""
+        """Load the rows of the best model if the Trainer has loaded that. Collective."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint))
 
     def _refuse_twins(self) -> None:
-        """Another estimator's callback with the same folder: the later would overwrite the earlier."""
+        """Refuse another estimator's callback with the same folder: the later would overwrite the earlier."""
         callbacks = self.trainer.callback_handler.callbacks
         others = [each._estimators for each in callbacks if isinstance(each, EstimatorCallback)]
         if any(other.get(folder, est) is not est for other in others for folder, est in self._estimators.items()):
@@ -151,7 +144,7 @@ class EstimatorCallback(TrainerCallback):
             )
 
     def _have_batches_averaged(self, args: Any) -> None:
-        """Let the Trainer divide the loss by the batches of a window, whatever the batch and the model are like."""
+        """Make the Trainer divide the loss by the batches of a window, whatever the batch and the model are like."""
         trainer = self.trainer
         if getattr(trainer, "loss_is_scaled_for_ga", None):
             return
@@ -164,7 +157,7 @@ class EstimatorCallback(TrainerCallback):
         trainer.loss_is_scaled_for_ga = trainer.model_accepts_loss_kwargs = False
 
     def _refuse_lonely_sample(self, args: Any) -> None:
-        """A last batch of one sample has no negatives, and would end the run where it comes."""
+        """Refuse a last batch of one sample, which has no negatives and would end the run where it comes."""
         data = self.trainer.train_dataset
         for each in data.values() if isinstance(data, Mapping) else [data]:
             if not args.dataloader_drop_last and hasattr(each, "__len__") and len(each) % args.train_batch_size == 1:
@@ -174,7 +167,7 @@ class EstimatorCallback(TrainerCallback):
                 )
 
     def _resumed(self, args: Any, state: TrainerState) -> Path:
-        """The checkpoint that the Trainer has resumed from."""
+        """Find the checkpoint that the Trainer has resumed from."""
         if self.resume_from is not None:
             places = [self.resume_from]
         else:
@@ -189,38 +182,27 @@ class EstimatorCallback(TrainerCallback):
 
     def _load(self, checkpoint: Path) -> None:
         for folder, est in self._estimators.items():
-            self._load_one(est, checkpoint, folder)
-
-    def _load_one(self, est: Estimator, checkpoint: Path, folder: str) -> None:
-        try:
-            saving.load(est, checkpoint / folder)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{checkpoint} has no rows in {folder}/: it was saved without EstimatorCallback, or the run was "
-                f"killed before they were written ({error}). Resume from an earlier checkpoint; or, to begin with new "
-                f"rows, load its weights into the model and train without resume_from_checkpoint"
-            ) from error
+            load_rows(
+                est,
+                checkpoint / folder,
+                "the checkpoint was saved without EstimatorCallback, or the run was killed before the rows were "
+                "written. Resume from an earlier checkpoint; or, to begin with new rows, load its weights into the "
+                "model and train without resume_from_checkpoint",
+            )
 
 
 def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str, Estimator]:
-    """Estimators by the folder that each has inside a checkpoint."""
-    found: dict[str, Estimator] = {}
+    """Return estimators by the folder that each has inside a checkpoint."""
+    found: dict[str, Any] = {name: est}
     if isinstance(est, Mapping):
-        keys = [str(key) for key in est]
-        if not keys or len(set(keys)) < len(keys) or any(Path(key).name != key or key in ("", "..") for key in keys):
+        found = {f"{name}/{key}": each for key, each in est.items()}
+        named = all(key not in ("", "..") and Path(str(key)).name == str(key) for key in est)
+        if not named or not len(found) == len(est) > 0:
             raise ValueError(f"each key of est names a folder inside the checkpoint, got {list(est)}")
-        found = {f"{name}/{key}": each for key, each in zip(keys, est.values(), strict=True)}
-    else:
-        found = {name: est}
     for folder, each in found.items():
         if not isinstance(each, Estimator):
             raise TypeError(f"{folder}: est must be an estimator or a mapping of them, got {type(each).__name__}")
     return found
-
-
-def _shown(folder: str) -> str:
-    """Name under which the metric of an estimator is logged."""
-    return "info_nce" if folder == NAME else f"{folder.removeprefix(NAME + '/')}/info_nce"
 
 
 def _checkpoint(args: Any, state: TrainerState) -> Path:
@@ -228,9 +210,10 @@ def _checkpoint(args: Any, state: TrainerState) -> Path:
 
 
 def _is_of(state: TrainerState, checkpoint: Path) -> bool:
-    """Whether this state was loaded from there; as JSON, in which NaN equals NaN."""
-    if not (checkpoint / STATE).is_file():
+    """Compare the Trainer's state with that of a checkpoint; as JSON, in which NaN equals NaN."""
+    file = checkpoint / "trainer_state.json"
+    if not file.is_file():
         return False
-    saved = TrainerState.load_from_json(os.fspath(checkpoint / STATE))
-    mine, theirs = ([getattr(each, name) for name in _TELLING] for each in (state, saved))
+    saved = TrainerState.load_from_json(os.fspath(file))
+    mine, theirs = ([getattr(each, name) for name in _FIELDS] for each in (state, saved))
     return json.dumps(mine) == json.dumps(theirs)

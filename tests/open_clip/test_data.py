@@ -4,17 +4,14 @@ import io
 import tarfile
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("open_clip")
-
 import numpy as np
 import open_clip
+import pytest
 import torch
 import webdataset
 
 import compopt
-from compopt.integrations.open_clip import options, pipeline
+from compopt.integrations.open_clip import options, rows
 from tests.open_clip import tiny
 
 
@@ -36,18 +33,17 @@ def assert_own_rows(watch, samples):
     assert sum(len(index) for _, index in watch.seen) == samples
 
 
-@pytest.mark.parametrize("resampled", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_shards(tmp_path, shards, workers, resampled):
+@pytest.mark.parametrize(("workers", "resampled", "keys"), [(0, False, True), (2, False, False), (2, True, False)])
+def test_shards(tmp_path, shards, workers, resampled, keys):
     """Workers, shuffling, epochs, and shards drawn with replacement."""
-    pattern, index = shards
+    pattern, index = shards[0], "keys:20" if keys else shards[1]
     given = {"train_num_samples": 16, "workers": workers, "dataset_resampled": resampled, "batch_size": 4}
     theirs = tiny.arguments(tmp_path, train_data=pattern, epochs=2, **given)
     watch = tiny.train(["--estimator", "sogclr", "--index", str(index)], theirs)
     assert_own_rows(watch, 32)
-    assert watch.est.data_fingerprint == compopt.data.ShardIndex.load(index).fingerprint
-    if not resampled:
-        assert (watch.rows()["count"] == 2).all()
+    assert watch.est.data_fingerprint == rows.open_index(str(index)).fingerprint
+    assert watch.est.n == (20 if keys else 16)
+    assert resampled or (watch.rows()["count"] == 2).all()
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -63,13 +59,6 @@ def test_what_is_recommended_knows_the_data_and_the_batch(tmp_path, accumulated,
     watch = tiny.train(["--estimator", "recommended"], theirs)
     assert asked == [(16, 16, 4 * accumulated)] and watch.updates == 4 // accumulated
     assert watch.est.normalizer.length == 4 and watch.est.n is None
-
-
-def test_keys(tmp_path, shards):
-    theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
-    watch = tiny.train(["--estimator", "sogclr", "--index", "keys:20"], theirs)
-    assert_own_rows(watch, 16)
-    assert watch.est.n == 20
 
 
 def change(shard, files):
@@ -141,21 +130,23 @@ def rename(shard, key):
             new.write({"__key__": key if name == "000000000" else name, **{s: c for (k, s), c in files if k == name}})
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positions(tmp_path, data, workers):
+    """A row on the device or on the host is the same."""
+    theirs = {"train_data": data, "workers": workers, "epochs": 2}
+    watch = tiny.train(["--estimator", "sogclr", "--offload", "cpu"], tiny.arguments(tmp_path, **theirs))
+    assert_own_rows(watch, 32)
+    other = tiny.train(["--estimator", "sogclr"], tiny.arguments(tmp_path, "other", **theirs))
+    tiny.assert_alike(watch.weights, other.weights, 0)
+    tiny.assert_alike(watch.rows(), other.rows(), 0)
+
+
 def test_identifiers(tmp_path):
-    """A sorted file; a key that is none is an error, not another sample's row."""
+    """A sorted file."""
     uids = np.zeros(16, dtype="u8,u8")
     uids["f1"] = range(16)
     np.save(tmp_path / "uids.npy", uids)
-    index = pipeline.open_index(str(tmp_path / "uids.npy"))
-    assert index.index({"__key__": f"{5:032x}"}, 0) == 5
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_positions(tmp_path, workers):
-    data = tiny.write_csv(tmp_path)
-    theirs = tiny.arguments(tmp_path, train_data=data, workers=workers, epochs=2)
-    watch = tiny.train(["--estimator", "sogclr", "--offload", "cpu"], theirs)
-    assert_own_rows(watch, 32)
+    assert rows.open_index(str(tmp_path / "uids.npy")).index({"__key__": f"{5:032x}"}, 0) == 5
 
 
 def test_a_method_without_rows_takes_an_index_if_it_is_given(tmp_path, shards):
@@ -163,18 +154,6 @@ def test_a_method_without_rows_takes_an_index_if_it_is_given(tmp_path, shards):
     theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
     watch = tiny.train(["--estimator", "dcl", "--index", str(shards[1])], theirs)
     assert watch.seen and all(shown.tolist() == index.tolist() for shown, index in watch.seen)
-
-
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_placements(tmp_path, offload):
-    data = tiny.write_csv(tmp_path)
-    where = ["--offload", offload, *(["--offload-dir", str(tmp_path / "rows")] if offload == "disk" else [])]
-    one, other = (
-        tiny.train(["--estimator", "sogclr", *extra], tiny.arguments(tmp_path, name, train_data=data, epochs=2))
-        for name, extra in (("device", []), ("elsewhere", where))
-    )
-    tiny.assert_alike(one.weights, other.weights, 0)
-    tiny.assert_alike(one.rows(), other.rows(), 0)
 
 
 def read(sources):
@@ -190,21 +169,21 @@ def test_what_a_stage_does_not_keep_is_seen():
 
     for stages, named in (([read, resize], "resize"), ([resize], "resize"), ([read, webdataset.map(resize)], "_map")):
         with pytest.raises(ValueError, match=f"not known here: .*{named}.*Expected a reader .tarfile_samples"):
-            pipeline.edit(stages, INDEX)
+            rows.edit(stages, INDEX)
 
 
 def test_both_forms_of_the_pipeline_are_edited():
     released = [read, webdataset.decode("pilrgb"), webdataset.rename(image="png"), webdataset.to_tuple("image text")]
-    pipeline.edit(released, INDEX)
+    rows.edit(released, INDEX)
     assert isinstance(released[0], compopt.data.indexed_reader)
     assert released[1].kw["partial"] and "index" not in released[2].kw
     assert released[3].args == ("image", "text", "index")
     rebuilt = [read, webdataset.rename(image="png", keep=False)]
-    pipeline.edit(rebuilt, INDEX)
+    rows.edit(rebuilt, INDEX)
     assert rebuilt[1].kw["index"] == "index"
 
 
 def test_a_loader_that_is_no_pipeline_is_refused():
     info = SimpleNamespace(dataloader=[1, 2])
     with pytest.raises(ValueError, match="expected a webdataset pipeline in open_clip's loader, found list"):
-        pipeline.add_index(info, INDEX, None)
+        rows.add_index(info, INDEX, None)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("open_clip")
-
 CHECKOUT = os.environ.get("COMPOPT_OPEN_CLIP_MAIN")
 ROOT = Path(__file__).parent.parent.parent
 

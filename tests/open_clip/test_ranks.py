@@ -6,11 +6,8 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
-pytest.importorskip("open_clip")
-
 import open_clip
+import pytest
 import torch
 
 import compopt
@@ -31,7 +28,7 @@ def free_port():
 
 
 def two(folder, runs):
-    """What each of two processes did in each run."""
+    """Start two processes; return what each did in each run."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     runs = json.dumps({name: (*run, free_port()) for name, run in runs.items()})
     processes = [

@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is trained, by the name of the flag."""
+"""Refusals before anything is trained, by the name of the flag."""
 
 import json
 import re
@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import open_clip
 import pytest
 
-pytest.importorskip("open_clip")
-
-import open_clip
-
 from compopt import presets
-from compopt.integrations.open_clip import flags, options, run, seams
+from compopt.integrations import open_clip as ours_of
+from compopt.integrations.open_clip import options
 from tests.open_clip import tiny
 
 REBUILT = hasattr(open_clip, "create_task")
@@ -52,9 +50,9 @@ def test_patches_without_index(tmp_path):
     args = SimpleNamespace(
         **{"model": "ViT", "distill_model": None, "distill_pretrained": None, "siglip": False, "use_naflex": True}
     )
-    seams.check_flags(args, indexed=False)
+    ours_of.check_flags(args, indexed=False)
     with pytest.raises(ValueError, match="--use-naflex: its batches keep patches and texts only"):
-        seams.check_flags(args, indexed=True)
+        ours_of.check_flags(args, indexed=True)
 
 
 def test_a_bias(tmp_path):
@@ -71,7 +69,7 @@ def test_index(tmp_path):
     refused("--index: a stream of shards needs one", tmp_path, "--estimator dcl --index positions", name="b", **tars)
     refused("--index: rows of this data set are positions", tmp_path, "--estimator sogclr --index keys:16", name="c")
     with pytest.raises(ValueError, match="--index keys:many: keys:N with N above"):
-        run.Run(options.Options("sogclr", {}, "keys:many"), None)
+        ours_of.Run(options.Options("sogclr", {}, "keys:many"), None)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +94,13 @@ def test_options_of_estimators(tmp_path, match, ours):
         ("--gamma: 'much' is no float", "--estimator sogclr --gamma much"),
         ("--batch-size=8: not known here. .*open_clip's own flags come after --", "--estimator dcl --batch-size=8"),
         ("--updates: '0.5' is no int", "--estimator neuclip --updates 0.5"),
-        ("--dtype: 'half' is none of float32, float64", "--estimator sogclr --dtype half"),
+        ("--dtype: 'half' is no float32 or float64", "--estimator sogclr --dtype half"),
         ("arguments are required: --estimator", "--index keys:4"),
     ],
 )
 def test_the_command(capsys, message, ours):
     with pytest.raises(SystemExit) as exit:
-        run.main([*ours.split(), "--", "--siglip"])
+        ours_of.main([*ours.split(), "--", "--siglip"])
     assert exit.value.code == 2
     assert re.search(message, capsys.readouterr().err.replace("argument ", ""))
 
@@ -110,19 +108,21 @@ def test_the_command(capsys, message, ours):
 def test_help_lists_the_options_of_the_estimator(capsys):
     for words, shown in ((["--help"], "sogclr"), (["--estimator", "sogclr", "--help"], "--gamma float")):
         with pytest.raises(SystemExit) as exit:
-            run.main(words)
+            ours_of.main(words)
         assert exit.value.code == 0 and shown in capsys.readouterr().out
 
 
 def test_words_become_values():
-    given = flags.parse("--estimator neuclip --learn-tau individual --restart-every none --betas 0.8 0.9".split()).given
+    given = options.parse(
+        "--estimator neuclip --learn-tau individual --restart-every none --betas 0.8 0.9".split()
+    ).given
     assert given == {"learn_tau": "individual", "restart_every": None, "betas": (0.8, 0.9)}
-    assert flags.parse("--estimator neuclip --learn-tau true".split()).given == {"learn_tau": True}
-    assert flags.parse("--estimator emc2 --burn-in 3 --no-normalize".split()).given == {
+    assert options.parse("--estimator neuclip --learn-tau true".split()).given == {"learn_tau": True}
+    assert options.parse("--estimator emc2 --burn-in 3 --no-normalize".split()).given == {
         "burn_in": 3,
         "normalize": False,
     }
-    assert isinstance(flags.parse("--estimator emc2 --burn-in 0.5".split()).given["burn_in"], float)
+    assert isinstance(options.parse("--estimator emc2 --burn-in 0.5".split()).given["burn_in"], float)
 
 
 def test_every_preset_has_a_name():
@@ -136,7 +136,7 @@ def test_every_preset_has_a_name():
 )
 def test_what_is_recommended_depends_on_the_data_and_the_batch(samples, batch_size, kind, length):
     for n in (None, samples):  # with and without an index
-        est = flags.parse(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
+        est = options.parse(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
         assert type(est).__name__ == f"{kind}Estimator" and est.n is None
         assert getattr(est.normalizer, "length", None) == length
 
@@ -147,12 +147,11 @@ def test_an_open_clip_that_is_not_known():
     def train_one_epoch(trainer): ...
 
     names = dict.fromkeys(("main", "parse_args", "create_model_and_transforms"), print)
-    found = "Found: missing get_data, neither factory, train_one_epoch\\(trainer\\)"
-    with pytest.raises(RuntimeError, match=f"open_clip .* fits neither form .*create_loss .*create_task .*{found}"):
-        seams.Seams(SimpleNamespace(train_one_epoch=train_one_epoch, **names))
-    names = dict.fromkeys((*seams.COMMON, "create_task"), lambda: None)
-    with pytest.raises(RuntimeError, match="missing nothing, create_task, train_one_epoch\\(\\)"):
-        seams.Seams(SimpleNamespace(**names))
+    with pytest.raises(RuntimeError, match="neither form .* lacks get_data, create_loss, model of train_one_epoch"):
+        ours_of.is_rebuilt(SimpleNamespace(train_one_epoch=train_one_epoch, **names))
+    names = dict.fromkeys((*names, "get_data", "train_one_epoch", "create_task"), lambda: None)
+    with pytest.raises(RuntimeError, match="lacks state of train_one_epoch, data of train_one_epoch"):
+        ours_of.is_rebuilt(SimpleNamespace(**names))
 
 
 def test_names_are_open_clips_own_again(tmp_path):
@@ -165,5 +164,5 @@ def test_names_are_open_clips_own_again(tmp_path):
 
 def test_importable_without_open_clip():
     code = "import sys; sys.modules['open_clip'] = sys.modules['open_clip_train'] = None\n"
-    code += "import compopt.integrations.open_clip.run, compopt.integrations.open_clip.__main__"
+    code += "import compopt.integrations.open_clip.__main__"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,6 +6,7 @@ import functools
 import io
 import logging
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -84,7 +85,7 @@ class Stopped(Exception):
 
 
 class Watch:
-    """What a run did.
+    """Record of a run.
 
     `gradients`: one dict for each update, by name, as the optimizer saw them. `seen`: images and their index of each
     batch. `updates`: real ones. `run`: ours. The order within an epoch depends on nothing but its number.
@@ -94,21 +95,21 @@ class Watch:
         self.gradients, self.seen, self.updates, self.run = [], [], 0, None
         self.stop_before, self.prepare = stop_before, prepare
 
-    def around(self, seams, train_one_epoch):
-        from compopt.integrations.open_clip.seams import unwrapped
+    def around(self, train_one_epoch):
+        from compopt.integrations.open_clip import call_of, unwrapped
 
         @functools.wraps(train_one_epoch)
         def watched(*args, **kwargs):
-            epoch = seams.epoch(args, kwargs)
-            if epoch.number == self.stop_before:
+            call = call_of(train_one_epoch, args, kwargs)
+            if call["epoch"] == self.stop_before:
                 raise Stopped
-            torch.manual_seed(epoch.number)
-            self.model = unwrapped(epoch.model)
+            torch.manual_seed(call["epoch"])
+            self.model = unwrapped(call["model"])
             if self.prepare is not None:
-                self.prepare(epoch, self)
+                self.prepare(call, self)
             handles = [
-                epoch.optimizer.register_step_pre_hook(self._gradients),
-                epoch.optimizer.register_step_post_hook(self._updated),
+                call["optimizer"].register_step_pre_hook(self._gradients),
+                call["optimizer"].register_step_post_hook(self._updated),
                 self.model.register_forward_pre_hook(self._seen, with_kwargs=True),
             ]
             try:
@@ -127,7 +128,7 @@ class Watch:
         self.updates += 1
 
     def _seen(self, model, args, kwargs):
-        window = None if self.run is None else self.run.window
+        window = None if self.run is None else self.run.loss
         first = window is not None and torch.is_grad_enabled() == (window.batches == 1)  # not when it is encoded again
         if model.training and first and window.indices:
             image = args[0] if args else kwargs["image"]
@@ -173,16 +174,15 @@ def train(ours, theirs, **watch):
     """A run of ours, or, with `ours=None`, of open_clip alone; watched."""
     import open_clip_train.main as trainer
 
-    from compopt.integrations.open_clip import flags, run, seams
+    from compopt.integrations import open_clip
 
     add_model()
     watched = Watch(**watch)
-    own = seams.Seams(trainer)
-    with logs_as_before(), own.replaced({"train_one_epoch": watched.around(own, trainer.train_one_epoch)}):
+    with logs_as_before(), mock.patch.object(trainer, "train_one_epoch", watched.around(trainer.train_one_epoch)):
         if ours is None:
             trainer.main(theirs)
         else:
-            watched.run = run.Run(flags.parse(ours), seams.Seams(trainer))
+            watched.run = open_clip.Run(open_clip.parse(ours), trainer)
             watched.run.start(theirs)
     return watched
 
@@ -193,7 +193,7 @@ def assert_alike(one, other, tolerance):
 
 
 def files(folder, name="run"):
-    """What lies in the folder of checkpoints, but for results and for the locks of a run that has not ended."""
+    """Names in the folder of checkpoints, except results and the locks of a run that has not ended."""
     found = (folder / "logs" / name / "checkpoints").iterdir()
     return sorted(path.name for path in found if path.name != "results.jsonl" and path.suffix != ".lock")
 

@@ -1,59 +1,53 @@
-"""Estimators by name, and what a run asks of one."""
+"""Estimators by name, and their options as flags, read from the signatures of the presets."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from compopt import presets
 from compopt.contrastive import ContrastiveEstimator
 from compopt.presets import recommended
 
-MODEL = "model"
+MODEL = "model"  # value of --tau: the model's own temperature
+PROG = "compopt.integrations.open_clip"
+USAGE = f"python -m {PROG} --estimator NAME [options] -- <flags of open_clip>"
+# Parameters of a preset that the data, the model and the launcher decide.
+DECIDED = {"n", "batch_size", "mode", "version", "process_group", "sample_groups"}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A preset under a name.
-
-    Attributes:
-        preset: builds the estimator.
-        fixed: arguments that the name stands for.
-        defaults: values of flags that differ from the preset's.
-        decays: gamma falls along a cosine, for which the length of the run is known here.
-    """
+    """A preset under a name."""
 
     preset: Callable[..., ContrastiveEstimator]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    decays: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that the name stands for
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of flags that differ from the preset's
+    decays: bool = False  # gamma falls along a cosine, since the length of the run is known here
 
     @property
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """Those of the preset."""
-        return dict(inspect.signature(self.preset).parameters)
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Parameters of the preset."""
+        return inspect.signature(self.preset).parameters
 
     @property
     def has_rows(self) -> bool:
-        """Rows are kept for every sample, or not at all: they are no option."""
-        n = self.parameters.get("n")
-        return n is not None and n.default is inspect.Parameter.empty
-
-
-def _fastclip(version: str) -> Method:
-    return Method(presets.FastCLIPEstimator, {"version": version, "gamma": 1.0}, decays=True)
+        """True where ``n`` is required: rows are kept for every sample, and are no option."""
+        return "n" in self.parameters and self.parameters["n"].default is inspect.Parameter.empty
 
 
 METHODS = {
     "clip": Method(presets.InfoNCEEstimator, {"multiply_tau": False}, {"tau": MODEL}),
     "dcl": Method(presets.DCLEstimator),
     "emc2": Method(presets.EMC2Estimator),
-    "fastclip-v0": _fastclip("v0"),
-    "fastclip-v1": _fastclip("v1"),
-    "fastclip-v2": _fastclip("v2"),
-    "fastclip-v3": _fastclip("v3"),
     "infonce": Method(presets.InfoNCEEstimator),
     "isogclr": Method(presets.ISogCLREstimator),
     "memory": Method(presets.MemoryEstimator),
@@ -62,65 +56,52 @@ METHODS = {
     "residual": Method(presets.ResidualEstimator),
     "sogclr": Method(presets.SogCLREstimator),
 }
+for _version in ("v0", "v1", "v2", "v3"):
+    _fixed = {"version": _version, "gamma": 1.0}
+    METHODS[f"fastclip-{_version}"] = Method(presets.FastCLIPEstimator, _fixed, decays=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
-
-    Attributes:
-        name: of the method.
-        given: arguments of the preset that were given as flags.
-        index: where rows come from: a file, ``keys:N``, ``positions``, or ``None``.
-        gamma_min, gamma_decay: end of a decaying gamma, and the share of the run after which it is reached.
-    """
+    """Flags of a run that concern the estimator."""
 
     name: str
-    given: dict[str, Any]
-    index: str | None
-    gamma_min: float = 0.2
-    gamma_decay: float = 0.5
+    given: dict[str, Any]  # arguments of the preset
+    index: str | None  # where rows come from: a file, keys:N, positions
+    gamma_min: float = 0.2  # end of a decaying gamma
+    gamma_decay: float = 0.5  # share of the run after which it is reached
 
     @property
     def method(self) -> Method:
-        """The preset."""
+        """The method of that name."""
         return METHODS[self.name]
 
     @property
     def tau_of_model(self) -> bool:
-        """The temperature is 1 / the model's ``logit_scale``."""
+        """True where the temperature is 1 / the model's ``logit_scale``."""
         return self.given.get("tau", self.method.defaults.get("tau")) == MODEL
 
     @property
     def wants_rows(self) -> bool:
-        """The samples of this run need an index."""
+        """True where the samples of this run need an index."""
         return self.method.has_rows or self.index is not None
 
-    def build(
-        self, n: int | None, dim: int | None, samples: int | None = None, batch_size: int | None = None
-    ) -> ContrastiveEstimator:
-        """Build the estimator.
+    def build(self, n: int | None, dim: int | None, samples: int | None, batch_size: int) -> ContrastiveEstimator:
+        """Build the estimator for ``n`` rows, if samples have an index, and calls of ``batch_size`` on all ranks.
 
-        Args:
-            n: number of rows, if samples have an index.
-            dim: of the model's features, if it is known.
-            samples: number of training samples, if it is known.
-            batch_size: samples of a call on all ranks, if it is known.
-
-        Raises:
-            ValueError, TypeError: values that the preset refuses; a temperature that nobody would learn.
+        Refuses whatever the preset refuses, and a temperature that nobody would learn.
         """
-        method, parameters = self.method, self.method.parameters
-        values = {**method.fixed, **{k: v for k, v in self.given.items() if v != MODEL or k != "tau"}}
-        if "batch_size" in parameters:  # what is recommended depends on both, and keeps no rows
+        parameters = self.method.parameters
+        values = {**self.method.fixed, **self.given}
+        if values.get("tau") == MODEL:
+            del values["tau"]
+        if "batch_size" in parameters:  # `recommended` chooses by both, and keeps no rows
             values |= {"n": samples if n is None else n, "batch_size": batch_size}
         elif n is not None and "n" in parameters:
             values["n"] = n
-        if "dim" in parameters and "dim" not in values:
-            if dim is None:
-                raise ValueError(f"--dim: the size of this model's features is not known; {self.name} needs it")
-            values["dim"] = dim
-        est = method.preset(**values)
+        if "dim" in parameters and values.setdefault("dim", dim) is None:
+            raise ValueError(f"--dim: the size of this model's features is not known; {self.name} needs it")
+        est = self.method.preset(**values)
         if list(est.parameters()):
             raise ValueError(
                 "--learn-tau: open_clip's optimizer learns what is in the model, and its scale is there already: use "
@@ -129,3 +110,77 @@ class Options:
         if self.tau_of_model and est.temperature.learns:
             raise ValueError(f"--tau model: {self.name} with these options learns temperatures of its own; give a tau")
         return est
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return options from the flags before ``--``; exits with a message as ``argparse`` does."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, usage=USAGE, allow_abbrev=False, description="open_clip with another estimator.", add_help=False
+    )
+    parser.add_argument(
+        "--estimator",
+        choices=sorted(METHODS),
+        required=not {"-h", "--help"} & set(arguments),
+        help="with its name, --help lists more",
+    )
+    name = parser.parse_known_args(arguments)[0].estimator
+    parser.add_argument("--help", "-h", action="help", help="show this and exit")
+    parser.add_argument("--index", help="rows: a ShardIndex (.json), identifiers (.npy), keys:N, or positions")
+    if name is not None:
+        method = METHODS[name]
+        for key, parameter in method.parameters.items():
+            if key not in DECIDED | method.fixed.keys():
+                _add_flag(parser, parameter, method.defaults.get(key, parameter.default))
+        if method.decays:
+            parser.add_argument("--gamma-min", type=float, default=0.2, help="value that gamma falls to (0.2)")
+            share = "share of the run in which it falls (0.5)"
+            parser.add_argument("--gamma-decay", type=float, default=0.5, help=share)
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = " ".join(option for action in parser._actions for option in action.option_strings[:1])
+        parser.error(f"{' '.join(unknown)}: not known here. {name} takes {flags}; open_clip's own flags come after --")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(known).items()}
+    own = {key: values.pop(key) for key in ("index", "gamma_min", "gamma_decay") if key in values}
+    return Options(values.pop("estimator"), values, **own)
+
+
+def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, default: Any) -> None:
+    """Add one parameter as a flag; a function is left out, since no word can spell it."""
+    annotation, required = str(parameter.annotation), default is inspect.Parameter.empty
+    flag = "--" + parameter.name.replace("_", "-")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": None if required else f"({default})"}
+    if annotation == "bool":
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+    elif isinstance(default, tuple):
+        parser.add_argument(flag, type=float, nargs=len(default), **options)
+    elif required or not callable(default):
+        kinds = [kind.strip() for kind in annotation.split("|")]
+        words = [*DTYPES] if isinstance(default, torch.dtype) else re.findall(r"""["'](\w+)["']""", annotation)
+        words += [MODEL] if parameter.name == "tau" else []
+        shown = [kind for kind in kinds if kind in ("bool", "int", "float", "str")] + words
+        parser.add_argument(flag, type=_converter(kinds, words, shown), metavar="|".join(shown), **options)
+
+
+def _converter(kinds: Sequence[str], words: Sequence[str], shown: Sequence[str]) -> Callable[[str], Any]:
+    """Return a converter to one of some words, or to the first of some types that a word spells."""
+    # the name of a Literal says nothing of its words: the preset refuses others
+    any_word = any(
+        kind == "str" or (kind.isidentifier() and kind[0].isupper()) for kind in {*kinds} - {"None", "Tensor"}
+    )
+
+    def convert(word: str) -> Any:
+        if word in words:
+            return DTYPES.get(word, word)
+        if word == "none" and "None" in kinds:
+            return None
+        if word in ("true", "false") and "bool" in kinds:
+            return word == "true"
+        for kind in (int, float):
+            if kind.__name__ in kinds:
+                with contextlib.suppress(ValueError):
+                    return kind(word)
+        if any_word:
+            return word
+        raise argparse.ArgumentTypeError(f"{word!r} is no {' or '.join(shown)}")
+
+    return convert

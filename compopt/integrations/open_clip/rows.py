@@ -1,38 +1,133 @@
-"""Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
-
-Never inside that file, which one rank writes, and never named ``.pt``: open_clip resumes from the newest of these. They
-are written by all ranks before the file is, so that no kill leaves a file without its rows.
-"""
+"""Rows: the index of each sample, from the reader of a shard to the loss, and rows beside open_clip's checkpoints."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 import shutil
+import zlib
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import saving
-from compopt.contrastive import ContrastiveEstimator
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-ABOUT = "about.json"
-LATEST = ("epoch_latest.pt", "epoch_latest")
+from compopt.checkpoint import load, save
+from compopt.contrastive import ContrastiveEstimator
+from compopt.data import Indexed, KeyIndex, SampleIndex, ShardIndex, UidIndex, indexed_reader
+
+INDEX = "index"
+POSITIONS = "positions"
+READERS = {"tarfile_to_samples_nothrow", "tarfile_samples"}
+# Stages after the reader that keep every entry of a sample, or are made to; by the function or class behind each.
+KEEP = {"_shuffle", "_select", "_map_dict", "_batched", "LengthBucketer"}
+EDITED = {"_decode", "_rename", "_to_tuple"}
 _log = logging.getLogger(__name__)
 
 
-def folder_of(checkpoints: Path, epoch: int) -> Path:
-    """Rows after so many epochs."""
-    return checkpoints / f"epoch_{epoch}.compopt"
+def open_index(text: str | None) -> SampleIndex | None:
+    """Open the index of a stream: a file of shards, a file of identifiers, or ``keys:N``."""
+    if text is None or text == POSITIONS:
+        return None
+    if text.startswith("keys:"):
+        if not text[5:].isdigit():
+            raise ValueError(f"--index {text}: keys:N with N above the largest key, such as keys:20000")
+        return KeyIndex(int(text[5:]))
+    if not Path(text).is_file():
+        raise FileNotFoundError(f"--index {text}: no such file")
+    return UidIndex(text) if Path(text).suffix == ".npy" else ShardIndex.load(text)
+
+
+def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str]:
+    """Make the batches of open_clip's training data end with the rows of their samples, before any worker starts.
+
+    Returns the number of rows, and a fingerprint that changes with their meaning. Refuses a stream without an index,
+    positions with one, a pipeline that is not open_clip's, and shards that are missing or not those of the index.
+    """
+    loader = info.dataloader
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        if index is not None:
+            raise ValueError("--index: rows of this data set are positions in it; leave it out, or say positions")
+        # a loader refuses another dataset because its sampler depends on the length, which stays as it is
+        vars(loader)["dataset"] = Indexed(loader.dataset)
+        n = len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
+        if args.train_data and Path(args.train_data).is_file():
+            return n, f"positions in a file of {n} samples with crc32 {_crc32(Path(args.train_data)):08x}"
+        return n, f"positions of {n} samples"
+    if index is None:
+        raise ValueError("--index: a stream of shards needs one: shards.json of a ShardIndex, keys:N, or uids.npy")
+    inner = loader.pipeline[0] if getattr(loader, "pipeline", None) else loader
+    stages = getattr(getattr(inner, "dataset", None), "pipeline", None)
+    if not isinstance(stages, list):
+        raise ValueError(f"expected a webdataset pipeline in open_clip's loader, found {type(inner).__name__}")
+    reader, shards = edit(stages, index), getattr(stages[0], "urls", [])
+    if shards and args.rank == 0:
+        reader.check(list(dict.fromkeys(shards)))
+    return index.n, index.fingerprint
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
+    """Edit a webdataset pipeline in place, so that it keeps the index from its reader on; return that reader."""
+    # a stage of webdataset stands for a function, in .f, or is an object of its own class
+    functions = [getattr(stage, "f", stage) for stage in stages]
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    at = next((place for place, name in enumerate(names) if name in READERS), None)
+    unknown = names if at is None else [name for name in names[at + 1 :] if name not in KEEP | EDITED]
+    if at is None or unknown:
+        raise ValueError(
+            f"open_clip's pipeline has stages that are not known here: {', '.join(unknown)}. Expected a reader "
+            f"({', '.join(sorted(READERS))}), then any of {', '.join(sorted(KEEP | EDITED))}; an index would be lost"
+        )
+    reader = stages[at] = indexed_reader(stages[at], index)
+    for stage, name in zip(stages[at + 1 :], names[at + 1 :], strict=True):
+        if name == "_decode":
+            stage.kw = {**stage.kw, "partial": True}  # leaves what is no bytes as it is
+        elif name == "_rename" and not stage.kw.get("keep", True):
+            stage.kw = {**stage.kw, INDEX: INDEX}
+        elif name == "_to_tuple":
+            stage.args = (*(word for arg in stage.args for word in arg.split()), INDEX)
+    return reader
+
+
+class IndexedLoader:
+    """open_clip's loader with batches as open_clip expects them; the index of each is put aside before it is used."""
+
+    def __init__(self, loader: Any, aside: deque[Tensor]) -> None:
+        self._loader, self._aside = loader, aside
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if isinstance(batch, dict):
+                rest: Any = {key: value for key, value in batch.items() if key != INDEX}
+                index = batch[INDEX]
+            else:
+                *rest, index = batch
+            self._aside.append(torch.as_tensor(index, device="cpu"))
+            yield rest
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class Rows:
-    """An estimator's state beside the checkpoints of one run.
+    """Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
 
-    Args:
-        est: the estimator; one without state saves nothing, and resumes from anything.
-        args: open_clip's flags.
+    Never inside that file, which one rank writes, and never named ``.pt``: open_clip resumes from the newest of these.
+    An estimator without state saves nothing, and resumes from anything.
     """
 
     def __init__(self, est: ContrastiveEstimator, args: Any) -> None:
@@ -40,48 +135,27 @@ class Rows:
         self.stateful = est.n is not None or any(est.state_dict()["extra"].values())
         self.saves = bool(self.stateful and args.logs and args.logs.lower() != "none")
 
-    def due(self, epoch: int) -> bool:
-        """Whether open_clip writes a checkpoint after so many epochs."""
+    def save(self, epoch: int) -> None:
+        """Save on every rank, if open_clip writes a checkpoint after so many epochs."""
         args = self.args
         regular = args.save_frequency > 0 and epoch % args.save_frequency == 0
-        return self.saves and bool(epoch == args.epochs or regular or args.save_most_recent)
-
-    def save(self, epoch: int) -> None:
-        """On every rank, before open_clip writes its file."""
-        if not self.due(epoch):
-            return
-        folder = folder_of(Path(self.args.checkpoint_path), epoch)
-        saved = saving.save(self.est, folder, keep=1).name
-        if self.args.rank == 0:
-            temporary = folder / f"{ABOUT}.{os.getpid()}"
-            temporary.write_text(json.dumps({"epoch": epoch, "checkpoint": saved}))
-            temporary.replace(folder / ABOUT)
+        if self.saves and (regular or epoch == args.epochs or args.save_most_recent):
+            save(self.est, Path(args.checkpoint_path) / f"epoch_{epoch}.compopt", keep=1)
 
     def load(self, epoch: int) -> None:
-        """On every rank, once open_clip has loaded its own file, which says how many epochs are completed.
-
-        Raises:
-            ValueError: no rows beside that file, or those of another epoch, other data, another estimator; damaged.
-        """
+        """Load on every rank, once open_clip has loaded its own file, which says how many epochs are completed."""
         if not self.stateful:
             return
         source = str(self.args.resume)
         if "://" in source:
             raise ValueError(f"--resume {source}: rows are read from a file system; copy the checkpoint and its rows")
-        folder = folder_of(Path(source).absolute().parent, epoch)
+        folder = Path(source).absolute().parent / f"epoch_{epoch}.compopt"
         instead = f"to begin with its weights and new rows, use --pretrained {source} instead of --resume"
         if not folder.is_dir():
             raise ValueError(f"--resume {source}: no rows beside it, {folder} is missing; {instead}")
-        try:
-            about = json.loads((folder / ABOUT).read_text())
-            found, name = about["epoch"], about["checkpoint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / ABOUT} cannot be read ({error}): unfinished or damaged; {instead}") from None
-        if found != epoch:
-            raise ValueError(f"{folder} has rows of epoch {found}, {source} is of epoch {epoch}; {instead}")
         before = [dict(group) for group in self.est.sample_groups]
         try:
-            saving.load(self.est, folder / name)
+            load(self.est, folder)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"--resume {source}: its rows do not fit this run. {error}; {instead}") from error
         for old, new in zip(before, self.est.sample_groups, strict=False):
@@ -90,11 +164,11 @@ class Rows:
                 _log.warning(f"Options of the estimator are those of the checkpoint (asked, found): {changed}")
 
     def prune(self, epoch: int) -> None:
-        """Remove rows whose file is gone; so many epochs are completed, and open_clip has written and deleted."""
+        """Remove rows whose file open_clip has deleted; so many epochs are completed."""
         if not self.saves or self.args.rank != 0:
             return
         checkpoints = Path(self.args.checkpoint_path)
-        latest = any((checkpoints / name).exists() for name in LATEST)
+        latest = any((checkpoints / name).exists() for name in ("epoch_latest.pt", "epoch_latest"))
         for folder in checkpoints.glob("epoch_*.compopt"):
             match = re.fullmatch(r"epoch_(\d+)\.compopt", folder.name)
             own = (checkpoints / f"{folder.stem}{ending}" for ending in (".pt", ""))

@@ -1,0 +1,385 @@
+"""sentence-transformers: any estimator as the loss of its ``SentenceTransformerTrainer``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
+    from sentence_transformers.base.losses.merged_forward import embed_columns
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+except ImportError as error:
+    raise ImportError(
+        "this needs sentence-transformers 6.2 or newer: "
+        "pip install -e '.[sentence-transformers]' in the checkout of compopt"
+    ) from error
+
+from compopt import checks
+from compopt.contrastive import ContrastiveEstimator
+from compopt.integrations.transformers import EstimatorCallback
+from compopt.module import as_module
+
+__all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index"]
+
+ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
+NOBODY = -1  # row of a negative that is nobody's positive
+LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
+LOOKS = 8  # batches whose labels are compared with classes
+_BOTH: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+
+
+class EstimatorLoss(nn.Module):
+    """An estimator in the place of ``MultipleNegativesRankingLoss``.
+
+    The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
+    negatives, if there are any, ``extra``: candidates of every anchor. The loss of sentence-transformers has anchors
+    in one direction: give the estimator ``directions="forward"`` for the same.
+
+    The label column has the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of the
+    positive, by which equal positives are never each other's negatives; or ``[i, j, k, ...]`` with those of the
+    negatives too. An estimator without rows needs no label column and ignores one, which may hold classes or scores;
+    with ``index_labels=True`` it reads the rows as well, so that equal ones are never each other's negatives. Without
+    gradients (evaluation), indices of another data set mean nothing: the value is that of
+    ``MultipleNegativesRankingLoss``.
+
+    Every step needs a commit, and checkpoints need the rows: add :class:`EstimatorCallback` to the trainer.
+
+    Args:
+        model: the ``SentenceTransformer``.
+        est: the estimator, built after the training arguments, which make the process group. Under ``MatryoshkaLoss``
+            one for each dimension, ``{256: est, 64: est2}``: their normalizers differ. One without rows may serve all.
+        eval_scale: ``scale`` of the loss in evaluation.
+        index_labels: read the rows in the label column for an estimator without rows too.
+
+    Raises:
+        TypeError: ``est`` is no contrastive estimator; the labels are no integers.
+        IndexError: the label column has rows beyond those of the estimator.
+        ValueError: no second column; no label column where there are rows; one label for a whole batch; as many labels
+            per sample as fit neither pairs nor columns; a dimension without an estimator; a loss around this one that
+            calls it several times with one batch (``AdaptiveLayerLoss``), where there are rows.
+
+    Warns:
+        UserWarning: labels that look like classes; what the estimator warns of.
+
+    State and communication: as of the estimator.
+
+    In a trainer::
+
+        est = compopt.SogCLREstimator(n=len(data), tau=0.05, directions="forward")
+        trainer = SentenceTransformerTrainer(model, args, add_index(data), loss=EstimatorLoss(model, est))
+        trainer.add_callback(EstimatorCallback(est, trainer))
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import EstimatorLoss
+        >>> class Model(torch.nn.Linear):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["x"])}
+        >>> model, est = Model(4, 4), compopt.SogCLREstimator(n=100, directions="forward")
+        >>> loss = EstimatorLoss(model, est)
+        >>> questions, answers = {"x": torch.randn(8, 4)}, {"x": torch.randn(8, 4)}
+        >>> loss([questions, answers], labels=torch.arange(8)).backward()
+        >>> est.step()
+        >>> est.t
+        1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
+        eval_scale: float = 20.0,
+        index_labels: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.positive("eval_scale", eval_scale)
+        checks.flag("index_labels", index_labels)
+        self.model, self.eval_scale, self.index_labels = model, eval_scale, index_labels
+        every = est if isinstance(est, Mapping) else {None: est}
+        self._by_dimension: dict[Any, ContrastiveEstimator] = dict(every)  # under None for any dimension
+        if not self._by_dimension:
+            raise ValueError("est is an empty mapping; give it an estimator for each dimension")
+        for each in self._by_dimension.values():
+            if not isinstance(each, ContrastiveEstimator):
+                raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
+        modules = (as_module(each, state=False) for each in self._by_dimension.values())
+        self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
+        self._looks = 0
+        self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of a batch of tokenised columns, 0-d.
+
+        Args:
+            sentence_features: tokens of each column, ``B`` texts.
+            labels: the label column, ``(B,)`` or ``(B, k)`` integers; see the class.
+        """
+        return self.compute_loss_from_embeddings(embed_columns(self.model, sentence_features), labels)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of embeddings, 0-d; a loss around this one may have computed them (``SpladeLoss``).
+
+        Args:
+            embeddings: of each column, ``(B, d)``.
+            labels: as of :meth:`forward`.
+        """
+        if len(embeddings) < 2:
+            raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
+        z1, z2, *negatives = embeddings
+        if not torch.is_grad_enabled():
+            both = _BOTH if next(iter(self._by_dimension.values())).directions == "both" else {}
+            theirs: Any = MultipleNegativesRankingLoss(cast(Any, self.model), scale=self.eval_scale, **both)
+            return theirs.compute_loss_from_embeddings(embeddings, labels)
+        est = self._estimator(z1.shape[1])
+        self._refuse_second_call(est, z1.shape[1], labels)
+        rows = self._rows(est, labels, len(z1), len(embeddings))
+        given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
+        if negatives:
+            given["extra"] = torch.cat(negatives)
+            if len(rows) > 2:
+                given["extra_index"] = torch.cat(rows[2:])
+        try:
+            return est(z1, z2, **given)
+        except (IndexError, ValueError) as error:
+            if rows and str(error).startswith(("index", "extra_index")):
+                raise type(error)(f"the label column must hold the rows of the samples (add_index): {error}") from error
+            raise
+
+    def _estimator(self, dimension: int) -> ContrastiveEstimator:
+        """Return the estimator of an embedding dimension; ``MatryoshkaLoss`` calls this loss with several."""
+        if None not in self._by_dimension:
+            if dimension not in self._by_dimension:
+                raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._by_dimension)}")
+            return self._by_dimension[dimension]
+        est = self._by_dimension[None]
+        built = est.normalizer.structure().get("dim")  # a memory has features of one size
+        seen = next(iter(self._latest), dimension) if built is None else built
+        if dimension != seen and (built is not None or est.n is not None):
+            raise ValueError(
+                f"embeddings have {dimension} dimensions and {'had' if built is None else 'the estimator is for'} "
+                f"{seen}; under MatryoshkaLoss give every dimension an estimator of its own, EstimatorLoss(model, "
+                f"{{{seen}: est, {dimension}: ...}}), for example {{d: compopt.recommended(d) for d in dims}}"
+            )
+        return est
+
+    def _refuse_second_call(self, est: ContrastiveEstimator, dimension: int, labels: Tensor | None) -> None:
+        """Refuse a second call with one batch before any backward: layers would share rows."""
+        seen, self._latest[dimension] = self._latest.get(dimension), labels
+        again = est.n is not None and est.pending and labels is not None and labels is seen
+        if again and all(p.grad is None for p in self.model.parameters()):
+            raise ValueError(
+                "this loss is called twice with one batch, by AdaptiveLayerLoss or the like: layers would share rows; "
+                "take an estimator without rows"
+            )
+
+    def _rows(self, est: ContrastiveEstimator, labels: Tensor | None, batch: int, columns: int) -> list[Tensor]:
+        """Return the rows in the label column, by column of text; none if the labels mean something else."""
+        if est.n is None and not self.index_labels:
+            return []
+        needed = "index_labels is True" if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
+        if labels is None:
+            raise ValueError(f"{needed}, and the data set has no label column that says whose; see {ADD_INDEX}")
+        if labels.is_floating_point() or labels.dtype == torch.bool:
+            raise TypeError(
+                f"{needed}: the label column must hold the rows of the samples, integers, got {labels.dtype}; give the "
+                f"scores or classes another name, and see {ADD_INDEX}"
+            )
+        rows = list(labels.reshape(batch, -1).unbind(1))
+        if len(rows) not in (1, 2, columns):
+            raise ValueError(
+                f"{len(rows)} labels per sample and {columns} columns of text; give the row of the sample, or those "
+                f"of anchor and positive, or one for every column"
+            )
+        if self._looks < LOOKS:  # classes look like rows, but repeat; unique() is too slow for every step
+            self._looks += 1
+            different = len(rows[0].unique())
+            if batch >= 8 and 2 * different < batch:
+                self._looks = LOOKS
+                warnings.warn(
+                    f"a batch of {batch} samples has {different} different labels, and equal ones are one sample; the "
+                    f"label column must hold each sample's row (add_index), not its class",
+                    stacklevel=5,
+                )
+        return rows
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return estimators with their hyper-parameters, for the model card."""
+        described = {
+            dimension: {
+                "estimator": type(est).__name__,
+                "directions": est.directions,
+                "sample_groups": [dict(group) for group in est.sample_groups],
+            }
+            for dimension, est in self._by_dimension.items()
+        }
+        return described.get(None, {"estimators": described})
+
+
+class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
+    """:class:`EstimatorLoss` with a gradient cache: the whole batch is negatives, in the memory of a mini-batch.
+
+    Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
+
+    Args:
+        model, est, eval_scale, index_labels: as there; so are state, communication and warnings.
+        mini_batch_size: texts that are encoded at a time.
+        mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
+        show_progress_bar: of the mini-batches.
+
+    Raises:
+        ValueError: the model has a ``StaticEmbedding``, whose inputs cannot be cut into mini-batches; whatever
+            :class:`EstimatorLoss` raises.
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import CachedEstimatorLoss
+        >>> class Model(torch.nn.Sequential):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["input_ids"])}
+        >>> est = compopt.DCLEstimator(tau=0.05, directions="forward")
+        >>> loss = CachedEstimatorLoss(Model(torch.nn.Linear(4, 4)), est, mini_batch_size=2)
+        >>> questions, answers = {"input_ids": torch.randn(8, 4)}, {"input_ids": torch.randn(8, 4)}
+        >>> loss([questions, answers]).backward()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        eval_scale: float = 20.0,
+        show_progress_bar: bool = False,
+        index_labels: bool = False,
+    ) -> None:
+        super().__init__(model, est, eval_scale, index_labels)
+        if has_static_embedding_input(model):
+            raise ValueError("inputs of a StaticEmbedding cannot be cut into mini-batches; use EstimatorLoss")
+        self.mini_batch_size = checks.count("mini_batch_size", mini_batch_size)
+        if mini_batch_num_tokens is not None:
+            checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
+        self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
+        self._owed: list[tuple[nn.Parameter, Tensor]] = []  # gradients of learned temperatures, not scaled yet
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        self._owed = []
+        loss = self.forward_cached(sentence_features, labels)
+        if self._owed:
+            loss.register_hook(partial(_pay, self._owed))
+        return loss
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Compute the loss of the whole batch, and its gradient in the cached embeddings, for the mixin.
+
+        Args:
+            reps: embeddings of each column by mini-batch, ``(b, d)`` each.
+            labels: as of :meth:`forward`.
+            with_backward: leave gradients in ``reps``, and return the loss without its graph.
+        """
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
+        if not with_backward:
+            return loss
+        leaves = [embedding for column in reps for embedding in column]
+        learned = [p for p in self.estimators.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
+        for leaf, gradient in zip(leaves, gradients, strict=False):
+            leaf.grad = gradient
+        # MatryoshkaLoss decorates calculate_loss on the instance, and multiplies its result by a weight afterwards
+        matryoshka, weight = vars(self).get("calculate_loss"), 1.0
+        if matryoshka is not None:
+            weights = dict(zip(matryoshka.matryoshka_dims, matryoshka.matryoshka_weights, strict=True))
+            weight = float(weights[leaves[0].shape[1]])
+        for parameter, gradient in zip(learned, gradients[len(leaves) :], strict=True):
+            if gradient is not None:  # None: the temperature of another dimension
+                self._owed.append((parameter, weight * gradient))
+        return loss.detach()
+
+
+def _pay(owed: list[tuple[nn.Parameter, Tensor]], scale: Tensor) -> None:
+    """Accumulate gradients of learned temperatures; only backward knows how the trainer scales the loss."""
+    for parameter, gradient in owed:
+        gradient = gradient * scale
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def add_index(
+    data: Any, anchors: str | None = None, positives: str | None = None, negatives: str | Sequence[str] = ()
+) -> Any:
+    """Return a data set, or a dictionary of several, with the label column that :class:`EstimatorLoss` reads.
+
+    Rows are positions, those of a second data set after the first's, and so on: ``n`` is the number of all samples.
+    Equal texts of the named columns get one row, that of the first: a document that is the positive of two anchors is a
+    negative of neither. A text that is an anchor here and a positive there has two rows.
+
+    Args:
+        data: a ``datasets.Dataset``, or a dictionary of them; not streamed, since positions are counted here.
+        anchors: the column of the anchors, if equal texts in it are one sample.
+        positives: the column of the positives, if equal texts in it are one; labels are then ``[i, j]``.
+        negatives: the columns of the negatives, all of them in their order, where these may be the positives of other
+            anchors, or of their own; labels are then ``[i, j, k, ...]``. They get their rows from ``positives``, and
+            -1 if they are nobody's positive.
+
+    Returns:
+        The same with a column ``label``, of integers or lists of them; all texts of the named columns are in memory
+        meanwhile. Communicates nothing: every rank makes the same.
+
+    Raises:
+        TypeError: a data set without a length; a column of something else than texts.
+        ValueError: there is a column already that the trainer would take for the label; ``negatives`` without
+            ``positives``.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from compopt.integrations.sentence_transformers import add_index
+        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
+        >>> list(add_index(data)["label"])
+        [0, 1, 2]
+        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
+        [[0, 0], [1, 1], [2, 0]]
+    """
+    sets = data if isinstance(data, Mapping) else {"": data}
+    negatives = [negatives] if isinstance(negatives, str) else list(negatives)
+    if negatives and positives is None:
+        raise ValueError("negatives= get their rows from positives=, which is None")
+    first, rows = 0, {}
+    known: tuple[dict[str, int], dict[str, int]] = ({}, {})  # first rows of texts: of anchors, of positives
+    for name, each in sets.items():
+        if not hasattr(each, "__len__"):
+            raise TypeError(
+                f"data of type {type(each).__name__} has no length; add a column 'label' of positions where it is made"
+            )
+        if taken := [column for column in LABELS if column in each.column_names]:
+            raise ValueError(f"column {taken[0]!r} would be taken for the label; remove or rename it")
+        columns = (anchors,) if positives is None else (anchors, positives)
+        rows[name] = [_rows(each, column, first, seen) for column, seen in zip(columns, known, strict=False)]
+        first += len(each)
+    made = {}
+    for name, each in sets.items():  # now that all positives are known
+        rows[name] += [[known[1].get(text, NOBODY) for text in _texts(each, column)] for column in negatives]
+        labels = rows[name][0] if positives is None else [list(row) for row in zip(*rows[name], strict=True)]
+        made[name] = each.add_column("label", labels)
+    make: Any = type(data)  # a DatasetDict stays one
+    return make(made) if isinstance(data, Mapping) else made[""]
+
+
+def _rows(data: Any, column: str | None, first: int, known: dict[str, int]) -> list[int]:
+    """Return positions, or those of the first samples with the same text."""
+    if column is None:
+        return list(range(first, first + len(data)))
+    return [known.setdefault(text, first + at) for at, text in enumerate(_texts(data, column))]
+
+
+def _texts(data: Any, column: str) -> list[str]:
+    texts = list(data[column])
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"column {column!r} holds {type(text).__name__}, and only texts can be told to be equal")
+    return texts
