@@ -21,8 +21,7 @@ from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
 from compopt.functional import mean_of_views
-from compopt.kernel.autograd import with_gradients
-from compopt.kernel.features import working_dtype
+from compopt.kernel.features import with_gradients, working_dtype
 from compopt.kernel.local import Pairs
 
 MODES = ("bimodal", "unimodal")

@@ -9,7 +9,7 @@ import compopt
 from benchmarks import fuzz, fuzz_calls, fuzz_damage, saved
 from compopt.checkpoint import reading
 from compopt.estimator import reader
-from compopt.kernel.statistics import PairStatistics
+from compopt.kernel.pairs import PairStatistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:rho=")
 FILES = {"manifest", "rows", "state"}

@@ -63,18 +63,21 @@ def refuse_transforms() -> None:
         )
 
 
-def refuse_tangent(name: str, value: object) -> None:
+def refuse_tangents(**given: object) -> None:
     """Raise for an argument with a forward-mode tangent, which would be dropped.
 
     Raises:
         RuntimeError: it is a dual number of ``torch.autograd.forward_ad``.
     """
-    if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-        raise RuntimeError(
-            f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has gradients "
-            f"of reverse mode only; pass it detached, and for the derivative of the loss along a direction take the "
-            f"inner product of the direction with torch.autograd.grad(loss, ...)"
-        )
+    if forward_ad._current_level < 0:  # outside of dual_level() there are none
+        return
+    for name, value in given.items():
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has "
+                f"gradients of reverse mode only; pass it detached, and for the derivative of the loss along a "
+                f"direction take the inner product of the direction with torch.autograd.grad(loss, ...)"
+            )
 
 
 def in_checkpoint() -> bool:

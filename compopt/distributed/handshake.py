@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from compopt.distributed.control import CALL, FIRST_LENGTH, Doing
 from compopt.distributed.ranks import Ranks
 
+ALONE = nullcontext()  # of one rank, whom nobody waits for
 KEYS = ("index", "index2", "labels")
 # What must be equal on all ranks, and what to say when it is not.
 FACTS = {
@@ -66,14 +67,16 @@ class Handshake:
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
         self.ranks, self.operation = ranks, operation
 
+    def guard(self) -> AbstractContextManager[None]:
+        """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
+        return ALONE if self.ranks.size == 1 else self._guard()
+
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """What this rank does before the exchange; if it raises, the other ranks raise too instead of waiting."""
+    def _guard(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self.ranks.size > 1:
-                self._refuse(error)
+            self._refuse(error)
             raise
 
     def _refuse(self, error: Exception) -> None:
@@ -94,7 +97,7 @@ class Handshake:
             RuntimeError: a rank refused its arguments, or ranks are out of step.
             ValueError: ranks brought different kinds of arguments.
         """
-        size = len(keys["index"])
+        size = keys["index"].shape[0]
         if self.ranks.size == 1:
             return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
         keys = {name: key.cpu() for name, key in keys.items()}

@@ -205,6 +205,8 @@ class Attachments:
 
     def skipped(self) -> bool:
         """Return whether an engine has skipped an update since the last call of this method."""
+        if not self._skips:
+            return False
         rose = [counter.rose() for counter in self._skips.values()]  # every one must look
         return any(rose)
 

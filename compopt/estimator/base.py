@@ -239,14 +239,16 @@ class Estimator(Hooks):
     ) -> Batch:
         """Return the global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
         engine = self._engine
-        self._refuse_checkpoint()
-        depositing = self.training and torch.is_grad_enabled()
+        depositing = engine.training and torch.is_grad_enabled()
+        self._refuse_checkpoint(engine, depositing)
         if depositing:
-            self._drop_skipped()
+            if engine.attachments.skipped():
+                self.discard()
             with engine.handshake.guard():  # a warning may be an error
-                engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                if engine.forgotten.unsure_of_positions:
+                    engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
                 engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
-        progress = {"depositing": int(depositing), "t": self.t, "pending": engine.pending, **(facts or {})}
+        progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
             for part in engine.parts.values():
@@ -265,16 +267,14 @@ class Estimator(Hooks):
         """Read committed rows without a call, in dtype and on the device of ``like``; collective only on shards."""
         return self._engine.reader.look(index, like, values)
 
-    def _refuse_checkpoint(self) -> None:
+    def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
         """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
 
         One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
         """
-        engine = self._engine
-        grad = torch.is_grad_enabled()
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
-        deposits = keeps and self.training and grad
-        meets = engine.ranks.size > 1 and (grad or in_backward())
+        deposits = keeps and depositing
+        meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
         message = (

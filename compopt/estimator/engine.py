@@ -13,13 +13,12 @@ from compopt.batch import COUNT
 from compopt.checks.values import Range
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, SampleGroups
 from compopt.estimator.part import PartHooks
-from compopt.estimator.reader import ROW_KEYS, BatchReader
+from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
 from compopt.estimator.save_handle import SaveHandle
 from compopt.stores.layout import Column
 from compopt.stores.placement import Placement

@@ -27,8 +27,17 @@ from torch.nn.functional import pad
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
 from compopt.kernel.local import CPU_BLOCK_ROWS
-from compopt.kernel.log_sum_exp import MASKED, Exponentials, Sums, joined
-from compopt.kernel.statistics import Extra, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.pairs import (
+    MASKED,
+    Exponentials,
+    Extra,
+    PairStatistics,
+    Sums,
+    is_uniform,
+    joined,
+    same_sample,
+    scale_of,
+)
 
 
 class RowBlock:
@@ -152,7 +161,7 @@ class GatheredPairs(PairStatistics):
         own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.pairs.PairStatistics`.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
         distinct, directions, extra, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.

@@ -12,8 +12,7 @@ from compopt import accelerator, rng
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
-from compopt.kernel.sampled import SampledPairs
-from compopt.kernel.statistics import scale_of
+from compopt.kernel.pairs import SampledPairs, scale_of
 from compopt.negatives.candidates import Candidates, Samples
 from compopt.negatives.outside import Outside
 from compopt.negatives.walk import Walk, walk

@@ -20,7 +20,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.functional import Scalar
-from compopt.kernel.features import nothing
+from compopt.kernel.features import zero_or_nan
 from compopt.negatives.candidates import Pool, Samples
 from compopt.negatives.chains import Chains, Rules, burn_in_count
 from compopt.negatives.walk import walk
@@ -201,7 +201,7 @@ class MCMCNegativeSampler(Normalizer):
         numbers = [totals.inside, totals.outside, totals.squares, totals.accepted, totals.proposed]
         failed = torch.full_like(totals.inside, float(error is not None))
         if call.encoder is not None and call.encoder.encoded is not None:
-            failed = failed + nothing(call.encoder.encoded.unit)
+            failed = failed + zero_or_nan(call.encoder.encoded.unit)
         own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers, failed], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
         chains.sum_wh, inside, outside, squares, accepted, proposed, failed = everyone.unbind(2)

@@ -21,8 +21,7 @@ from torch.nn.functional import normalize
 from compopt.distributed.ranks import Part, Ranks
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN
-from compopt.kernel.log_sum_exp import MASKED
-from compopt.kernel.statistics import MAX_UNSHIFTED_SCALE
+from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE
 
 
 class Sweep(ABC):

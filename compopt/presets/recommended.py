@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compopt import checks
+from compopt.checks import Directions, Mode
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.presets.dcl import DCLEstimator
@@ -17,8 +18,8 @@ def recommended(
     dim: int,
     n: int | None = None,
     batch_size: int | None = None,
-    mode: str = "bimodal",
-    directions: str = "both",
+    mode: Mode = "bimodal",
+    directions: Directions = "both",
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
 ) -> ContrastiveEstimator:

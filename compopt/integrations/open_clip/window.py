@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compopt.contrastive import ContrastiveEstimator
-from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import with_gradients
 
 
 class Window:
