@@ -81,7 +81,7 @@ def check_call(
     engine = est._engine
     several = engine.ranks.size > 1
     with engine.handshake.guard():
-        refuse_tangents(z1=z1, z2=z2, tau=tau, extra=extra)
+        refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
         check_features(z1, z2, least=0 if several else 2)
         batch = z1.shape[0]
         keys = {"index": est._index(index, batch)}

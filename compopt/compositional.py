@@ -71,7 +71,7 @@ def compositional_loss(
     if not g.is_floating_point():
         raise TypeError(f"g must be a floating-point tensor (B,), got {g.dtype}")
     refuse_transforms()
-    refuse_tangents(g=g)
+    refuse_tangents(("g", g))
     inner = g.detach().to(working_dtype(g.dtype))
     logs = estimator.domain == "log"
     if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):

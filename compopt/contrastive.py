@@ -298,7 +298,7 @@ class ContrastiveEstimator(Estimator):
                 ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
             )
         refuse_transforms()
-        refuse_tangents(z1=z1, z2=z2, extra=extra)  # before detach drops them
+        refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))  # before detach drops them
         with self._engine.handshake.guard():  # before anything is asked of them
             check_features(z1, z2, least=0)
             if extra is not None:
@@ -329,7 +329,7 @@ class ContrastiveEstimator(Estimator):
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.temperatures(batch.columns, self._hyper("temperature", batch), batch.depositing)
-            refuse_tangents(**{"the temperature": tau})
+            refuse_tangents(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
         features = batch.values.get("z1")  # a diagnostic has none

@@ -63,15 +63,15 @@ def refuse_transforms() -> None:
         )
 
 
-def refuse_tangents(**given: object) -> None:
-    """Raise for an argument with a forward-mode tangent, which would be dropped.
+def refuse_tangents(*given: tuple[str, object]) -> None:
+    """Raise for a named argument with a forward-mode tangent, which would be dropped.
 
     Raises:
         RuntimeError: it is a dual number of ``torch.autograd.forward_ad``.
     """
     if forward_ad._current_level < 0:  # outside of dual_level() there are none
         return
-    for name, value in given.items():
+    for name, value in given:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(
                 f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has "

@@ -135,8 +135,7 @@ class Encoder:
             if z.device != self._like.device:
                 raise ValueError(f"encode returned features on {z.device}, the batch is on {self._like.device}")
         check_features(given[0], given[-1], least=0)
-        for z in given:
-            refuse_tangents(**{"what encode returned": z})
+        refuse_tangents(*(("what encode returned", z) for z in given))
         return given
 
     @property
