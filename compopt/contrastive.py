@@ -240,17 +240,18 @@ class ContrastiveEstimator(Estimator):
         given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-            temperature = self._temperature(batch, given.tau)  # perhaps with a graph
+            hyper = self._hyper("temperature", batch)
+            temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
                 tau = batch.values.get("tau", _detached(temperature))
                 pairs = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
                 call = self._call(batch, pairs, tau, given.encoder)
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
-                rho = self.temperature.rho(self._hyper("temperature", batch))
+                rho = self.temperature.rho(hyper)
                 objective = Objective(batch, pairs, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
                 value = self._value(objective, given)
                 if batch.depositing:
-                    self._propose(call, objective)  # new rows and temperatures, until step()
+                    self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
         self._last = Summary(objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits)
         self._shown = estimate.metrics
@@ -325,10 +326,10 @@ class ContrastiveEstimator(Estimator):
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         return self._read(given.keys, values, given.facts, least=2, more=more)
 
-    def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
+    def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
-            tau = self.temperature.temperatures(batch.columns, self._hyper("temperature", batch), batch.depositing)
+            tau = self.temperature.temperatures(batch.columns, hyper, batch.depositing)
             refuse_tangents(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
@@ -412,12 +413,12 @@ class ContrastiveEstimator(Estimator):
         self._engine.async_checks.watch_features(value, unit, *units)
         return value
 
-    def _propose(self, call: Call, objective: Objective) -> None:
+    def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
         """Deposit new rows and temperatures; anchors without any negative (index2, labels) propose nothing."""
         pairs, proposals = objective.pairs, objective.estimate.proposals
         if self.temperature.learns:
-            call = replace(call, hyper=self._hyper("temperature", call.batch))
-            proposals = {**proposals, **self.temperature.proposals(call, objective.tau_gradients())}
+            moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
+            proposals = {**proposals, **moved}
         valid: Tensor | None = None
         if len(pairs.keys) > 1 and isinstance(pairs.count, Tensor):
             valid = pairs.count > 0

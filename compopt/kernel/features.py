@@ -37,7 +37,8 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
         normalize: divide by the norm.
     """
     dtype = working_dtype(z.dtype)
-    z = z.detach() if z.dtype == dtype else z.detach().to(dtype)
+    z = z.detach() if z.requires_grad else z
+    z = z if z.dtype == dtype else z.to(dtype)
     norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     if not normalize:
         return torch.where(norm < NORM_MAX, z, torch.nan), None

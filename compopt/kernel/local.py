@@ -286,7 +286,7 @@ class Pairs(PairStatistics):
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
             a = self._combine(block, factor)
-            whole = len(a) == self.shape[0]
+            whole = block.stop - block.start == self.shape[0]
             (of_rows if whole else of_rows[block.start : block.stop]).addmm_(a, self.y, beta=beta)
             if self.recompute and not self.symmetric:
                 self._add_columns(a, self.x[block.start : block.stop], 1.0, of_columns, outside)
