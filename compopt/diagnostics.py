@@ -304,7 +304,11 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)
-        return seen, est._temperature(seen, None, est._hyper("temperature", seen)), "averaged" if est.normalizer.averages_views else "separate"
+        return (
+            seen,
+            est._temperature(seen, None, est._hyper("temperature", seen)),
+            "averaged" if est.normalizer.averages_views else "separate",
+        )
 
 
 def _check(
