@@ -243,7 +243,8 @@ class ContrastiveEstimator(Estimator):
             hyper = self._hyper("temperature", batch)
             temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
-                tau = batch.values.get("tau", _detached(temperature))
+                tau = batch.values.get("tau", temperature)
+                tau = tau.detach() if isinstance(tau, Tensor) else tau
                 pairs = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
                 call = self._call(batch, pairs, tau, given.encoder)
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
@@ -305,13 +306,9 @@ class ContrastiveEstimator(Estimator):
             if extra is not None:
                 check_extra(extra, extra_index, z1)
         with torch.enable_grad():
-            z1, z2 = _leaf(z1), _leaf(z2)
-            leaves = [z1, z2]
-            if extra is not None:
-                extra = _leaf(extra)
-                leaves.append(extra)
-            given: dict[str, Any] = {"tau": tau, "labels": labels, "extra": extra, "extra_index": extra_index}
-            loss = self(z1, z2, index, index2, group, **given)
+            leaves = z1, z2, *further = [_leaf(z) for z in (z1, z2, extra) if z is not None]
+            extra = further[0] if further else None
+            loss = self(z1, z2, index, index2, group, tau=tau, labels=labels, extra=extra, extra_index=extra_index)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
@@ -456,10 +453,6 @@ class ContrastiveEstimator(Estimator):
             return {}
         shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**self._last.metrics(), **shown}
-
-
-def _detached(tau: float | Tensor) -> float | Tensor:
-    return tau.detach() if isinstance(tau, Tensor) else tau
 
 
 def _leaf(z: Tensor) -> Tensor:

@@ -33,15 +33,27 @@ def check_strided(name: str, value: Tensor) -> None:
 # -- integers ----------------------------------------------------------------------------------------------------------
 
 
-def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} samples") -> Tensor:
-    """Return a 1-D integer tensor of ``batch`` entries as int64; ``of``: what they are entries of."""
-    _check_tensor(name, value, f"a tensor of {batch} integers")
+def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of {} samples") -> Tensor:
+    """Return a 1-D integer tensor as int64.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        batch: number of entries; ``None``: any.
+        of: what they are entries of.
+    """
+    if not isinstance(value, Tensor):
+        remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
+        wanted = "integers" if batch is None else f"{batch} integers"
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {type(value).__name__}{remedy}")
+    check_strided(name, value)
     if value.dtype not in INTEGERS:
         kind = "any integers, equal ones for equal samples" if name in ("labels", "group") else "data-set positions"
         raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}")
     if value.dim() != 1:
-        raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")
-    if value.shape[0] != batch:
+        wanted = "B" if batch is None else str(batch)
+        raise ValueError(f"{name} must have shape ({wanted},), got {tuple(value.shape)}; one entry per sample")
+    if batch is not None and value.shape[0] != batch:
         raise ValueError(f"{name} has {len(value)} entries for {of.format(batch)}; pass one for each")
     if value.is_meta:
         raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
@@ -50,17 +62,7 @@ def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} sam
 
 def check_index(name: str, value: Any) -> Tensor:
     """Return a 1-D integer tensor of any length as int64."""
-    _check_tensor(name, value, "a tensor of integers")  # a nested tensor has no len
-    if value.dim() != 1:
-        raise ValueError(f"{name} must have shape (B,), got {tuple(value.shape)}; one entry per sample")
-    return check_vector(name, value, len(value))
-
-
-def _check_tensor(name: str, value: Any, wanted: str) -> None:
-    if not isinstance(value, Tensor):
-        remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}{remedy}")
-    check_strided(name, value)
+    return check_vector(name, value, None)
 
 
 class Survey(NamedTuple):
@@ -132,12 +134,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
             f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
             f"row i of both belongs to the same sample"
         )
-    if z1.dtype != z2.dtype:
-        raise TypeError(
-            f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}; pass z1.float() and z2.float()"
-        )
-    if z1.device != z2.device:
-        raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
+    _check_alike("z2", z2, z1)
     if z1.is_meta:
         raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
     if z1.shape[0] < least:
@@ -154,11 +151,17 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
     check_strided("extra", extra)
     if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
         raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
-    if extra.dtype != like.dtype:
-        raise TypeError(f"extra must have the dtype of z1 and z2, got {extra.dtype} and {like.dtype}")
-    if extra.device != like.device:
-        raise ValueError(f"extra must be on the device of z1 and z2, got {extra.device} and {like.device}")
+    _check_alike("extra", extra, like)
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
+
+
+def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:
+    if z.dtype != z1.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of z1, got {z.dtype} and {z1.dtype}; pass z1.float(), {name}.float()"
+        )
+    if z.device != z1.device:
+        raise ValueError(f"{name} must be on the device of z1, got {z.device} and {z1.device}")
 
 
 # -- other numbers -----------------------------------------------------------------------------------------------------
