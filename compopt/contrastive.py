@@ -439,7 +439,7 @@ class ContrastiveEstimator(Estimator):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
+        """Facts of the last call as 0-d tensors; computed on request, nothing waits for the device.
 
         ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the batch's candidates
         (``extra`` included, a memory not) at the temperatures used, in nats, mean over the anchors: the scale of other

@@ -144,6 +144,7 @@ class PairStatistics(ABC):
     def release(self) -> None:
         """Free what only :meth:`gradients` needs, which does so itself, unless somebody else gives the gradients."""
 
+    # cached: a normalizer and the gradients ask for it
     @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
