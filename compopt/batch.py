@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,10 +55,13 @@ class Batch:
     depositing: bool
     blank: dict[str, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def _new(self) -> Tensor:
+        return self.count == 0
+
     def unseen(self, column: str) -> Tensor:
         """Return where the part that keeps a column was never visited, ``(B, D)``."""
-        new = self.count == 0
-        return new | self.blank[column] if column in self.blank else new
+        return self._new | self.blank[column] if column in self.blank else self._new
 
     def seen(self, column: str) -> Tensor:
         """Return where the part that keeps a column was visited, ``(B, D)``."""

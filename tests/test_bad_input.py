@@ -411,34 +411,6 @@ def test_a_chunk_size_may_change():
     torch.testing.assert_close(changed, est(*args))
 
 
-# features that are not finite ---------------------------------------------------------------------
-
-
-@quick
-@given(
-    row=st.integers(0, B - 1),
-    column=st.integers(0, D - 1),
-    value=st.sampled_from([math.nan, math.inf, -math.inf]),
-    second=st.booleans(),
-    name=st.sampled_from(NAMES),
-    mode=st.sampled_from(MODES),
-)
-def test_a_feature_that_is_not_finite_never_enters_the_state(row, column, value, second, name, mode):
-    est = used(name, mode)
-    est.step()
-    before = {key: fingerprint(value) for key, value in est.state_dict().items()}
-    z1, z2, index = batch(seed=5)
-    (z2 if second else z1)[row, column] = value
-    with pytest.warns(UserWarning, match=r"\b1\b"):
-        loss = est(z1, z2, index)
-        est.step()
-    assert not torch.isfinite(loss)
-    after = {key: fingerprint(value) for key, value in est.state_dict().items()}
-    # One bad row is a negative of all other anchors, so every proposal of the batch is withheld.
-    assert {key for key in before if before[key] != after[key]} <= {"t"}  # t counts calls of step()
-    still_works(est)
-
-
 # hyper-parameters ---------------------------------------------------------------------------------
 
 

@@ -108,6 +108,9 @@ class Hyper:
         self._groups, self._names, self._membership, self._dtype = groups, names, membership, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
+        if self._membership is None:  # one group, as a rule
+            value = self._groups[0][self._names[key]]
+            return value if item is None else value[item]
         values = [value if item is None else value[item] for value in self._values(key)]
         return self._spread(values)
 
@@ -122,13 +125,16 @@ class Hyper:
             key: the hyper-parameter.
             table: its values -> numbers.
         """
+        if self._membership is None:
+            return table[self._groups[0][self._names[key]]]
         return self._spread([table[value] for value in self._values(key)])
 
     def _values(self, key: str) -> Iterator[Any]:
         return (group[self._names[key]] for group in self._groups)
 
     def _spread(self, values: list[Any]) -> Any:
-        if self._membership is None or all(value == values[0] for value in values):
+        assert self._membership is not None
+        if all(value == values[0] for value in values):
             return values[0]
         # Tables are tiny and change rarely; building them on the row's device needs no synchronisation.
         spread = torch.zeros_like(self._membership, dtype=self._dtype)
