@@ -58,7 +58,7 @@ LATER = "not by test"  # the daily tests let it pass, and the others were not as
 ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
 # Mutants that no test on a CPU can notice, found by reading them: file, function and kind -> why.
 BY_READING = {
-    ("compopt/kernel/autograd.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
+    ("compopt/kernel/features.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
     ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
     ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,

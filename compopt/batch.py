@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Batch:
             them, and ``tau`` if there is one per sample.
         sizes: samples of every rank.
         more: further candidates of every rank.
-        own: where this rank's samples are.
+        own: slice of this rank's samples.
         rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
         host_rows: the same on the CPU, ``None`` where asking would wait for a device.
         columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
@@ -54,13 +55,16 @@ class Batch:
     depositing: bool
     blank: dict[str, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def _new(self) -> Tensor:
+        return self.count == 0
+
     def unseen(self, column: str) -> Tensor:
         """Return where the part that keeps a column was never visited, ``(B, D)``."""
-        new = self.count == 0
-        return new | self.blank[column] if column in self.blank else new
+        return self._new | self.blank[column] if column in self.blank else self._new
 
     def seen(self, column: str) -> Tensor:
-        """The opposite of :meth:`unseen`."""
+        """Return where the part that keeps a column was visited, ``(B, D)``."""
         seen = self.count > 0
         return seen & ~self.blank[column] if column in self.blank else seen
 
@@ -68,6 +72,14 @@ class Batch:
     def count(self) -> Tensor:
         """Visits so far, ``(B, D)``; none without rows."""
         return self.columns[COUNT] if COUNT in self.columns else torch.zeros_like(self.rows, dtype=torch.int32)
+
+    @property
+    def visits(self) -> Tensor | None:
+        """Visits of each sample, 0 where some part has not met it, ``(B, D)``; ``None`` where none are counted."""
+        count = self.columns.get(COUNT)
+        for blank in {id(blank): blank for blank in self.blank.values()}.values():
+            count = None if count is None else count.masked_fill(blank, 0)
+        return count
 
     @property
     def features(self) -> tuple[Tensor, Tensor]:

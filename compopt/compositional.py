@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compopt.checks.context import refuse_tangent, refuse_transforms
-from compopt.kernel.autograd import with_gradients
-from compopt.kernel.features import working_dtype
+from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers import MovingAverageEstimator
 
 
@@ -72,7 +71,7 @@ def compositional_loss(
     if not g.is_floating_point():
         raise TypeError(f"g must be a floating-point tensor (B,), got {g.dtype}")
     refuse_transforms()
-    refuse_tangent("g", g)
+    refuse_tangents(("g", g))
     inner = g.detach().to(working_dtype(g.dtype))
     logs = estimator.domain == "log"
     if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):

@@ -1,29 +1,8 @@
-"""Contrastive objectives: any normalizer with any temperature, one kernel.
-
-The way of ``index``, from the call to its rows and back. Helpers of the same class are part of a hop; sharded rows are
-fetched after the handshake, which tells whose they are:
-
-1. ``ContrastiveEstimator.__call__``
-2. ``check_vector``: one integer per sample
-3. ``Estimator._read``: training or not, what must be alike on all ranks
-4. ``BatchReader.read``: makes the ``Batch``
-5. ``check_range``: below ``n``
-6. ``RowAccess.fetch``, or ``Prefetcher.find`` where the rows are under way
-7. ``RowStore.gather``: the rows as they are stored
-8. ``Handshake.exchange``: whose samples the global batch has
-9. ``RowTable.unpack``: columns by name
-10. ``AsyncChecks.two_samples``
-11. ``Pairs.__init__``: which pairs are anchor and negative; from here on it is ``Batch.rows`` that counts
-12. ``RowTable.deposit``: proposals wait for the optimizer's step
-13. ``RowTable.commit``: several proposals for a row become one
-14. ``RowAccess.commit``
-15. ``RowStore.scatter``
-
-Features go from 1 to ``Features.of``, through 3 and 4 (``Ranks.gather``) into ``Batch.values``, and into 11.
-"""
+"""Contrastive objectives: any normalizer with any temperature, one kernel."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,47 +12,28 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, Batch
-from compopt.checks.context import outside_of_graphs, refuse_tangent, refuse_transforms
-from compopt.checks.inputs import (
-    check_extra,
-    check_features,
-    check_range,
-    check_tau,
-    check_vector,
-    extra_fact,
-    one_name,
-    tau_facts,
-)
+from compopt.arguments import Given, at_least, check_call, full_precision
+from compopt.batch import Batch
+from compopt.checks import Directions, Mode, Offload
+from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
+from compopt.checks.inputs import check_extra, check_features
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.async_checks import warn_rho
 from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.engine import Engine
+from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
-from compopt.kernel.autograd import with_gradients
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.features import Encode, Encoder, Features, nothing, working_dtype
+from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
-from compopt.kernel.statistics import Extra, PairStatistics
+from compopt.kernel.pairs import Extra, PairStatistics
 from compopt.objective import Objective, Summary
 from compopt.stores.placement import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-
-
-def _at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
-    """A temperature no less exact than what is computed with it: ``1 / tau`` of half precision has three digits."""
-    wanted = working_dtype(tau.dtype, dtype)
-    return tau if tau.dtype == wanted else tau.to(wanted)
-
-
-def _leaf(z: Tensor) -> Tensor:
-    """Features without their graph that want a gradient; autograd follows a tensor of inference mode only as a copy."""
-    return (z.clone() if z.is_inference() else z.detach()).requires_grad_()
 
 
 class ContrastiveEstimator(Estimator):
@@ -144,7 +104,7 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
-    directions: str = fixed()
+    directions: Directions = fixed()
     normalize: bool = fixed()
     multiply_tau: bool = fixed()
     normalizer: Normalizer = fixed()
@@ -154,13 +114,13 @@ class ContrastiveEstimator(Estimator):
         self,
         normalizer: Normalizer,
         temperature: Temperature,
-        mode: str = "bimodal",
-        directions: str = "both",
+        mode: Mode = "bimodal",
+        directions: Directions = "both",
         normalize: bool = True,
         multiply_tau: bool = True,
         chunk_size: int | None = None,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -200,6 +160,7 @@ class ContrastiveEstimator(Estimator):
         self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
+        self._anchors = count  # directions that have anchors
         self._warned_rho = False
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -210,17 +171,12 @@ class ContrastiveEstimator(Estimator):
         return {"mode": self.mode, **directions, **unusual, **super()._described()}
 
     @property
-    def _anchors(self) -> int:
-        """Directions that have anchors."""
-        return len(DIRECTIONS[self.directions])
-
-    @property
     def _remembers_index(self) -> bool:
         return super()._remembers_index or self.normalizer.outside > 0
 
     @property
     def _row_keys(self) -> Sequence[str]:
-        return ROW_KEYS[: self._anchors]  # with one direction the second modality has no rows
+        return ROW_KEYS[: len(DIRECTIONS[self.directions])]  # with one direction the second modality has no rows
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -283,32 +239,25 @@ class ContrastiveEstimator(Estimator):
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
         """
-        refuse_transforms()
-        with self._engine.handshake.guard():
-            for name, value in (("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra)):
-                refuse_tangent(name, value)
-            keys, tau = self._check_call(z1, z2, index, index2, group, labels, tau)
-            self.normalizer.check_encode(encode, keys)
-            more = self._check_extra(extra, extra_index, keys, z1)
-            if extra_index is not None and index is None and index2 is None:
-                raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        encoder = None if encode is None else Encoder(encode, z1, self.normalize, self.mode == "unimodal")
-        with torch.autocast(z1.device.type, enabled=False):
-            own = Features.of(z1, z2, normalize=self.normalize)
-            extras = Features.of(more[0], normalize=self.normalize) if more else None
-            values = dict(zip(("z1", "z2"), own.unit.unbind(), strict=True))
-            if isinstance(tau, Tensor):
-                tau = _at_least(tau, own.unit.dtype)
-            if isinstance(tau, Tensor) and tau.dim():
-                values["tau"] = tau.detach().to(z1.device)
-            given = {"named": int(index is not None), "encode": int(encode is not None), "extra": extra_fact(more)}
-            facts = {**tau_facts(tau), **given}
-            batch = self._read(keys, values, facts, least=2, more=len(more[0]) if more else 0)
-            candidates = self._gather_extra(batch, extras.unit[0], more[1]) if more and extras else None
-            temperature = self._temperature(batch, tau)
-            graph = torch.is_grad_enabled()
+        given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index)
+        with full_precision(z1.device):
+            batch = self._gather(given)  # samples of all ranks, their committed rows
+            hyper = self._hyper("temperature", batch)
+            temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
-                value, gradients = self._evaluate(batch, own, extras, candidates, temperature, encoder, graph)
+                tau = batch.values.get("tau", temperature)
+                tau = tau.detach() if isinstance(tau, Tensor) else tau
+                pairs = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
+                call = self._call(batch, pairs, tau, given.encoder)
+                estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
+                rho = self.temperature.rho(hyper)
+                objective = Objective(batch, pairs, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
+                value = self._value(objective, given)
+                if batch.depositing:
+                    self._propose(call, hyper, objective)  # new rows and temperatures, until step()
+                gradients = self._gradients(objective, given, temperature)
+        self._last = Summary(objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits)
+        self._shown = estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     @outside_of_graphs
@@ -353,73 +302,69 @@ class ContrastiveEstimator(Estimator):
                 ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
             )
         refuse_transforms()
-        for name, z in (("z1", z1), ("z2", z2), ("extra", extra)):  # before detach drops it
-            refuse_tangent(name, z)
+        refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))  # before detach drops them
         with self._engine.handshake.guard():  # before anything is asked of them
             check_features(z1, z2, least=0)
             if extra is not None:
                 check_extra(extra, extra_index, z1)
         with torch.enable_grad():
-            z1, z2 = _leaf(z1), _leaf(z2)
-            leaves = [z1, z2]
-            if extra is not None:
-                extra = _leaf(extra)
-                leaves.append(extra)
-            given: dict[str, Any] = {"tau": tau, "labels": labels, "extra": extra, "extra_index": extra_index}
-            loss = self(z1, z2, index, index2, group, **given)
+            leaves = z1, z2, *further = [_leaf(z) for z in (z1, z2, extra) if z is not None]
+            extra = further[0] if further else None
+            loss = self(z1, z2, index, index2, group, tau=tau, labels=labels, extra=extra, extra_index=extra_index)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
-    # -- before the kernel -------------------------------------------------------------------------------------
+    # -- the steps of a call -----------------------------------------------------------------------------------
 
-    def _check_call(
-        self,
-        z1: Tensor,
-        z2: Tensor,
-        index: Tensor | None,
-        index2: Tensor | None,
-        group: Tensor | None,
-        labels: Tensor | None,
-        tau: Tensor | float | None,
-    ) -> tuple[dict[str, Tensor], Tensor | float | None]:
-        """Refuse what one rank can refuse by itself; the keys by which pairs are excluded, and tau."""
-        engine = self._engine
-        check_features(z1, z2, least=2 if engine.ranks.size == 1 else 0)
-        index = self._index(index, len(z1))
-        if index2 is not None and self.mode == "unimodal":
-            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-        one_name(labels, group)
-        keys = {"index": index}
-        for name, key in (("index2", index2), ("group", group), ("labels", labels)):
-            if key is not None:
-                keys[name] = check_vector(name, key, len(z1))
-        if "group" in keys:
-            keys["labels"] = keys.pop("group")
-        if tau is not None:
-            if self.temperature.learns:
-                raise ValueError(
-                    "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
-                )
-            tau = check_tau(tau, len(z1), self._anchors)
-        return keys, tau
+    def _gather(self, given: Given) -> Batch:
+        """Meet the other ranks, and read the rows of all samples."""
+        z1, z2 = given.own.unit.unbind()
+        values = {"z1": z1, "z2": z2}
+        if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
+            values["tau"] = given.tau.detach().to(z1.device)
+        more = 0 if given.extra is None else given.extra.unit.shape[1]
+        return self._read(given.keys, values, given.facts, least=2, more=more)
 
-    def _check_extra(
-        self, extra: Tensor | None, extra_index: Tensor | None, keys: Mapping[str, Tensor], like: Tensor
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Further candidates and their positions, or ``None``."""
-        if extra is None:
-            if extra_index is not None:
-                raise TypeError("extra_index= has the positions of extra=, which is None")
+    def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
+        """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
+        if tau is None:
+            tau = self.temperature.temperatures(batch.columns, hyper, batch.depositing)
+            refuse_tangents(("the temperature", tau))
+        if not isinstance(tau, Tensor):
+            return tau
+        features = batch.values.get("z1")  # a diagnostic has none
+        return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
+
+    def _hyper(self, role: str, batch: Batch) -> Hyper:
+        """Return hyper-parameters of one part for the samples of a batch."""
+        return self._engine.groups.hyper(role, batch.rows, batch.dtype)
+
+    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
+        """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
+        engine, own, keys = self._engine, given.own.unit, list(batch.keys.values())
+        options: dict[str, Any] = {
+            "distinct": batch.distinct,
+            "directions": self._anchors,
+            "extra": self._gather_extra(batch, given),
+            "unimodal": self.mode == "unimodal",
+            "bounded": self.normalize,
+            "chunk_size": self.chunk_size,
+            # for the derivative with respect to the temperature
+            "moments": self.temperature.learns or given.wants(temperature),
+        }
+        if engine.ranks.size == 1:
+            pairs: PairStatistics = Pairs(own, tau, keys, **options)
+        else:
+            pairs = GatheredPairs(own, batch.features, tau, keys, engine.ranks, batch.sizes, **options)
+        if self.temperature.learns and not self._warned_rho and pairs.negatives:
+            self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
+        return pairs
+
+    def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:
+        """Return the further candidates of all ranks."""
+        if given.extra is None:
             return None
-        self.normalizer.check_extra()
-        checked = check_extra(extra, extra_index, like)
-        if checked[1] is not None and "index2" not in keys and self.n is not None:
-            check_range("extra_index", checked[1], self.n)
-        return checked
-
-    def _gather_extra(self, batch: Batch, own: Tensor, positions: Tensor | None) -> Extra:
-        """Everybody's further candidates."""
-        engine = self._engine
+        engine, own, positions = self._engine, given.extra.unit[0], given.positions
         positive = batch.keys.get("index2", batch.keys["index"])
         values = [own] if positions is None else [own, accelerator.to_device(positions, own.device)]
         first = sum(batch.more[: engine.ranks.rank])
@@ -427,106 +372,20 @@ class ContrastiveEstimator(Estimator):
         at = slice(first, first + len(own))
         return Extra(own, everyone[0], positive, None if positions is None else everyone[1], at)
 
-    def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
-        """A number, or a tensor of 1 or 2 columns that may carry a graph."""
-        if tau is None:
-            tau = self.temperature.temperatures(batch.columns, self._hyper("temperature", batch), batch.depositing)
-            refuse_tangent("the temperature", tau)
-        if not isinstance(tau, Tensor):
-            return tau
-        features = batch.values.get("z1")  # a diagnostic has none
-        return _at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
-
-    def _hyper(self, role: str, batch: Batch) -> Hyper:
-        """Hyper-parameters of one part for the samples of a batch."""
-        return self._engine.groups.hyper(role, batch.rows, batch.dtype)
-
-    # -- pairs, alpha, proposals, value, gradients -------------------------------------------------------------
-
-    def _evaluate(
-        self,
-        batch: Batch,
-        own: Features,
-        extras: Features | None,
-        candidates: Extra | None,
-        temperature: float | Tensor,
-        encoder: Encoder | None,
-        graph: bool,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Pairs, then alpha or weights, proposals, the value, its gradients; these in pairs with their tensors.
-
-        Args:
-            batch: the samples of all ranks.
-            own: this rank's features.
-            extras: its further candidates, if there are any.
-            candidates: those of all ranks.
-            temperature: perhaps with a graph; of all samples, or, if it came with the call, of this rank's.
-            encoder: for samples outside the batch.
-            graph: whether anything wants gradients at all.
-        """
-        engine = self._engine
-        constant = temperature.detach() if isinstance(temperature, Tensor) else temperature
-        tau = batch.values.get("tau", constant)
-        learned = isinstance(temperature, Tensor) and temperature.requires_grad and graph
-        pairs = self._pairs(batch, own, candidates, tau, moments=learned or self.temperature.learns)
-        self._warn_rho(pairs.negatives)  # a warning may be an error; nothing is proposed yet
-        call = self._call(batch, pairs, tau, encoder)
-        estimate = self.normalizer.estimate(call)  # alpha, or weights; a network learns here
-        call = replace(call, hyper=self._hyper("temperature", batch))
-        objective = Objective(
-            batch, pairs, estimate, tau, self.temperature.rho(call.hyper), self.multiply_tau, engine.ranks.size
-        )
-        value = objective.value().to(own.unit.dtype)
-        if candidates is not None or len(pairs.keys) > 1:  # a sample may be in no pair; a network's alpha sees no extra
-            value = value + nothing(*batch.features, *(() if candidates is None else (candidates.everyone,)))
-        prepared = (own, extras, None if encoder is None else encoder.encoded)
-        units = [features.unit for features in prepared if features is not None]
-        engine.async_checks.watch_features(
-            value, *units
-        )  # a warning may be an error, and this call counts from here on
-        if batch.depositing:
-            moved = self.temperature.proposals(call, objective.tau_gradients()) if self.temperature.learns else {}
-            self._deposit(batch, {**estimate.proposals, **moved}, self._valid(pairs))
-        elsewhere = engine.ranks.size > 1 or (encoder is not None and encoder.wants_gradients)
-        gradients = objective.feature_gradients(own, extras, graph, elsewhere)
-        if learned and isinstance(temperature, Tensor):
-            gradients.append(objective.temperature_gradient(temperature))
-        if encoder is not None and graph:
-            gradients += [(z, gradient * engine.ranks.size) for z, gradient in encoder.gradients]
-        about_pairs = (pairs.sides, pairs.log_sum, pairs.count)
-        self._last = Summary(objective.alpha, tau, *about_pairs, batch.rows[:, 0], self._visits(batch))
-        self._shown = estimate.metrics
-        return value, gradients
-
-    def _pairs(
-        self, batch: Batch, own: Features, extra: Extra | None, tau: float | Tensor, moments: bool
-    ) -> PairStatistics:
-        """The kernel: all pairs of the batch, or those of this rank's anchors.
-
-        Args:
-            batch: the samples of all ranks.
-            own: this rank's features.
-            extra: further candidates.
-            tau: temperatures of the whole batch.
-            moments: a temperature's derivative will be asked for.
-        """
-        engine = self._engine
-        keys = list(batch.keys.values())
-        options: dict[str, Any] = {
-            "distinct": batch.distinct,
-            "directions": self._anchors,
-            "extra": extra,
-            "unimodal": self.mode == "unimodal",
-            "bounded": self.normalize,
-            "chunk_size": self.chunk_size,
-            "moments": moments,
-        }
-        if engine.ranks.size == 1:
-            return Pairs(own.unit, tau, keys, **options)
-        return GatheredPairs(own.unit, batch.features, tau, keys, engine.ranks, batch.sizes, **options)
+    def _warn_rho(self, negatives: int) -> None:
+        """Warn once if rho is too large for a batch with so many negatives per anchor."""
+        largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
+        limit = math.log(negatives)
+        if largest >= limit:
+            self._warned_rho = True
+            warn(
+                f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
+                f"and every tau is pushed to tau_min; use a smaller rho or a larger batch"
+            )
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
-        """What the normalizer is shown."""
+        """Return what the normalizer is shown."""
+        engine = self._engine
         return Call(
             batch,
             pairs,
@@ -534,34 +393,55 @@ class ContrastiveEstimator(Estimator):
             self._hyper("normalizer", batch),
             chunk_size=self.chunk_size,
             encoder=encoder,
-            t=self.t,
-            window=self.pending,
+            t=engine.t,
+            window=engine.pending,
             unimodal=self.mode == "unimodal",
         )
 
-    def _visits(self, batch: Batch) -> Tensor | None:
-        """Visits of each sample, 0 where some part has not met it; ``None`` where none are counted."""
-        count = batch.columns.get(COUNT)
-        for blank in {id(blank): blank for blank in batch.blank.values()}.values():
-            count = None if count is None else count.masked_fill(blank, 0)
-        return count
+    def _value(self, objective: Objective, given: Given) -> Tensor:
+        """Return the value, NaN if a feature is bad, of which the user is warned."""
+        pairs, unit = objective.pairs, given.own.unit
+        value = objective.value().to(unit.dtype)
+        if pairs.extra is not None or len(pairs.keys) > 1:
+            # a sample may be in no pair; a network's alpha sees no extra
+            more = () if pairs.extra is None else (pairs.extra.everyone,)
+            value = value + zero_or_nan(*objective.batch.features, *more)
+        encoded = None if given.encoder is None else given.encoder.encoded
+        units = [features.unit for features in (given.extra, encoded) if features is not None]
+        # a warning may be an error, and this call counts from here on
+        self._engine.async_checks.watch_features(value, unit, *units)
+        return value
 
-    def _valid(self, pairs: PairStatistics) -> Tensor | None:
-        """Anchors without any negative (possible with index2 and labels) propose nothing."""
-        if len(pairs.keys) == 1 or isinstance(pairs.count, float):
-            return None
-        valid = pairs.count > 0
-        return valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
+    def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
+        """Deposit new rows and temperatures; anchors without any negative (index2, labels) propose nothing."""
+        pairs, proposals = objective.pairs, objective.estimate.proposals
+        if self.temperature.learns:
+            moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
+            proposals = {**proposals, **moved}
+        valid: Tensor | None = None
+        if len(pairs.keys) > 1 and isinstance(pairs.count, Tensor):
+            valid = pairs.count > 0
+            valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
+        self._deposit(call.batch, proposals, valid)
 
-    # -- what the user should hear -----------------------------------------------------------------------------
-
-    def _warn_rho(self, negatives: int) -> None:
-        if not self._warned_rho and self.temperature.learns and negatives:
-            self._warned_rho = warn_rho(self.sample_groups, negatives + self.normalizer.outside)
+    def _gradients(
+        self, objective: Objective, given: Given, temperature: float | Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of what wants a gradient on this rank and its gradient."""
+        encoder, found = given.encoder, []
+        if given.want_gradients:
+            found = objective.feature_gradients(given.own, given.extra)
+        elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):
+            objective.serve_others()
+        if isinstance(temperature, Tensor) and given.wants(temperature):
+            found.append(objective.temperature_gradient(temperature))
+        if encoder is not None and given.graph:
+            found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
+        return found
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """What the last call saw, as 0-d tensors; computed on request, nothing waits for the device.
+        """Facts of the last call as 0-d tensors; computed on request, nothing waits for the device.
 
         ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the batch's candidates
         (``extra`` included, a memory not) at the temperatures used, in nats, mean over the anchors: the scale of other
@@ -575,3 +455,8 @@ class ContrastiveEstimator(Estimator):
             return {}
         shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**self._last.metrics(), **shown}
+
+
+def _leaf(z: Tensor) -> Tensor:
+    """Return a detached leaf; a tensor of inference mode is cloned, since autograd follows it only as a copy."""
+    return (z.clone() if z.is_inference() else z.detach()).requires_grad_()

@@ -22,8 +22,7 @@ from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
 from compopt.functional import mean_of_views
-from compopt.kernel.autograd import with_gradients
-from compopt.kernel.features import working_dtype
+from compopt.kernel.features import with_gradients, working_dtype
 from compopt.kernel.local import Pairs
 
 Mode = Literal["bimodal", "unimodal"]
@@ -305,7 +304,11 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)
-        return seen, est._temperature(seen, None), "averaged" if est.normalizer.averages_views else "separate"
+        return (
+            seen,
+            est._temperature(seen, None, est._hyper("temperature", seen)),
+            "averaged" if est.normalizer.averages_views else "separate",
+        )
 
 
 def _check(

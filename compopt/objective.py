@@ -14,8 +14,7 @@ from compopt.batch import Batch
 from compopt.estimator.call import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
-from compopt.kernel.log_sum_exp import Sums
-from compopt.kernel.statistics import PairStatistics
+from compopt.kernel.pairs import PairStatistics, Sums
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Objective:
         tau: temperatures of the global batch, without a graph: a number, 0-d, ``(B, 1)`` or ``(B, A)``.
         rho: radius of the KL constraint, per anchor or the same for all.
         multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     batch: Batch
@@ -43,31 +42,30 @@ class Objective:
     multiply_tau: bool
     ranks: int
 
-    @property
-    def alpha(self) -> Tensor:
-        """Log-normalizers, ``(B, A)``."""
-        return self.estimate.alpha.expand_as(self.pairs.positive)
-
-    @cached_property
-    def _level(self) -> Tensor:
-        """``alpha_i + rho_i``."""
-        return self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
-
-    @property
-    def _weight_alpha(self) -> Tensor:
-        """Log-normalizers of the pairs' weights, ``(B, A)``."""
-        given = self.estimate.weight_alpha
-        return self.alpha if given is None else given.expand_as(self.pairs.positive)
+    def __post_init__(self) -> None:
+        self.alpha = self._per_anchor(self.estimate.alpha)  # log-normalizers, (B, A)
+        self._level = self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
 
     @cached_property
     def _sum_weights(self) -> Tensor:
         """``sum_j w_ij``."""
         return self.pairs.sum_weights(self._weight_alpha)
 
+    @property
+    def _weight_alpha(self) -> Tensor:
+        """Log-normalizers of the pairs' weights, ``(B, A)``."""
+        given = self.estimate.weight_alpha
+        return self.alpha if given is None else self._per_anchor(given)
+
+    def _per_anchor(self, value: Tensor) -> Tensor:
+        """A column that both directions share as ``(B, A)``."""
+        return value if value.shape == self.pairs.positive.shape else value.expand_as(self.pairs.positive)
+
     def value(self) -> Tensor:
         """The objective, 0-d."""
-        terms = self.tau * self._level if self.multiply_tau else self.alpha
-        return self.pairs.real(terms).mean()
+        return self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha).mean()
+
+    # -- gradients of temperatures -----------------------------------------------------------------------------
 
     def tau_gradients(self) -> Tensor:
         """``G(tau_i)`` of every anchor, ``(B, A)``; needs pairs with moments.
@@ -101,34 +99,29 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
-    def feature_gradients(
-        self, own: Features, extra: Features | None, graph: bool, elsewhere: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's features (their nodes) with their gradients, weights held as estimated; uses up the pairs.
+    # -- gradients of features, weights held as estimated ------------------------------------------------------
 
-        Args:
-            own: this rank's features.
-            extra: its further candidates, if there are any.
-            graph: gradients may be wanted at all; if no features want any, what other ranks or other features wait for
-                is computed nevertheless.
-            elsewhere: whether weights of the normalizer's have gradients for others.
-        """
-        wanted = graph and (own.want_gradients or (extra is not None and extra.want_gradients))
-        gradient: Tensor | None = None
-        of_extra: Tensor | None = None
-        if wanted or (self.estimate.weights is not None and elsewhere):
-            gradient, of_extra = self._weighted()
-        if self.estimate.through_alpha is not None and (wanted or self.ranks > 1):
+    def feature_gradients(self, own: Features, extra: Features | None) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of this rank's features, and its further candidates, with their gradients; uses up the pairs."""
+        gradient, of_extra = self._weighted()
+        if self.estimate.through_alpha is not None:
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
-            if gradient is not None:
-                by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
-                gradient += by_alpha[:, self.batch.own]
-        if not wanted or gradient is None:
-            return []
-        found = [own.pull_back(gradient if self.ranks == 1 else gradient * self.ranks)]
+            by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
+            gradient += by_alpha[:, self.batch.own]
+        found = own.pull_back(self._times_ranks(gradient))
         if extra is not None and of_extra is not None:
-            found.append(extra.pull_back(of_extra[None] if self.ranks == 1 else of_extra[None] * self.ranks))
+            found += extra.pull_back(self._times_ranks(of_extra)[None])
         return found
+
+    def serve_others(self) -> None:
+        """Compute what other ranks, or features from outside the batch, wait for, where own ones want no gradient."""
+        if self.estimate.weights is not None:
+            self._weighted()
+        if self.estimate.through_alpha is not None:
+            self.estimate.through_alpha(self._alpha_slope())
+
+    def _times_ranks(self, gradient: Tensor) -> Tensor:
+        return gradient if self.ranks == 1 else gradient * self.ranks
 
     def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
@@ -139,28 +132,30 @@ class Objective:
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
         """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""
-        alpha = self._weight_alpha.to(self.pairs.positive.dtype)
+        alpha, dtype = self._weight_alpha, self.pairs.positive.dtype
+        alpha = alpha if alpha.dtype == dtype else alpha.to(dtype)
         share = 1.0 / alpha.numel()
+        # w has the factor 1 / tau, which the one of the objective cancels
         coefficient = share if self.multiply_tau else share / self.tau
         if isinstance(coefficient, Tensor):
-            coefficient = coefficient.to(alpha.dtype)
+            coefficient = coefficient.to(dtype)
         if self.estimate.weights is not None:
             return self.estimate.weights.gradients(coefficient), None
-        weight = self._sum_weights if self.estimate.positive_weight is None else self.estimate.positive_weight
-        weight = weight.to(alpha.dtype) if isinstance(weight, Tensor) else weight
-        return self.pairs.gradients(alpha, coefficient, weight)
+        weight = self.estimate.positive_weight
+        weight = self._sum_weights if weight is None else weight
+        return self.pairs.gradients(alpha, coefficient, weight.to(dtype) if isinstance(weight, Tensor) else weight)
 
 
 @dataclass
 class Summary:
-    """What :attr:`ContrastiveEstimator.metrics` are computed from, when somebody asks.
+    """Facts of the last call, from which :attr:`ContrastiveEstimator.metrics` are computed on request.
 
     Attributes:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         sides: sums over the weights, by direction.
         log_sum, negatives: of the pairs: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and ``|N_i|``.
-        index: data-set positions, ``(B,)``.
+        rows: data-set positions, ``(B, R)``.
         count: visits so far, ``(B, D)``; ``None`` where none are counted.
     """
 
@@ -169,7 +164,7 @@ class Summary:
     sides: list[Sums]
     log_sum: Tensor
     negatives: Scalar
-    index: Tensor
+    rows: Tensor
     count: Tensor | None
 
     def metrics(self) -> dict[str, Tensor]:
@@ -192,9 +187,10 @@ class Summary:
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:
-        """How many samples have not been visited before, each counted once."""
+        """Number of samples that have not been visited before, each counted once."""
+        index = self.rows[:, 0]
         if self.count is None:
-            return self.index.new_zeros(())
+            return index.new_zeros(())
         new = (self.count == 0).any(dim=1)
-        names = self.index.masked_fill(~new, -1).sort().values
+        names = index.masked_fill(~new, -1).sort().values
         return (torch.diff(names, prepend=names.new_full((1,), -1)) != 0).sum()

@@ -29,19 +29,19 @@ def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
 CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info.network) :]]
 
 
-@pytest.mark.covering()
+@pytest.mark.covering("info mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
-def test_twenty_steps(info, mode, tau, gamma):
+def test_some_steps(info, mode, tau, gamma):
     est, ref = make(info, mode, N, tau=tau, gamma=gamma)
-    for z1, z2, index in batches(N, steps=20, seed=1):
+    for z1, z2, index in batches(N, steps=6 if info.network else 12, seed=1):
         compare_forward(info, est, ref, z1, z2, index)
         est.step()
         ref.step()
         compare_state(est, ref, N, info)
 
 
-@pytest.mark.covering("info mode")
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_several_deposits_before_a_step(info, mode):
@@ -56,7 +56,7 @@ def test_several_deposits_before_a_step(info, mode):
             ref.temperature.read_pending = window[0] == "pending"
             ref.temperature.count_deposits = window[1] == "deposit"
         try:
-            for t, (z1, z2, index) in enumerate(batches(N, steps=9, seed=2)):
+            for t, (z1, z2, index) in enumerate(batches(N, steps=6, seed=2)):
                 compare_forward(info, est, ref, z1, z2, index)
                 if t % 3 == 2:
                     est.step()
@@ -70,6 +70,7 @@ def test_several_deposits_before_a_step(info, mode):
         raise failures[0]
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "info", [info for info in WITH_ROWS if not (info.global_tau or info.network or info.draws)], ids=str
@@ -87,6 +88,7 @@ def test_the_order_of_the_deposits_does_not_matter(info, mode):
         near(states[0][name].double().nan_to_num(0, 0, 0), states[1][name].double().nan_to_num(0, 0, 0), what=name)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_grad_output_scales_every_gradient(info, mode):
@@ -101,6 +103,7 @@ def test_grad_output_scales_every_gradient(info, mode):
         near(a, b, 1e-12 if a.dtype == torch.float64 else 1e-6)
 
 
+@pytest.mark.covering("chunk_size mode")
 @pytest.mark.parametrize("chunk_size", [1, 4, 64])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)

@@ -192,55 +192,6 @@ def test_call(call, name, mode):
     still_works(est)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_call_in_evaluation(call):
-    est = used()
-    est.eval()
-    with refused(call.error, *call.words, est=est), torch.no_grad():
-        est(*call.change(*batch(seed=7)))
-
-
-def test_index_is_required_position():
-    est = used()
-    with refused((TypeError,), "index", est=est):
-        try:
-            est(*batch()[:2])
-        except TypeError as error:  # Python's own sentence has no remedy
-            raise TypeError(f"{error}; pass it") from None
-
-
-@quick
-@given(
-    shape1=st.lists(st.integers(0, 4), max_size=3),
-    shape2=st.lists(st.integers(0, 4), max_size=3),
-    length=st.integers(0, 4),
-)
-def test_any_shapes(shape1, shape2, length):
-    """Whatever the shapes, either the call is a good one or nothing moves."""
-    good = len(shape1) == 2 and shape1 == shape2 and shape1[0] == length and length >= 2 and shape1[1] >= 1
-    est = used()
-    z1, z2 = torch.randn(shape1, generator=generator(0)), torch.randn(shape2, generator=generator(1))
-    if good:
-        est(z1, z2, torch.arange(length))
-        assert est.pending == 2
-    else:
-        with refused(ValueError, est=est):
-            est(z1, z2, torch.arange(length))
-
-
-@quick
-@given(
-    dtype=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64]),
-    second=st.booleans(),
-)
-def test_any_feature_dtype(dtype, second):
-    est = used()
-    z1, z2, index = batch()
-    bad = torch.ones(B, D).to(dtype)
-    with refused(TypeError, "z2" if second else "z1", str(dtype).removeprefix("torch."), est=est):
-        est(*((z1, bad) if second else (bad, z2)), index)
-
-
 @quick
 @given(
     position=st.integers(0, B - 1),
@@ -272,25 +223,6 @@ def test_one_distinct_sample(sample, size, name, mode):
         est(z1, z2, torch.full((size,), sample))
 
 
-READS = [
-    (None, TypeError, "None"),
-    ([0, 1], TypeError, "list"),
-    (torch.tensor([0.0, 1.0]), TypeError, "float32"),
-    (torch.tensor([True, False]), TypeError, "bool"),
-    (torch.tensor([[0], [1]]), ValueError, r"\(2, 1\)"),
-    (torch.tensor([0, N]), IndexError, rf"\b{N}\b"),
-    (torch.tensor([-1]), IndexError, "-1"),
-]
-
-
-@pytest.mark.parametrize("index, error, value", READS)
-@pytest.mark.parametrize("name", WITH_INDEX)
-def test_read(name, index, error, value):
-    est = used(name)
-    with refused(error, "index", value, est=est):
-        est.read(index)
-
-
 @pytest.mark.parametrize("index", [[0, 1], (0, 1), range(2), np.arange(2)], ids=["list", "tuple", "range", "array"])
 def test_numbers_in_no_tensor_are_told_how_to_become_one(index):
     est, (z1, z2, _) = used(), batch(2)
@@ -311,6 +243,136 @@ def test_positions_of_a_split_are_positions_in_the_whole():
         est(z1, z2, index)
     numbered = compopt.data.Indexed(part)  # the other remedy
     est(z1, z2, torch.tensor([numbered[i][-1] for i in range(B)]))
+
+
+# everything else that an estimator in the middle of a run refuses -----------------------------------
+
+
+class Wrapper:
+    """Looks like accelerate's and DeepSpeed's wrappers, and holds no optimizer."""
+
+    def __init__(self, inner=None):
+        self.optimizer = self if inner == "itself" else inner
+
+
+def call(**given):
+    """A call of a good batch with some other arguments."""
+    return lambda est: est(**dict(zip(("z1", "z2", "index"), batch(seed=7), strict=True)) | given)
+
+
+def edited(key, value):
+    """A call after a hyper-parameter was edited; the edit is undone."""
+
+    def action(est):
+        group = est.sample_groups[0]
+        name = group_key(group, key) if key in {each.rpartition(".")[2] for each in group} else key
+        before = dict(group)
+        group.pop(name, None)
+        if value is not LOST:
+            group[name] = value
+        try:
+            est(*batch(seed=7))
+        finally:
+            group.clear(), group.update(before)
+
+    return action
+
+
+def loading(make_state):
+    return lambda est: est.load_state_dict(make_state())
+
+
+def other(**options):
+    arguments = {"gamma": GAMMA, "tau": TAU, **options}
+    return compopt.SogCLREstimator(arguments.pop("n", N), **arguments).state_dict()
+
+
+LOST, KEY = object(), (KeyError, ValueError)
+SGD = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+SCHEDULE, COSINE = compopt.schedules.Schedule, compopt.schedules.CosineGamma
+NO_OPTIMIZERS = (None, 3, "adam", {"lr": 0.1}, Wrapper(), Wrapper(Wrapper()), Wrapper("itself"), torch.optim.SGD)
+# (estimator, action, error, words of the message)
+ACTIONS = [
+    ("sogclr", lambda est: est.read(None), TypeError, ("index", "None")),
+    ("isogclr", lambda est: est.read([0, 1]), TypeError, ("index", "list")),
+    ("sogclr", lambda est: est.read(torch.tensor([0.0])), TypeError, ("index", "float32")),
+    ("sogclr", lambda est: est.read(torch.tensor([True])), TypeError, ("index", "bool")),
+    ("sogclr", lambda est: est.read(torch.tensor([[0], [1]])), ValueError, ("index", r"\(2, 1\)")),
+    ("sogclr", call(tau=torch.full((3,), 0.1)), ValueError, ("tau", r"\(3,\)")),
+    ("sogclr", call(tau=torch.full((B, 3), 0.1)), ValueError, ("tau", r"\(5, 3\)")),
+    ("sogclr", call(tau=torch.ones(B).long()), TypeError, ("tau", "int64")),
+    ("sogclr", call(tau="0.1"), TypeError, ("tau", "0.1")),
+    ("sogclr", call(tau=1e-300), ValueError, ("tau must be greater than 0 in float32",)),
+    ("isogclr", call(tau=0.1), ValueError, ("tau",)),
+    ("sogclr", call(z1=torch.zeros(B, D).to_sparse()), TypeError, ("z1 must be a dense tensor",)),
+    ("sogclr", call(index=torch.arange(B).to_sparse()), TypeError, ("index must be a dense tensor",)),
+    ("sogclr", call(tau=torch.full((B,), 0.1).to_sparse()), TypeError, ("tau must be a dense tensor",)),
+    ("sogclr", call(extra=torch.zeros(B, D).to_sparse()), TypeError, ("extra must be a dense tensor",)),
+    # hyper-parameters during the run
+    ("sogclr", edited("gamma", 0.0), ValueError, ("gamma",)),
+    ("sogclr", edited("gamma", math.nan), ValueError, ("gamma",)),
+    ("sogclr", edited("gamma", "0.9"), TypeError, ("gamma",)),
+    ("sogclr", edited("eps", -1.0), ValueError, ("eps",)),
+    ("isogclr", edited("rho", math.nan), ValueError, ("rho",)),
+    ("isogclr", edited("lr", -1.0), ValueError, ("lr",)),
+    *(("isogclr", edited("lr", large), ValueError, ("lr must be",)) for large in (1e300, 1 << 70, 1 << 2000)),
+    ("isogclr", edited("tau_min", 100.0), ValueError, ("tau_min",)),
+    ("isogclr", edited("tau_max", -1.0), ValueError, ("tau_max",)),
+    ("isogclr", edited("max_grad", 0.0), ValueError, ("max_grad",)),
+    ("isogclr", edited("beta", 2.0), ValueError, ("beta",)),
+    ("batch-dual", edited("lr", None), TypeError, ("lr",)),
+    ("global-dual", edited("rho", -2.0), ValueError, ("rho",)),
+    ("sogclr", edited("gama", 0.5), KEY, ("gama", "gamma")),
+    ("infonce", edited("gama", 1), ValueError, ("no hyper-parameter 'gama'; known are include_positive, tau$",)),
+    ("infonce", edited("n", 1), ValueError, ("no hyper-parameter 'n'; known are include_positive, tau$",)),
+    ("sogclr", edited("gamma", LOST), KEY, ("gamma",)),
+    ("sogclr", edited("n", N + 1), ValueError, (rf"\b{N}\b", rf"\b{N + 1}\b")),
+    *(("sogclr", edited("n", n), (TypeError, ValueError), ("^n (of|must)",)) for n in ("x", None, 12.0, np.ones(3))),
+    # groups
+    ("sogclr", lambda est: est.add_sample_group({"n": 0}), ValueError, ("n", r"\b0\b")),
+    ("sogclr", lambda est: est.add_sample_group({"n": 4.0}), TypeError, ("n", "float")),
+    ("sogclr", lambda est: est.add_sample_group({"gamma": 0.5}), ValueError, ("n",)),
+    ("sogclr", lambda est: est.add_sample_group({"n": 4, "gamma": 1.5}), ValueError, ("gamma", "1.5")),
+    ("sogclr", lambda est: est.add_sample_group({"n": 4, "gama": 0.5}), ValueError, ("gama", "gamma")),
+    ("sogclr", lambda est: est.add_sample_group({"n": 4, 3: 0.5}), (TypeError, ValueError), ("3",)),
+    *(("sogclr", lambda est, g=g: est.add_sample_group(g), TypeError, ("dict",)) for g in (None, 7.5, [("n", 4)])),
+    # states
+    ("sogclr", loading(lambda: other(n=N + 1)), ValueError, (r"\bn\b", rf"\b{N}\b", rf"\b{N + 1}\b")),
+    ("sogclr", loading(lambda: other(mode="unimodal")), ValueError, ("bimodal", "unimodal")),
+    ("sogclr", loading(lambda: other(dtype=torch.float64)), ValueError, ("float32", "float64")),
+    ("sogclr", loading(lambda: make("isogclr").state_dict()), ValueError, ()),
+    ("sogclr", loading(lambda: make("infonce").state_dict()), ValueError, ()),
+    ("sogclr", loading(lambda: other(n=[{"n": 5}, {"n": N - 5}])), ValueError, (r"\b5\b", rf"\b{N}\b")),
+    ("sogclr", loading(lambda: torch.nn.Linear(2, 2).state_dict()), KEY, ()),
+    ("sogclr", loading(lambda: [1, 2]), TypeError, ("dict",)),
+    # what belongs to it
+    *(("sogclr", lambda est, o=o: est.attach(o), TypeError, ("optimizer",)) for o in NO_OPTIMIZERS),
+    ("sogclr", lambda est: est.normalizer.step(), RuntimeError, ("part of a ContrastiveEstimator",)),
+    ("sogclr", lambda est: est.normalizer.attach(SGD), RuntimeError, ("part of a ContrastiveEstimator",)),
+    ("sogclr", lambda est: est.to("meta"), ValueError, ("device", "meta")),
+    ("sogclr", lambda est: SCHEDULE(est, "gama", lambda t: 0.5), KEY, ("gama", "gamma")),
+    ("sogclr", lambda est: SCHEDULE(est, "gamma", 0.5), TypeError, ("fn", "float")),
+    ("sogclr", lambda est: SCHEDULE("est", "gamma", lambda t: 0.5), TypeError, ("est", "str")),
+    ("sogclr", lambda est: COSINE(est, 0), ValueError, ("decay_steps", r"\b0\b")),
+    ("sogclr", lambda est: COSINE(est, 10, gamma_min=1.1), ValueError, ("gamma_min", "1.1")),
+    ("infonce", lambda est: COSINE(est, 10), KEY, ("gamma",)),
+    (
+        "sogclr",
+        lambda est: compopt.diagnostics.normalizer_error(est, *features(N + 1, D, 0, dtype=torch.float32)),
+        (ValueError, IndexError),
+        (rf"\b{N}\b",),
+    ),
+]
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("case", range(len(ACTIONS)))
+def test_action(case):
+    name, action, error, words = ACTIONS[case]
+    est = used(name)
+    with refused(error, *words, est=est, remedy=False):
+        action(est)
+    still_works(est)
 
 
 # what is fixed ------------------------------------------------------------------------------------
@@ -347,34 +409,6 @@ def test_a_chunk_size_may_change():
     changed = est(*args)
     est.chunk_size = None
     torch.testing.assert_close(changed, est(*args))
-
-
-# features that are not finite ---------------------------------------------------------------------
-
-
-@quick
-@given(
-    row=st.integers(0, B - 1),
-    column=st.integers(0, D - 1),
-    value=st.sampled_from([math.nan, math.inf, -math.inf]),
-    second=st.booleans(),
-    name=st.sampled_from(NAMES),
-    mode=st.sampled_from(MODES),
-)
-def test_a_feature_that_is_not_finite_never_enters_the_state(row, column, value, second, name, mode):
-    est = used(name, mode)
-    est.step()
-    before = {key: fingerprint(value) for key, value in est.state_dict().items()}
-    z1, z2, index = batch(seed=5)
-    (z2 if second else z1)[row, column] = value
-    with pytest.warns(UserWarning, match=r"\b1\b"):
-        loss = est(z1, z2, index)
-        est.step()
-    assert not torch.isfinite(loss)
-    after = {key: fingerprint(value) for key, value in est.state_dict().items()}
-    # One bad row is a negative of all other anchors, so every proposal of the batch is withheld.
-    assert {key for key in before if before[key] != after[key]} <= {"t"}  # t counts calls of step()
-    still_works(est)
 
 
 # hyper-parameters ---------------------------------------------------------------------------------
@@ -463,53 +497,38 @@ def test_constructor(bad):
         bad.make(*arguments, **{bad.argument: bad.value})
 
 
-@pytest.mark.parametrize("betas, bad", [((-0.1, 0.9), "-0.1"), ((0.9, 1.0), "1.0"), ((0.9, math.nan), "nan")])
-def test_betas(betas, bad):
-    with refused(ValueError, "betas", bad):
-        DUAL(N, optimizer="adam", betas=betas)
+FIXED_TAU, BATCH = compopt.FixedTemperature, compopt.BatchNormalizer
+CONSTRUCTIONS = [
+    *((lambda b=b: DUAL(N, optimizer="adam", betas=b), ValueError, ("betas",)) for b in ((-0.1, 0.9), (0.9, 1.0))),
+    *((lambda m=m: m(N, tau_min=0.4, tau_max=0.2), ValueError, ("tau_min", "0.4", "tau_max")) for m in WITH_DUAL),
+    *((lambda m=m: m(N, tau_init=0.9, tau_max=0.5), ValueError, ("tau_init", "0.9")) for m in WITH_DUAL),
+    *((lambda m=m: m(N, tau_init=0.01, tau_min=0.1), ValueError, ("tau_init", "0.01")) for m in WITH_DUAL),
+    *((lambda g=g: SOG([{"n": 5}, g]), ValueError, ("n",)) for g in ({}, {"n": 0}, {"gamma": 0.5})),
+    (lambda: SOG([{"n": 5}, {"n": 4, "gama": 0.5}]), ValueError, ("gama", "gamma")),
+    (lambda: SOG([{"n": 5}, None]), TypeError, ("dict",)),
+    (lambda: SOG([]), ValueError, ("n|group",)),
+    *((lambda p=p: compopt.ContrastiveEstimator(p, FIXED_TAU(TAU)), TypeError, ("normalizer",)) for p in (None, "x")),
+    (lambda: compopt.ContrastiveEstimator(FIXED_TAU(TAU), FIXED_TAU(TAU)), TypeError, ("normalizer",)),
+    *((lambda t=t: compopt.ContrastiveEstimator(BATCH(), t), TypeError, ("temperature",)) for t in (None, 0.07)),
+    (lambda: compopt.ContrastiveEstimator(BATCH(), BATCH()), TypeError, ("temperature",)),
+    (lambda: compopt.ContrastiveEstimator(MA(12), DUAL(13)), ValueError, (r"\b12\b", r"\b13\b")),
+]
 
 
-@pytest.mark.parametrize("make", WITH_DUAL)
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"tau_min": 0.4, "tau_max": 0.2}, ("tau_min", "0.4", "tau_max", "0.2")),
-        ({"tau_init": 0.9, "tau_min": 0.1, "tau_max": 0.5}, ("tau_init", "0.9")),
-        ({"tau_init": 0.01, "tau_min": 0.1, "tau_max": 0.5}, ("tau_init", "0.01")),
-    ],
-)
-def test_temperature_bounds(make, options, words):
-    with refused(ValueError, *words):
-        make(N, **options)
-
-
-@pytest.mark.parametrize(
-    "normalizer, temperature, error, word",
-    [
-        (None, compopt.FixedTemperature(TAU), TypeError, "normalizer"),
-        ("sogclr", compopt.FixedTemperature(TAU), TypeError, "normalizer"),
-        (compopt.FixedTemperature(TAU), compopt.FixedTemperature(TAU), TypeError, "normalizer"),
-        (compopt.BatchNormalizer(), 0.07, TypeError, "temperature"),
-        (compopt.BatchNormalizer(), None, TypeError, "temperature"),
-        (compopt.BatchNormalizer(), compopt.BatchNormalizer(), TypeError, "temperature"),
-    ],
-)
-def test_components(normalizer, temperature, error, word):
-    with refused(error, word):
-        compopt.ContrastiveEstimator(normalizer, temperature)
-
-
-def test_components_of_different_data_sets():
-    with refused(ValueError, r"\b12\b", r"\b13\b"):
-        compopt.ContrastiveEstimator(MA(12), DUAL(13))
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("case", range(len(CONSTRUCTIONS)))
+def test_construction(case):
+    build, error, words = CONSTRUCTIONS[case]
+    with refused(error, *words):
+        build()
 
 
 def test_a_component_serves_one_estimator():
     """Two estimators that wrote the same rows would undo each other's work."""
     average = MA(N)
-    compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+    compopt.ContrastiveEstimator(average, FIXED_TAU(TAU))
     with refused((ValueError, RuntimeError), "MovingAverageEstimator"):
-        compopt.ContrastiveEstimator(average, compopt.FixedTemperature(TAU))
+        compopt.ContrastiveEstimator(average, FIXED_TAU(TAU))
 
 
 @pytest.mark.parametrize("temperature", [0.07, DUAL(13)], ids=["a number", "another n"])
@@ -525,20 +544,6 @@ def test_a_refused_construction_leaves_the_components_free(temperature):
     assert est.read(torch.arange(3))["count"].tolist() == [0, 0, 0]
 
 
-@quick
-@given(gamma=st.floats().filter(lambda g: not 0 < g <= 1))
-def test_any_gamma(gamma):
-    with refused(ValueError, "gamma", number(gamma)):
-        SOG(N, gamma=gamma)
-
-
-@quick
-@given(tau=st.floats().filter(lambda t: not 0 < t < math.inf))
-def test_any_tau(tau):
-    with refused(ValueError, "tau", number(tau)):
-        NCE(tau)
-
-
 @pytest.mark.parametrize("tau", [0.0, -0.1, math.nan, math.inf])
 def test_a_tensor_tau_that_is_not_positive(tau):
     with refused(ValueError, "tau", number(tau)):
@@ -549,167 +554,7 @@ def test_a_tensor_tau_that_is_not_positive(tau):
             est(*batch(), tau=value)
 
 
-@pytest.mark.parametrize(
-    "tau, error, words",
-    [
-        (torch.full((3,), 0.1), ValueError, ("tau", r"\(3,\)")),
-        (torch.full((B, 3), 0.1), ValueError, ("tau", r"\(5, 3\)")),
-        (torch.ones(B).long(), TypeError, ("tau", "int64")),
-        ("0.1", TypeError, ("tau", "0.1")),
-    ],
-)
-def test_tau_at_the_call(tau, error, words):
-    est = used("sogclr")
-    with refused(error, *words, est=est):
-        est(*batch(), tau=tau)
-
-
-def test_tau_at_the_call_of_a_dual():
-    est = used("isogclr")
-    with refused(ValueError, "tau", est=est):
-        est(*batch(), tau=0.1)
-
-
-@quick
-@given(n=st.one_of(st.integers(max_value=0), st.floats(), st.text(max_size=3), st.none(), st.booleans()))
-def test_any_n(n):
-    bad_value = isinstance(n, int) and not isinstance(n, bool)
-    with refused(ValueError if bad_value else TypeError, "n"):
-        SOG(n)
-
-
-# sample groups ------------------------------------------------------------------------------------
-
-GROUPS = [
-    ({"n": 0}, ValueError, ("n", r"\b0\b")),
-    ({"n": 4.0}, TypeError, ("n", "float")),
-    ({}, ValueError, ("n",)),
-    ({"gamma": 0.5}, ValueError, ("n",)),
-    ({"n": 4, "gamma": 1.5}, ValueError, ("gamma", "1.5")),
-    ({"n": 4, "gamma": "0.5"}, TypeError, ("gamma", "str")),
-    ({"n": 4, "gama": 0.5}, ValueError, ("gama", "gamma")),
-    ({"n": 4, 3: 0.5}, (TypeError, ValueError), ("3",)),
-    (None, TypeError, ("dict",)),
-    (7.5, TypeError, ("dict",)),
-    ([("n", 4)], TypeError, ("dict",)),
-]
-
-
-@pytest.mark.parametrize("group, error, words", GROUPS, ids=repr)
-def test_add_sample_group(group, error, words):
-    est = used()
-    with refused(error, *words, est=est):
-        est.add_sample_group(group)
-    still_works(est)
-
-
-@pytest.mark.parametrize("group, error, words", GROUPS[:9], ids=repr)
-def test_groups_at_construction(group, error, words):
-    with refused(error, *words):
-        SOG([{"n": 5}, group])
-
-
-def test_no_groups():
-    with refused(ValueError, "n|group"):
-        SOG([])
-
-
-CHANGES = [
-    ("sogclr", "gamma", 0.0, ValueError),
-    ("sogclr", "gamma", math.nan, ValueError),
-    ("sogclr", "gamma", "0.9", TypeError),
-    ("sogclr", "eps", -1.0, ValueError),
-    ("isogclr", "rho", -1.0, ValueError),
-    ("isogclr", "rho", math.nan, ValueError),
-    ("isogclr", "lr", -1.0, ValueError),
-    ("isogclr", "lr", math.inf, ValueError),
-    ("isogclr", "tau_min", 100.0, ValueError),
-    ("isogclr", "tau_min", 0.0, ValueError),
-    ("isogclr", "tau_max", -1.0, ValueError),
-    ("isogclr", "max_grad", 0.0, ValueError),
-    ("isogclr", "beta", 2.0, ValueError),
-    ("batch-dual", "lr", None, TypeError),
-    ("global-dual", "rho", -2.0, ValueError),
-]
-
-
-@pytest.mark.parametrize("name, key, value, error", CHANGES)
-def test_a_bad_value_set_during_the_run(name, key, value, error):
-    """The next call, or the commit at the latest, refuses it; put right, the run goes on."""
-    est = used(name)
-    est.step()
-    group = est.sample_groups[0]
-    key = group_key(group, key)
-    good, group[key] = group[key], value
-    with refused(error, key.rpartition(".")[2], est=est):
-        est(*batch(seed=7))
-    group[key] = good
-    still_works(est)
-
-
-def test_a_mistyped_key_set_during_the_run():
-    est = used()
-    est.sample_groups[0]["gama"] = 0.5
-    with refused((KeyError, ValueError), "gama", "gamma", est=est):
-        est(*batch(seed=7))
-    del est.sample_groups[0]["gama"]
-    still_works(est)
-
-
-@pytest.mark.parametrize("key", ["gama", "n"])
-def test_keys_of_an_estimator_without_rows(key):
-    est = make("infonce")
-    est.sample_groups[0][key] = 1
-    with pytest.raises(ValueError, match=f"no hyper-parameter '{key}'; known are include_positive, tau$"):
-        est(*batch(seed=7))
-
-
-def test_a_missing_key_during_the_run():
-    est = used()
-    gamma = est.sample_groups[0].pop("gamma")
-    with refused((KeyError, ValueError), "gamma", est=est):
-        est(*batch(seed=7))
-    est.sample_groups[0]["gamma"] = gamma
-    still_works(est)
-
-
-def test_n_of_a_group_does_not_change_during_the_run():
-    """Rows are added by add_sample_group alone."""
-    est = used()
-    est.sample_groups[0]["n"] = N + 1
-    with refused((ValueError, RuntimeError), "n", rf"\b{N}\b", rf"\b{N + 1}\b", est=est):
-        est(*batch(seed=7))
-
-
 # checkpoints --------------------------------------------------------------------------------------
-
-
-def other(**options):
-    arguments = {"gamma": GAMMA, "tau": TAU, **options}
-    return SOG(arguments.pop("n", N), **arguments).state_dict()
-
-
-STATES = [
-    ("another n", lambda: other(n=N + 1), ValueError, (r"\bn\b", rf"\b{N}\b", rf"\b{N + 1}\b")),
-    ("another mode", lambda: other(mode="unimodal"), ValueError, ("bimodal", "unimodal")),
-    ("another dtype", lambda: other(dtype=torch.float64), ValueError, ("float32", "float64")),
-    ("another method", lambda: make("isogclr").state_dict(), ValueError, ()),
-    ("a stateless method", lambda: make("infonce").state_dict(), ValueError, ()),
-    ("more groups", lambda: SOG([{"n": 5}, {"n": N - 5}]).state_dict(), ValueError, (r"\b5\b", rf"\b{N}\b")),
-    ("an empty dict", lambda: {}, (ValueError, KeyError), ()),
-    ("another's dict", lambda: torch.nn.Linear(2, 2).state_dict(), (ValueError, KeyError), ()),
-    ("None", lambda: None, TypeError, ("dict",)),
-    ("a list", lambda: [1, 2], TypeError, ("dict",)),
-]
-
-
-@pytest.mark.parametrize("what, make_state, error, words", STATES, ids=[s[0] for s in STATES])
-def test_load_state_dict(what, make_state, error, words):
-    est = used()
-    mismatch = "dict" not in words  # both values are named instead: which of the two is wrong, nobody knows
-    with refused(error, *words, est=est, remedy=not mismatch):
-        est.load_state_dict(make_state())
-    still_works(est)
 
 
 def corruptions(x, path=()):
@@ -748,65 +593,34 @@ def test_load_state_dict_with_a_table_of_another_shape(name):
     still_works(est)
 
 
-# attach -------------------------------------------------------------------------------------------
-
-
-class Wrapper:
-    """Looks like accelerate's and DeepSpeed's wrappers, and holds no optimizer."""
-
-    def __init__(self, inner=None):
-        self.optimizer = inner
-
-
-@pytest.mark.parametrize(
-    "junk",
-    [
-        None,
-        3,
-        "adam",
-        object(),
-        torch.nn.Linear(2, 2),
-        {"lr": 0.1},
-        Wrapper(),
-        Wrapper(Wrapper()),
-        torch.optim.SGD,
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_attach(junk):
-    est = used()
-    kind = "type|SGD" if isinstance(junk, type) else type(junk).__name__
-    with refused(TypeError, "optimizer", kind, est=est):
-        est.attach(junk)
-    still_works(est)
-
-
-def test_attach_to_a_wrapper_of_itself():
-    est, wrapper = used(), Wrapper()
-    wrapper.optimizer = wrapper
-    with refused(TypeError, "optimizer", "Wrapper", est=est):
-        est.attach(wrapper)
-
-
 # moving average alone -----------------------------------------------------------------------------
 
+
+def through(g, index, average):
+    return compopt.compositional_loss(g, index, average, torch.log)
+
+
+TWO = torch.tensor([0, 1])
 UPDATES = [
-    (torch.zeros(3), torch.tensor([0, 1]), ValueError, ("log_g|index", r"\b3\b", r"\b2\b")),
-    (torch.zeros(2).long(), torch.tensor([0, 1]), TypeError, ("log_g", "int64")),
-    ([0.0, 0.0], torch.tensor([0, 1]), TypeError, ("log_g", "list")),
-    (torch.zeros(2), torch.tensor([0.0, 1.0]), TypeError, ("index", "float32")),
-    (torch.zeros(2), torch.tensor([0, N]), IndexError, ("index", rf"\b{N}\b")),
-    (torch.zeros(2), torch.tensor([0, -1]), IndexError, ("index", "-1")),
-    (torch.zeros(2), torch.tensor([True, False]), TypeError, ("index", "bool")),
+    (lambda u: u.update(torch.zeros(3), TWO), ValueError, ("log_g|index", r"\b3\b", r"\b2\b")),
+    (lambda u: u.update(torch.zeros(2).long(), TWO), TypeError, ("log_g", "int64")),
+    (lambda u: u.update([0.0, 0.0], TWO), TypeError, ("log_g", "list")),
+    (lambda u: u.update(torch.zeros(2), torch.tensor([0.0, 1.0])), TypeError, ("index", "float32")),
+    (lambda u: u.update(torch.zeros(2), torch.tensor([0, N])), IndexError, ("index", rf"\b{N}\b")),
+    (lambda u: u.update(torch.zeros(2), torch.tensor([0, -1])), IndexError, ("index", "-1")),
+    *((lambda u, g=g: through(torch.tensor([1.0, g]), TWO, u), ValueError, (r"\bg\b", number(g))) for g in (0.0, -1.0)),
+    (lambda u: through(torch.ones(2), TWO, object()), TypeError, ("estimator",)),
 ]
 
 
-@pytest.mark.parametrize("log_g, index, error, words", UPDATES)
-def test_update(log_g, index, error, words):
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("case", range(len(UPDATES)))
+def test_the_moving_average_alone(case):
+    action, error, words = UPDATES[case]
     average = MA(N)
     average.update(torch.zeros(3), torch.arange(3))
     with refused(error, *words, est=average):
-        average.update(log_g, index)
+        action(average)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -821,46 +635,7 @@ def test_an_update_that_is_not_finite_never_enters_the_state(bad):
     assert read["log_u"][2].item() == 0.0
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0])
-def test_compositional_loss_needs_a_positive_g(value):
-    average = MA(N)
-    with refused(ValueError, r"\bg\b", number(value), est=average):
-        compopt.compositional_loss(torch.tensor([1.0, value]), torch.tensor([0, 1]), average, torch.log)
-
-
-def test_compositional_loss_of_another_object():
-    with refused(TypeError, "estimator"):
-        compopt.compositional_loss(torch.ones(2), torch.tensor([0, 1]), object(), torch.log)
-
-
 # schedules and diagnostics ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "build, error, words",
-    [
-        (
-            lambda est: compopt.schedules.Schedule(est, "gama", lambda t: 0.5),
-            (ValueError, KeyError),
-            ("gama", "gamma"),
-        ),
-        (lambda est: compopt.schedules.Schedule(est, "gamma", 0.5), TypeError, ("fn", "float")),
-        (lambda est: compopt.schedules.Schedule("est", "gamma", lambda t: 0.5), TypeError, ("est", "str")),
-        (lambda est: compopt.schedules.CosineGamma(est, 0), ValueError, ("decay_steps", r"\b0\b")),
-        (lambda est: compopt.schedules.CosineGamma(est, -1), ValueError, ("decay_steps", "-1")),
-        (lambda est: compopt.schedules.CosineGamma(est, 10, gamma_min=0.0), ValueError, ("gamma_min", "0.0")),
-        (lambda est: compopt.schedules.CosineGamma(est, 10, gamma_min=1.1), ValueError, ("gamma_min", "1.1")),
-    ],
-)
-def test_schedules(build, error, words):
-    est = used()
-    with refused(error, *words, est=est):
-        build(est)
-
-
-def test_a_schedule_of_a_key_the_method_lacks():
-    with refused((ValueError, KeyError), "gamma"):
-        compopt.schedules.CosineGamma(NCE(TAU), 10)
 
 
 @pytest.mark.parametrize("fn", ["global_loss", "global_gradient", "log_normalizers"])
@@ -882,59 +657,7 @@ def test_diagnostics(fn, change, error, words):
         getattr(compopt.diagnostics, fn)(*change(*batch()[:2]))
 
 
-def test_normalizer_error_of_another_data_set():
-    est = used()
-    z1, z2 = features(N + 1, D, 0, dtype=torch.float32)
-    with refused((ValueError, IndexError), rf"\b{N}\b", est=est):
-        compopt.diagnostics.normalizer_error(est, z1, z2)
-
-
-# a part, the meta device ---------------------------------------------------------------------------
-
-
-def test_a_part_commits_nothing_by_itself():
-    est = used()
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    for action in (est.normalizer.step, lambda: est.normalizer.attach(optimizer)):
-        with refused(RuntimeError, "part of a ContrastiveEstimator", est=est, remedy=False):
-            action()
-    still_works(est)
-
-
-def test_the_meta_device():
-    est = used()
-    with refused(ValueError, "device", "meta", est=est):
-        est.to("meta")
-    still_works(est)
-
-
 # found by random calls ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["z1", "index", "tau", "extra"])
-def test_sparse_tensors_are_refused_by_name(name):
-    est, (z1, z2, index) = make(), batch()
-    args = {"z1": z1, "z2": z2, "index": index, "tau": torch.full((B,), 0.1), "extra": z1}
-    with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
-        est(**{**args, name: args[name].to_sparse()})
-
-
-@pytest.mark.parametrize("value", [object(), "x", None, float(N), np.ones(3), torch.ones(3)])
-def test_an_edited_n_is_refused(value):
-    est, (z1, z2, index) = make(), batch()
-    est.sample_groups[0]["n"] = value
-    with pytest.raises((TypeError, ValueError), match=r"^n (of|must)"):
-        est(z1, z2, index)
-
-
-@pytest.mark.parametrize("value", [1e300, 1 << 70, 1 << 2000])
-def test_what_float32_cannot_hold_is_refused(value):
-    est, (z1, z2, index) = make("isogclr"), batch()
-    est.sample_groups[0]["lr"] = value
-    with pytest.raises(ValueError, match="lr must be"):
-        est(z1, z2, index)
-    with pytest.raises(ValueError, match="tau must be greater than 0 in float32"):
-        make()(z1, z2, index, tau=1e-300)
 
 
 def test_none_is_a_default():

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-
-import compopt
-import compopt.contrastive
 
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the ground up. A room imports rooms of lower floors, and no others.
@@ -21,7 +16,7 @@ FLOORS = [
     {"distributed", "data"},
     {"kernel", "stores"},
     {"estimator"},
-    {"checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
+    {"arguments", "checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
     {"normalizers"},
     {"compositional", "contrastive"},
     {"diagnostics", "presets"},
@@ -140,37 +135,3 @@ def test_no_circles_between_modules():
 def test_only_optional_packages_are_imported_inside_functions(path):
     inside = {name.split(".")[0] for name, nested in imports(path.read_text()) if nested}
     assert inside <= OPTIONAL
-
-
-def qualified_calls(run) -> list[str]:
-    """Functions of the library that ``run`` calls, in order: ``Class.function`` with the name of each base class."""
-    called = []
-
-    def record(frame, event, argument):
-        if event != "call" or not frame.f_code.co_filename.startswith(str(LIBRARY)):
-            return
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        called.extend([name] if owner is None else [f"{base.__name__}.{name}" for base in type(owner).__mro__])
-
-    sys.setprofile(record)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return called
-
-
-def test_the_index_goes_the_way_that_the_module_describes():
-    listed = re.findall(r"^(\d+)\. ``([\w.]+)``", compopt.contrastive.__doc__, flags=re.M)
-    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
-    assert len(listed) <= 15
-    est = compopt.SogCLREstimator(n=10)
-    z1, z2 = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).unbind()
-
-    def one_step():
-        est(z1.requires_grad_(), z2, torch.arange(4)).backward()
-        est.step()
-
-    called = iter(qualified_calls(one_step))
-    for _, name in listed:
-        assert name in called, f"{name} was not called, or not after those before it"  # an iterator: in this order

@@ -85,7 +85,7 @@ def on_one_rank(name, mode, dtype, window, count, repeats):
     return data, *steps(est, BY_NAME[name], data, lambda step: slice(0, BATCH), window)
 
 
-def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=True):
+def compare(ranks, name, mode, dtype, options=None, window=1, count=4, repeats=True):
     """Run one configuration on K ranks and on one."""
     data, whole, state = on_one_rank(name, mode, dtype, window, count, repeats)
     answers = the_pool().run(on_ranks, ranks, name, mode, dtype, data, options or {}, window)
@@ -105,7 +105,7 @@ def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=T
             near(own[key][seen], want[seen], rtol, atol=10 * rtol, what=f"{key} after all steps")
 
 
-@pytest.mark.covering("info mode")
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)

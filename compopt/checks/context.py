@@ -1,4 +1,4 @@
-"""Where an estimator is called from: what would lose its derivatives or repeat its deposits is refused by name."""
+"""Checks of the callers of an estimator, which may lose its derivatives or repeat its deposits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# The modules that call a function in forward and again in backward.
+# Modules that call a function in forward and again in backward.
 CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
-# Those from which the engine is started, and by it the hooks.
+# Modules from which the autograd engine is started, and by it the hooks.
 ENGINE = ("torch.autograd", "torch.autograd.graph")
 # Functions that call step() of an optimizer, with gradients of zero, so that it makes its state: no update.
 STATE_MAKERS = {
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def outside_of_graphs(function: F) -> F:
-    """A method that ``torch.compile`` does not look into: it reads and writes rows, and talks to other ranks.
+    """Hide a method from ``torch.compile``: it reads and writes rows, and talks to other ranks.
 
     ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch; it is asked for only
     when somebody else has imported it.
@@ -49,11 +49,7 @@ def outside_of_graphs(function: F) -> F:
 
 
 def refuse_transforms() -> None:
-    """Raise inside ``torch.func``: transforms see neither the closed-form gradient nor the rows.
-
-    Raises:
-        RuntimeError: a transform is active.
-    """
+    """Raise RuntimeError inside ``torch.func``: transforms see neither the closed-form gradient nor the rows."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "an estimator cannot be called inside a transform of torch.func (grad, vmap, jvp, jacrev, jacfwd, hessian "
@@ -63,34 +59,31 @@ def refuse_transforms() -> None:
         )
 
 
-def refuse_tangent(name: str, value: object) -> None:
-    """Raise for an argument with a forward-mode tangent, which would be dropped.
-
-    Raises:
-        RuntimeError: it is a dual number of ``torch.autograd.forward_ad``.
-    """
-    if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-        raise RuntimeError(
-            f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has gradients "
-            f"of reverse mode only; pass it detached, and for the derivative of the loss along a direction take the "
-            f"inner product of the direction with torch.autograd.grad(loss, ...)"
-        )
+def refuse_tangents(*given: tuple[str, object]) -> None:
+    """Raise RuntimeError for a named argument with a tangent of forward-mode AD, which would be dropped."""
+    if forward_ad._current_level < 0:  # outside of dual_level() there are none
+        return
+    for name, value in given:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"{name} carries a tangent of forward-mode AD (torch.autograd.forward_ad), and an estimator has "
+                f"gradients of reverse mode only; pass it detached, and for the derivative of the loss along a "
+                f"direction take the inner product of the direction with torch.autograd.grad(loss, ...)"
+            )
 
 
 def in_checkpoint() -> bool:
-    """Whether a checkpointed function makes this call, in forward or again in backward.
+    """Return whether a checkpointed function makes this call, in forward or again in backward.
 
     Torch tells a function neither that it is checkpointed nor that it is being recomputed; but in both cases a
     checkpoint is among its callers. The nearest caller decides: where the engine comes first, it runs a hook, which is
     no part of the function whose gradient is being computed.
     """
     frame = inspect.currentframe()
-    while frame is not None:
+    while frame is not None:  # a loop, since every call that deposits comes here
         module = frame.f_globals.get("__name__")
-        if module in CHECKPOINTS:
-            return True
-        if module in ENGINE:
-            return False
+        if module in CHECKPOINTS or module in ENGINE:
+            return module in CHECKPOINTS
         frame = frame.f_back
     return False
 
@@ -120,5 +113,5 @@ def _callers() -> Iterator[tuple[str | None, str]]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,12 +1,12 @@
-"""What users hand in at a call: features, temperatures, data-set indices.
+"""Checks of the arguments of a call: features, temperatures, data-set indices.
 
-Values are checked where that is free, on the host; an index on a device is flagged there instead.
+Values are looked at where that is free, on the host; an index on a device is flagged there instead.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,92 +19,108 @@ INDEX_REMEDY = (
     "pass positions in the data set of n samples, from 0 on. Those of a part (Subset, random_split, train_test_split) "
     "are positions in the whole: give its n, or number the part by itself, compopt.data.Indexed(part)"
 )
+SMALL = 512  # integers up to which Python's own functions are faster than NumPy's
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_strided(name: str, value: Tensor) -> None:
-    """Values in memory, with strides: no sparse or nested layout."""
+    """Refuse sparse and nested layouts."""
     if value.layout != torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise TypeError(f"{name} must be a dense tensor, got layout {layout}; pass {name}.to_dense()")
 
 
-def check_vector(name: str, value: Any, batch: int, of: str = "a batch of {} samples") -> Tensor:
-    """A 1-D integer tensor of ``batch`` entries, as int64; ``of``: what they are entries of."""
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of {} samples") -> Tensor:
+    """Return a 1-D integer tensor as int64.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        batch: number of entries; ``None``: any.
+        of: what they are entries of.
+    """
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor of {batch} integers, got {type(value).__name__}{_remedy(name, value)}"
-        )
+        remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
+        wanted = "integers" if batch is None else f"{batch} integers"
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {type(value).__name__}{remedy}")
     check_strided(name, value)
     if value.dtype not in INTEGERS:
         kind = "any integers, equal ones for equal samples" if name in ("labels", "group") else "data-set positions"
         raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}")
     if value.dim() != 1:
-        raise ValueError(f"{name} must have shape ({batch},), got {tuple(value.shape)}; one entry per sample")
-    if len(value) != batch:
+        wanted = "B" if batch is None else str(batch)
+        raise ValueError(f"{name} must have shape ({wanted},), got {tuple(value.shape)}; one entry per sample")
+    if batch is not None and value.shape[0] != batch:
         raise ValueError(f"{name} has {len(value)} entries for {of.format(batch)}; pass one for each")
-    if value.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
-    return value.to(torch.int64)
-
-
-def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
-    """A floating-point tensor with so many axes, detached, in the working dtype; ``shape``: how messages name it."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {getattr(value, 'dtype', type(value))}")
-    if value.dim() != axes:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
     if value.is_meta:
-        raise ValueError(f"{name} is on the meta device and holds no values; pass real ones")
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _remedy(name: str, value: Any) -> str:
-    """Return the remedy for numbers that are in no tensor."""
-    return f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
+        raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
+    return value if value.dtype == torch.int64 else value.to(torch.int64)
 
 
 def check_index(name: str, value: Any) -> Tensor:
-    """A 1-D integer tensor of any length, as int64."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}{_remedy(name, value)}")
-    check_strided(name, value)  # a nested tensor has no len
-    if value.dim() != 1:
-        raise ValueError(f"{name} must have shape (B,), got {tuple(value.shape)}; one entry per sample")
-    return check_vector(name, value, len(value))
+    """Return a 1-D integer tensor of any length as int64."""
+    return check_vector(name, value, None)
 
 
-def check_range(name: str, value: Tensor, n: int | None) -> Tensor | None:
-    """IndexError on the host; on a device, a 0-d flag that says whether any entry is out of range."""
-    if n is None:
+class Survey(NamedTuple):
+    """Facts about integers on the host: the least, the greatest, and whether all differ."""
+
+    low: int
+    high: int
+    distinct: bool
+
+
+def survey(value: Tensor) -> Survey | None:
+    """Look through integers on the host once, for all checks; ``None`` on a device, which must not be waited for."""
+    count = value.shape[0]
+    if value.device.type != "cpu" or count == 0:
         return None
-    if value.device.type != "cpu":
+    if count <= SMALL:
+        values = value.tolist()
+        return Survey(min(values), max(values), len(set(values)) == count)
+    ordered = np.sort(value.numpy())
+    return Survey(int(ordered[0]), int(ordered[-1]), not bool((ordered[1:] == ordered[:-1]).any()))
+
+
+def check_range(name: str, value: Tensor, n: int | None, known: Survey | None = None) -> Tensor | None:
+    """Raise IndexError on the host; on a device, return a 0-d flag that says whether any entry is out of range."""
+    if n is None or value.shape[0] == 0:
+        return None
+    known = known or survey(value)
+    if known is None:
         return ((value < 0) | (value >= n)).any()
-    if len(value) == 0:
-        return None
-    low, high = int(value.numpy().min()), int(value.numpy().max())
-    if low < 0 or high >= n:
-        wrong = high if high >= n else low
+    if known.low < 0 or known.high >= n:
+        wrong = known.high if known.high >= n else known.low
         raise IndexError(f"{name} {wrong} is outside n={n}; {INDEX_REMEDY}")
     return None
 
 
-def distinct_values(value: Tensor) -> int | None:
-    """How many different values there are; ``None`` where asking would wait for a device."""
-    if value.device.type != "cpu":
-        return None
-    return int(np.unique(value.numpy()).size)
+def check_pool(candidates: Any, scores: Tensor) -> Tensor:
+    """Return positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64; none twice."""
+    if scores.shape[1] == 0:
+        raise ValueError("scores have no columns; a pool needs at least one candidate")
+    names = check_vector("candidates", candidates, scores.shape[1], "scores of {} candidates")
+    known = survey(names)
+    if known is not None and (known.low < 0 or not known.distinct):
+        raise ValueError("candidates must be positions >= 0 that occur once each; merge or drop the others")
+    return names
 
 
 def one_name(labels: Any, group: Any) -> Any:
-    """``labels``, which ``group`` is the older name of; ``None`` if neither is given."""
+    """Return ``labels``, which ``group`` is the older name of; ``None`` if neither is given."""
     if labels is not None and group is not None:
         raise TypeError("labels and group are two names of one argument, and both are given; keep labels")
     return group if labels is None else labels
 
 
+# -- features ----------------------------------------------------------------------------------------------------------
+
+
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:
-    """Two floating-point matrices ``(B, d)`` of one shape, dtype and device, at least so many rows."""
+    """Refuse all but two floating-point matrices ``(B, d)`` of one shape, dtype and device; at least so many rows."""
     for name, z in (("z1", z1), ("z2", z2)):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
@@ -118,15 +134,10 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
             f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
             f"row i of both belongs to the same sample"
         )
-    if z1.dtype != z2.dtype:
-        raise TypeError(
-            f"z1 and z2 must have the same dtype, got {z1.dtype} and {z2.dtype}; pass z1.float() and z2.float()"
-        )
-    if z1.device != z2.device:
-        raise ValueError(f"z1 and z2 must be on the same device, got {z1.device} and {z2.device}")
-    if z1.device.type == "meta":
+    _check_alike("z2", z2, z1)
+    if z1.is_meta:
         raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
-    if len(z1) < least:
+    if z1.shape[0] < least:
         raise ValueError(
             f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives: if it is the "
             f"last of an epoch, give its DataLoader drop_last=True"
@@ -134,31 +145,41 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
 
 
 def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Further candidates ``(M, d)`` as the features ``like``, and their positions, ``(M,)`` int64."""
+    """Return further candidates ``(M, d)`` as the features ``like``, and their positions, ``(M,)`` int64."""
     if not isinstance(extra, Tensor):
         raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}")
     check_strided("extra", extra)
     if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
         raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
-    if extra.dtype != like.dtype:
-        raise TypeError(f"extra must have the dtype of z1 and z2, got {extra.dtype} and {like.dtype}")
-    if extra.device != like.device:
-        raise ValueError(f"extra must be on the device of z1 and z2, got {extra.device} and {like.device}")
+    _check_alike("extra", extra, like)
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
 
 
-def check_pool(candidates: Any, scores: Tensor) -> Tensor:
-    """Positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64; none twice."""
-    if scores.shape[1] == 0:
-        raise ValueError("scores have no columns; a pool needs at least one candidate")
-    names = check_vector("candidates", candidates, scores.shape[1], "scores of {} candidates")
-    if names.device.type == "cpu" and (int(names.min()) < 0 or distinct_values(names) != len(names)):
-        raise ValueError("candidates must be positions >= 0 that occur once each; merge or drop the others")
-    return names
+def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:
+    if z.dtype != z1.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of z1, got {z.dtype} and {z1.dtype}; pass z1.float(), {name}.float()"
+        )
+    if z.device != z1.device:
+        raise ValueError(f"{name} must be on the device of z1, got {z.device} and {z1.device}")
+
+
+# -- other numbers -----------------------------------------------------------------------------------------------------
+
+
+def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
+    """Return a floating-point tensor with so many axes, detached, in the working dtype; ``shape`` is for messages."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {getattr(value, 'dtype', type(value))}")
+    if value.dim() != axes:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values; pass real ones")
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
-    """A positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, A)``; returned with 0 or 2 axes."""
+    """Return a positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, A)``, with 0 or 2 axes."""
     if not isinstance(tau, Tensor):
         checks.positive("tau", tau)
         return float(tau)
@@ -167,21 +188,17 @@ def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
         raise TypeError(f"tau must be a floating-point tensor, got {tau.dtype}")
     if tuple(tau.shape) not in ((), (batch,), (batch, 1), (batch, directions)):
         raise ValueError(f"tau must be 0-d, ({batch},) or ({batch}, {directions}), got shape {tuple(tau.shape)}")
-    if tau.device.type == "meta":
+    if tau.is_meta:
         raise ValueError("tau is on the meta device and holds no value; make it with device='cpu' or give a number")
-    if tau.device.type == "cpu" and not bool(((tau > 0) & tau.isfinite()).all()):
-        wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()[0].item()
-        raise ValueError(f"tau must be greater than 0 and finite, got {wrong!r}")
+    if tau.device.type == "cpu":
+        wrong = tau.detach()[~((tau > 0) & tau.isfinite())].flatten()
+        if len(wrong):
+            raise ValueError(f"tau must be greater than 0 and finite, got {wrong[0].item()!r}")
     return tau[:, None] if tau.dim() == 1 else tau
 
 
-def extra_fact(extra: tuple[Tensor, Tensor | None] | None) -> int:
-    """What ranks must have alike of ``extra``: none, without positions, with them."""
-    return 0 if extra is None else 1 if extra[1] is None else 2
-
-
 def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
-    """What ranks must have alike of ``tau``, as integers: its kind and, where the host knows it, its value."""
+    """Return what ranks must have alike of ``tau`` as integers: its kind and, where the host knows it, its value."""
     if tau is None:
         return {"tau_kind": 0, "tau": 0}
     if not isinstance(tau, Tensor):

@@ -1,4 +1,4 @@
-"""Tensors and numbers of a checkpoint: refused, with the entry and the value, where no run can have written them."""
+"""Checks of the tensors and numbers of a checkpoint: values that no run can have written are refused by name."""
 
 from __future__ import annotations
 
@@ -49,28 +49,24 @@ class Range:
         places = outside.flatten().nonzero()
         return int(places[0]) if len(places) else None
 
+    def _bounds(self, n: int | None) -> list[tuple[str, Callable[..., Any], Bound]]:
+        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
+        bounds = ((">", operator.gt, self.above), (">=", operator.ge, least), ("<=", operator.le, most))
+        return [(sign, holds, bound) for sign, holds, bound in bounds if bound is not None]
+
     def _inside(self, value: Tensor, n: int | None) -> Tensor:
         inside = value.isfinite()
-        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
-        if self.above is not None:
-            inside = inside & (value > self.above)
-        if least is not None:
-            inside = inside & (value >= _bound(least, value))
-        if most is not None:
-            inside = inside & (value <= _bound(most, value))
+        for _, holds, bound in self._bounds(n):
+            vector = isinstance(bound, Sequence)
+            inside = inside & holds(
+                value, torch.tensor(bound, dtype=value.dtype, device=value.device) if vector else bound
+            )
         return inside
 
     def describe(self, dtype: torch.dtype, n: int | None = None) -> str:
-        """Say what values of ``dtype`` must be, such as ``finite and > 0``."""
-        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
-        parts = [] if not (dtype.is_floating_point or dtype.is_complex) else ["finite"]
-        bounds = ((">", self.above), (">=", least), ("<=", most))
-        parts += [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
-        return " and ".join(parts)
-
-
-def _bound(bound: Bound, value: Tensor) -> Any:
-    return torch.tensor(bound, dtype=value.dtype, device=value.device) if isinstance(bound, Sequence) else bound
+        """Return a sentence on what values of ``dtype`` must be, such as ``finite and > 0``."""
+        finite = ["finite"] if dtype.is_floating_point or dtype.is_complex else []
+        return " and ".join([*finite, *(f"{sign} {bound}" for sign, _, bound in self._bounds(n))])
 
 
 FINITE = Range()
@@ -108,12 +104,7 @@ def mapping(what: str, value: Any) -> None:
 
 
 def integer(what: str, value: Any, least: int, most: int) -> int:
-    """Return an integer in ``least .. most``.
-
-    Raises:
-        TypeError: it is no integer; a float is none, whatever its value.
-        ValueError: it is outside.
-    """
+    """Return an integer in ``least .. most``; a float is none, whatever its value."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -236,7 +236,8 @@ class Estimator:
             if engine.attachments.skipped():
                 self.discard()
             with engine.handshake.guard():  # a warning may be an error
-                engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                if engine.forgotten.unsure_of_positions:
+                    engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
                 engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
@@ -258,7 +259,10 @@ class Estimator:
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
-        """Refuse a call in a checkpointed function, which runs again in backward, if that would repeat something."""
+        """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
+
+        One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
+        """
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and depositing
         meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())

@@ -13,8 +13,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.groups import Hyper
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
-from compopt.kernel.sampled import SampledPairs
-from compopt.kernel.statistics import PairStatistics
+from compopt.kernel.pairs import PairStatistics, SampledPairs
 
 
 @dataclass

@@ -18,13 +18,12 @@ from compopt.checks import values
 from compopt.checks.values import Range
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
 from compopt.estimator.call import Setting
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
-from compopt.estimator.reader import ROW_KEYS, BatchReader
+from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
 from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
 from compopt.stores.layout import Column

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compopt.checks.context import outside_of_graphs
-from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.attach import Attachments
+from compopt.estimator.reader import AsyncChecks
 
 # Updates of the model without a commit, where no attached optimizer is left that could still commit
 UPDATES = 3
@@ -126,6 +126,11 @@ class Forgotten:
         with torch.no_grad():
             idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
         async_checks.watch(idle.to(torch.int32), lambda found: _warn_learned(calls) if found else None)
+
+    @property
+    def unsure_of_positions(self) -> bool:
+        """True as long as every index was one of positions in the batch."""
+        return self._positions is not None
 
     # -- batch positions ---------------------------------------------------------------------------------------
 

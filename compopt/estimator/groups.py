@@ -88,6 +88,9 @@ class Hyper:
         self._groups, self._names, self._rows, self._dtype = groups, names, rows, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
+        if len(self._groups) == 1:  # as a rule, and on the path of every call
+            value = self._groups[0][self._names[key]]
+            return value if item is None else value[item]
         values = [group[self._names[key]] for group in self._groups]
         return self._spread(values if item is None else [value[item] for value in values])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import Batch
-from compopt.checks.inputs import INDEX_REMEDY, check_range, distinct_values
+from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
-from compopt.estimator.async_checks import AsyncChecks
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import Ticket
@@ -23,6 +23,76 @@ from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
 ROW_KEYS = KEYS[:2]  # index, index2; labels are no rows
+
+
+class AsyncChecks:
+    """Small integers copied to the host asynchronously and handed to a callback once they have arrived.
+
+    On the CPU there is nothing to wait for and the callback runs at once. From a device without streams they are
+    copied when the next call asks for them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, Tensor, Callable[[int], None]]] = []
+
+    def watch(self, value: Tensor, react: Callable[[int], None]) -> None:
+        """Call ``react(int(value))`` as soon as that is free: now on the CPU, at a later :meth:`poll` elsewhere."""
+        if value.device.type == "cpu":
+            react(int(value))
+        elif accelerator.has_streams(value.device):
+            host = accelerator.to_host(value)
+            self._waiting.append((accelerator.event(value.device), host, react))
+        else:
+            self._waiting.append((None, value, react))
+
+    def poll(self) -> None:
+        """Run the callbacks of everything that has arrived; one that raises is not run again."""
+        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
+            _, value, react = self._waiting.pop(0)
+            react(int(value))
+
+    def two_samples(self, name: str, key: Tensor, known: Survey | None) -> Tensor | None:
+        """Refuse a global batch without two distinct samples; on a device a 0-d flag, and the refusal later."""
+        if key.shape[0] < 2:
+            raise ValueError(
+                f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
+                f"an epoch, give its DataLoader drop_last=True"
+            )
+        if known is None:
+            flag = (key == key[0]).all()
+            self.watch(flag.to(torch.int32), _refuse_batch)
+            return flag
+        if known.low == known.high:
+            raise ValueError(
+                f"{'labels (or group)' if name == 'labels' else name} is {known.low} for the whole batch; a batch must "
+                f"have at least two distinct samples"
+            )
+        return None
+
+    def watch_features(self, value: Tensor, *features: Tensor) -> None:
+        """Warn of bad rows of prepared features ``(k, b, d)``, if the value says that there may be some."""
+        if value.device.type == "cpu" and math.isfinite(value.item()):
+            return  # a bad feature reaches the value, see ``zero_or_nan``
+        with torch.no_grad():
+            bad = torch.cat([z[..., 0].flatten() for z in features]).isnan()  # they are NaN throughout
+            self.watch(bad.sum(), _warn_features)
+
+
+def _refuse_batch(one_sample: int) -> None:
+    if one_sample:
+        raise ValueError(
+            "an index, index2 or labels (group) of an earlier call was one value for the whole batch (its loss was "
+            "NaN); a batch must have at least two distinct samples"
+        )
+
+
+def _warn_features(bad: int) -> None:
+    if bad:
+        warnings.warn(
+            f"{bad} feature rows of a batch are NaN, infinite or too large to compute similarities of: its loss is "
+            f"not finite and the rows of its samples keep their previous values",
+            stacklevel=6,
+        )
 
 
 class BatchReader:
@@ -57,7 +127,9 @@ class BatchReader:
         self.async_checks, self.ranks = async_checks, handshake.ranks
         self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
         self._device = torch.device("cpu")
-        self._columns = columns
+        self._columns = {role: own for role, own in columns.items() if own}
+        shown = [(role, column) for role, own in columns.items() for column in own]
+        self._initial = [(role, c.name, c.initial) for role, c in shown if c.initial is not None]
         self._described: object = None
         self._crc = 0
 
@@ -84,41 +156,47 @@ class BatchReader:
         """
         like = next(iter(values.values()))
         self._device = device = like.device
+        several = self.ranks.size > 1
         with self.handshake.guard():
             self.ranks.check_alive()
             self.async_checks.poll()
             self.groups.check()
-            if self.ranks.size > 1:  # an index on a device is waited for
+            if several:  # an index on a device is waited for
                 keys = {name: key.cpu() for name, key in keys.items()}
             there = _on(keys, device)
-            rows, bad = self._in_range(keys, there)
+            known = {name: survey(key) for name, key in keys.items()}
+            rows, bad = self._in_range(keys, there, known)
             host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
-            own = self._fetch_own(rows, host_rows, fetch, depositing)
-        facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
-        facts["configuration"] = self._fingerprint(identity) if self.ranks.size > 1 else 0
+            own = None if self.table is None else self._fetch_own(rows, host_rows, fetch, depositing)
+        if several:
+            facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
+            facts["configuration"] = self._fingerprint(identity)
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
-        if self.ranks.size > 1:
+        if several:
             there = _on(agreed.keys, device)
+            known = {name: survey(key) for name, key in agreed.keys.items()}
             rows, host_rows = self._stack(there), self._on_host(agreed.keys)
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
-        batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, depositing)
-        for name, key in agreed.keys.items() if least == 2 else ():
-            batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key))
+        batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
+        if least == 2:
+            for name, key in agreed.keys.items():
+                batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key, known[name]))
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Return committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
-        keys = {"index": index}
+        keys, known = {"index": index}, survey(index)
         there = _on(keys, like.device)
-        rows, bad = self.agree(lambda: self._in_range(keys, there))
+        rows, bad = self.agree(lambda: self._in_range(keys, there, {"index": known}))
         block = None
         if self.table is not None and self.table.sharded:
             block = self._look_sharded(index, like.device)
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
-        return self._batch(alone, there, dict(values or {}), rows, self._on_host(keys), block, bad, like, False)
+        host_rows = self._on_host(keys)
+        return self._batch(alone, there, dict(values or {}), rows, host_rows, block, bad, like, known, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start reading the rows of a batch."""
@@ -143,25 +221,31 @@ class BatchReader:
             self._described = self.groups.checked
         return self._crc
 
-    def _in_range(self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _in_range(
+        self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor], known: Mapping[str, Survey | None]
+    ) -> tuple[Tensor, Tensor | None]:
         """Return row numbers ``(b, R)`` on the device, in range, and a flag if some on a device were not.
 
         Args:
             keys: as they were given.
             there: the same on the device.
+            known: facts about them.
         """
         bad: Tensor | None = None
-        for name in self.row_keys:
-            flag = check_range(name, keys[name], self.groups.n) if name in keys else None
-            bad = _either(bad, None if flag is None else flag.to(there[name].device))
+        n = self.groups.n
+        for name in self.row_keys if n is not None else ():
+            flag = check_range(name, keys[name], n, known[name]) if name in keys else None
+            bad = bad if flag is None else _either(bad, flag.to(there[name].device))
         rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
-            rows = rows.clamp(0, (self.groups.n or 1) - 1)
+            rows = rows.clamp(0, (n or 1) - 1)
         return rows, bad
 
     def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
-        """Return row numbers ``(b, R)`` beside the keys, copied: the caller may change the keys."""
+        """Return row numbers ``(b, R)``, copied where they are kept for the commit: the caller may change the keys."""
+        if self.table is None and "index2" not in keys:
+            return keys["index"].unsqueeze(1)
         return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
@@ -180,8 +264,7 @@ class BatchReader:
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
     ) -> Tensor | None:
         """Return rows of this rank's samples, ``(b, R * words)``; ``None`` on shards, which need all indices first."""
-        if self.table is None:
-            return None
+        assert self.table is not None
         self.table.rows.ready()
         if depositing:
             self.table.store.to(rows.device)
@@ -208,6 +291,7 @@ class BatchReader:
             assert host_rows is not None  # several ranks have their keys on the CPU
             ticket = None if fetch is None or agreed.prefetched == 0 else fetch.claim()
             block = self._read_sharded(host_rows.flatten(), ticket, self._device)
+        # rows travel with the features, in one message
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
         block = block if own is None else everyone.pop()
         return block, dict(zip(values, everyone, strict=True))
@@ -238,6 +322,7 @@ class BatchReader:
         block: Tensor | None,
         bad: Tensor | None,
         like: Tensor,
+        known: Survey | None,
         depositing: bool,
     ) -> Batch:
         dtype = working_dtype(like.dtype, self.dtype)
@@ -255,7 +340,7 @@ class BatchReader:
             host_rows=host_rows,
             columns=columns,
             block=block,
-            distinct=len(keys) == 1 and distinct_values(agreed.keys["index"]) == len(rows),
+            distinct=len(keys) == 1 and known is not None and known.distinct,
             bad=bad,
             dtype=dtype,
             depositing=depositing,
@@ -266,27 +351,26 @@ class BatchReader:
 
     def _show_unseen(self, batch: Batch) -> None:
         """Fill in what the columns of parts that were never visited show: zero, or a hyper-parameter."""
-        assert self.table is not None
         columns = batch.columns
-        for role, own in self._columns.items():
-            if own and own[0].name in self.table.partial:
-                blank = columns[own[0].name] == own[0].blank
-                columns[own[0].name] = columns[own[0].name].masked_fill(blank, 0)
+        partial = set() if self.table is None else self.table.partial
+        for own in self._columns.values() if partial else ():
+            first = own[0]
+            if first.name in partial:
+                blank = columns[first.name] == first.blank
+                columns[first.name] = columns[first.name].masked_fill(blank, 0)
                 batch.blank |= dict.fromkeys((column.name for column in own), blank)
-            for column in own:
-                if column.initial is None:
-                    continue
-                value = self.groups.hyper(role, batch.rows, batch.dtype)(column.initial)
-                unseen = batch.unseen(column.name)
-                if isinstance(value, Tensor):
-                    columns[column.name] = torch.where(unseen, value, columns[column.name])
-                else:
-                    columns[column.name] = columns[column.name].masked_fill(unseen, value)
+        for role, name, initial in self._initial:
+            value = self.groups.hyper(role, batch.rows, batch.dtype)(initial)
+            unseen = batch.unseen(name)
+            if isinstance(value, Tensor):
+                columns[name] = torch.where(unseen, value, columns[name])
+            else:
+                columns[name] = columns[name].masked_fill(unseen, value)
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Move keys to a device."""
-    return {name: accelerator.to_device(key, device) for name, key in keys.items()}
+    return {name: key if key.device == device else accelerator.to_device(key, device) for name, key in keys.items()}
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -27,8 +27,17 @@ from torch.nn.functional import pad
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
 from compopt.kernel.local import CPU_BLOCK_ROWS
-from compopt.kernel.log_sum_exp import MASKED, Exponentials, Sums, joined
-from compopt.kernel.statistics import Extra, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.pairs import (
+    MASKED,
+    Exponentials,
+    Extra,
+    PairStatistics,
+    Sums,
+    is_uniform,
+    joined,
+    same_sample,
+    scale_of,
+)
 
 
 class RowBlock:
@@ -140,7 +149,7 @@ class RowBlock:
 
 
 def _factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
-    """What takes ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
+    """Factor from ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
     offset = (shift - side["positive"]) * side["scale"]
     return (offset - side["alpha"]).sub_(side["log_count"]).exp_().mul_(side["coefficient"])
 
@@ -152,7 +161,7 @@ class GatheredPairs(PairStatistics):
         own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.pairs.PairStatistics`.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
         distinct, directions, extra, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
@@ -198,14 +207,14 @@ class GatheredPairs(PairStatistics):
         uniform, chunk_size, moments = self._options
         y = torch.cat(self._everyone) if self.unimodal else self._everyone[1 - direction]
         if direction == 0 and self.extra is not None:
-            y = torch.cat([y, self.extra.everyone])
+            y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
         scale = self._scale[self._own, direction] if direction < self.directions else None
         diagonals = (self._first, self._first + self._batch) if self.unimodal else (self._first,)
         same = None if self.distinct else self._same_as(direction)
         return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments)
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
-        """Which candidates are no negatives of some own rows."""
+        """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
         candidates = [self._spread(key) for key in self.keys]
         extra = self.extra if direction == 0 else None
 
@@ -224,7 +233,7 @@ class GatheredPairs(PairStatistics):
     # -- statistics --------------------------------------------------------------------------------------------
 
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
-        """Statistics of the own anchors -> those of all."""
+        """Gather the statistics of the own anchors, so that every rank has those of all."""
         positive = torch.linalg.vecdot(*self._z).unsqueeze(1)
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
@@ -256,6 +265,7 @@ class GatheredPairs(PairStatistics):
             "coefficient": self._spread_out(self.factor(coefficient)),
         }
         own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
+        # both sides of a positive are this rank's own, so that its pull needs no other rank
         pull = (values["coefficient"] * positive_weight).sum(1, keepdim=True)[self._own]
         gradients = []
         for direction, block in enumerate(self._row_blocks):

@@ -1,17 +1,18 @@
-"""Features as the kernel takes them: normalised, without a graph, those of samples outside the batch included."""
+"""Features as the kernel takes them, normalised and without a graph, and gradients handed back to autograd."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compopt.checks.context import refuse_tangent
+from compopt.checks.context import refuse_tangents
 from compopt.checks.inputs import check_features
-from compopt.kernel.log_sum_exp import MASKED
+from compopt.kernel.pairs import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
 # Similarities of rows below this norm stay above what stands for "not a pair".
@@ -21,12 +22,12 @@ Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """In which features and rows of these dtypes are computed: float64 if one of them is, else float32."""
+    """Return float64 if one of these dtypes of features or rows is, else float32: what is computed in."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    """Features in working precision without their graph, normalised if asked for, and the norms they had.
+    """Features in the working dtype without their graph, normalised if asked for, and the norms they had.
 
     A bad row is NaN throughout: one with a NaN or an infinity, one whose norm overflows (it would be normalised to
     zero), or, not normalised, one whose norm reaches 1e15. A row too short to be normalised is a zero row.
@@ -35,7 +36,9 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
         z: ``(..., d)``, which may be overwritten.
         normalize: divide by the norm.
     """
-    z = z.detach().to(working_dtype(z.dtype))
+    dtype = working_dtype(z.dtype)
+    z = z.detach() if z.requires_grad else z
+    z = z if z.dtype == dtype else z.to(dtype)
     norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     if not normalize:
         return torch.where(norm < NORM_MAX, z, torch.nan), None
@@ -43,7 +46,7 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
     return z.div_(norm), norm
 
 
-def nothing(*features: Tensor) -> Tensor:
+def zero_or_nan(*features: Tensor) -> Tensor:
     """Zero, or NaN if a row of some prepared features is bad, be it in a pair or not; ``(..., d)`` each."""
     return 0 * torch.stack([z[..., 0].sum() for z in features]).sum()
 
@@ -56,35 +59,33 @@ def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class Features:
-    """Features of some modalities or views, as the caller has them and as the kernel takes them: in one tensor.
+    """Features of some modalities or views, as the caller has them and as the kernel takes them.
 
     Attributes:
-        node: where gradients enter the graph of all of them, ``(k, b, d)``: one tensor, which scales as one. Its values
-            are not theirs any more.
-        unit: all of them in working precision, without a graph, normalised if that was asked for, ``(k, b, d)``.
-        norm: what they were divided by, ``(k, b, 1)``; ``None``: nothing.
+        given: tensors of the caller, perhaps with a graph, ``(b, d)`` each.
+        unit: all of them in the working dtype, without a graph, normalised if that was asked for, ``(k, b, d)``.
+        norm: their norms, ``(k, b, 1)``; ``None``: they were not normalised.
     """
 
-    node: Tensor
+    given: tuple[Tensor, ...]
     unit: Tensor
     norm: Tensor | None
 
     @classmethod
     def of(cls, *given: Tensor, normalize: bool) -> Features:
-        """What :func:`prepare` makes of features of one shape."""
-        node = torch.stack(given)
-        return cls(node, *prepare(node, normalize))
+        """Prepare features of one shape, see :func:`prepare`."""
+        return cls(given, *prepare(torch.stack([z.detach() for z in given]), normalize))
 
     @property
     def want_gradients(self) -> bool:
-        """Whether any of them does."""
-        return self.node.requires_grad
+        """True if any of them does."""
+        return any(z.requires_grad for z in self.given)
 
-    def pull_back(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The node with its gradient, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
+    def pull_back(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
-        return self.node, gradient
+        return list(zip(self.given, gradient.unbind(), strict=True))
 
 
 class Encoder:
@@ -112,15 +113,10 @@ class Encoder:
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Features of these samples as anchors of direction 1 and 2 see them: of modality 2 and 1, without graph."""
-        enabled, autocast_dtype = self._autocast
-        device = self._like.device
-        with (
-            torch.set_grad_enabled(self._grad),
-            torch.autocast(device.type, dtype=autocast_dtype, enabled=enabled),
-        ):
+        enabled, dtype = self._autocast
+        with torch.set_grad_enabled(self._grad), torch.autocast(self._like.device.type, dtype=dtype, enabled=enabled):
             given = self._checked(self._encode(indices), len(indices))
-        with torch.set_grad_enabled(self._grad):
-            self.encoded = Features.of(*given, normalize=self._normalize)
+        self.encoded = Features.of(*given, normalize=self._normalize)
         unit = self.encoded.unit.to(working_dtype(self._like.dtype))
         return unit[-1], unit[0]
 
@@ -140,19 +136,85 @@ class Encoder:
             if z.device != self._like.device:
                 raise ValueError(f"encode returned features on {z.device}, the batch is on {self._like.device}")
         check_features(given[0], given[-1], least=0)
-        for z in given:
-            refuse_tangent("what encode returned", z)
+        refuse_tangents(*(("what encode returned", z) for z in given))
         return given
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether anything that was encoded does."""
-        return self.encoded is not None and self.encoded.want_gradients
+        """True if anything that was encoded does."""
+        return self._grad and self.encoded is not None and self.encoded.want_gradients
 
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
-        """Gradients with respect to what :meth:`__call__` returned, for the backward pass."""
+        """Take gradients with respect to what :meth:`__call__` returned, for the backward pass."""
         assert self.encoded is not None
         second, first = by_direction
         gradients = torch.stack([first + second] if self._unimodal else [first, second])
-        pair = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
-        self.gradients = [pair] if self.wants_gradients else []
+        pairs = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
+        self.gradients = pairs if self.wants_gradients else []
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+class _ClosedForm(torch.autograd.Function):
+    """A value whose gradients are already known; autograd stores those and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor]], *inputs: Tensor) -> Tensor:
+        value, gradients = known  # in a tuple, which autograd does not look into: the value itself becomes the output
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # in backward: with create_graph=True, and only then
+            raise RuntimeError(
+                "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, "
+                "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
+                "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
+            )
+        scaled: list[Tensor | None] = [None]
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            factor = grad_output if grad_output.dtype == gradient.dtype else grad_output.to(gradient.dtype)
+            product = gradient * factor  # never in half precision, which a scaler's factor may overflow
+            scaled.append(product if product.dtype == dtype else product.to(dtype))
+        return tuple(scaled)
+
+
+def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``value`` as a node of the graph of some tensors, given in pairs with their gradients.
+
+    Tensors that require no gradient are left out; if none is left, the result is ``value`` itself. Gradients are cast
+    to the tensors' dtypes only when scaled.
+
+    A backward pass with ``create_graph=True`` raises: the weights are estimates, and their derivative is not that of
+    the objective.
+    """
+    wanted = [pair for pair in pairs if pair[0].requires_grad]
+    if not wanted:
+        return value
+    tensors, gradients = zip(*wanted, strict=True)
+    return _ClosedForm.apply((value, gradients), *tensors)
+
+
+class _LowerBound(torch.autograd.Function):
+    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``.
+
+    Autograd differentiates that rule once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
+        ctx.save_for_backward(x >= low)
+        return x.clamp(min=low)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside | (grad_output < 0), grad_output, 0), None
+
+
+def lower_bound(x: Tensor, low: float) -> Tensor:
+    """``max(x, low)`` for a learned quantity: unlike ``clamp``, it can find its way back from below."""
+    return _LowerBound.apply(x, low)

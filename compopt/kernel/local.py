@@ -19,17 +19,36 @@ autograd records none of it. There is no host synchronisation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar, minus_product
-from compopt.kernel.log_sum_exp import MASKED, Block, Exponentials, Sums, joined
-from compopt.kernel.statistics import Extra, PairStatistics, is_uniform, same_sample, scale_of
+from compopt.kernel.pairs import (
+    MASKED,
+    Exponentials,
+    Extra,
+    PairStatistics,
+    Sums,
+    is_uniform,
+    joined,
+    same_sample,
+    scale_of,
+)
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
+
+
+class Block(NamedTuple):
+    """Matrix rows ``start`` to ``stop``; ``columns`` is ``None`` where columns are no anchors (unimodal)."""
+
+    start: int
+    stop: int
+    rows: Exponentials
+    columns: Exponentials | None
 
 
 class Pairs(PairStatistics):
@@ -63,59 +82,66 @@ class Pairs(PairStatistics):
         chunk_size: int | None = None,
         moments: bool = False,
     ) -> None:
-        self.z, self.tau, self.keys = z, tau, keys
-        self.batch, self.unimodal, self.directions, self.extra = z.shape[1], unimodal, directions, extra
+        self.z, self.tau, self.keys, self.extra = z, tau, keys, extra
+        self.unimodal, self.directions = unimodal, directions
+        self._views = first, second = z.unbind()
+        self.batch, self.moments = z.shape[1], moments
         # view 2 has none of the further candidates
         self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
-        self.x = z.view(-1, z.shape[2]) if unimodal else z[0]
-        self._inside = self.x if unimodal else z[1]
+        self.x = z.view(-1, z.shape[2]) if unimodal else first
+        self._inside = self.x if unimodal else second
         self.y = self._inside if extra is None else torch.cat([self._inside, extra.features])
-        self.moments = moments
+        self.shape = (self.x.shape[0], self.y.shape[0])
         self.uniform = is_uniform(tau, bounded, moments)
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform and extra is None
         self._columns_are_anchors = not unimodal and directions == 2
+        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1)
+        if directions == 2:
+            self.positive = self.positive.expand(-1, 2)
+        self._plan_memory(chunk_size)
+        self._sweep()
+
+    def _plan_memory(self, chunk_size: int | None) -> None:
         self.recompute = chunk_size is not None
-        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if z.device.type == "cpu" else len(self.x))
+        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
-        self._row_buffer = 0 if self.uniform or not (self._columns_are_anchors or moments) else 1
+        self._row_buffer = 0 if self.uniform or not (self._columns_are_anchors or self.moments) else 1
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
-        self.positive = torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
-        self._sweep()
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
+    def _per_anchor(self, sides: Sequence[Tensor]) -> Tensor:
+        """Return a quantity of the row anchors, and of the column anchors if there are any, as ``(B, A)``."""
         if len(sides) == 1:
-            return [values.view(-1, self.batch).T for values in sides[0]]
-        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
-        return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
+            return sides[0].view(-1, self.batch).T
+        return torch.stack([side if self.extra is None else side[: self.batch] for side in sides]).T
 
-    def _row_values(self, per_anchor: Tensor) -> Tensor:
-        """``(B, A)`` -> one value per matrix row."""
-        return per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 0]
+    def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
+        """``(B, A)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
+        column = per_anchor.T.reshape(-1, 1) if self.unimodal else per_anchor[:, :1]
+        return column if stop - start == self.shape[0] else column[start:stop]
 
-    def _column_values(self, per_anchor: Tensor, outside: float) -> Tensor:
+    def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
         """``(B, A)`` -> one value per matrix column; further candidates are no anchors and have ``outside``."""
-        values = self._row_values(per_anchor) if self.unimodal else per_anchor[:, 1]
-        return values if self.extra is None else pad(values, (0, len(self.y) - len(values)), value=outside)
+        values = per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 1]
+        return values if self.extra is None else pad(values, (0, self.shape[1] - len(values)), value=outside)
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, len(self.x), self.block_rows):
-            yield start, min(start + self.block_rows, len(self.x))
+        for start in range(0, self.shape[0], self.block_rows):
+            yield start, min(start + self.block_rows, self.shape[0])
 
-    def _mask(self, s: Tensor, start: int, value: float) -> Tensor | None:
-        """Overwrite the entries of a block that are not negative pairs; their number per row, if it varies."""
+    def _mask(self, s: Tensor, start: int) -> Tensor | None:
+        """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
         if self.distinct:
             for offset in (-self.batch, 0, self.batch) if self.unimodal else (0,):
-                if -len(s) < offset + start < s.shape[1]:
-                    s.diagonal(offset + start).fill_(value)
+                if -s.shape[0] < offset + start < s.shape[1]:
+                    s.diagonal(offset + start).fill_(MASKED)
             return None
-        same = self._same(start, start + len(s))
-        s.masked_fill_(same, value)
+        same = self._same(start, start + s.shape[0])
+        s.masked_fill_(same, MASKED)
         return same
 
     def _same(self, start: int, stop: int) -> Tensor:
@@ -136,30 +162,29 @@ class Pairs(PairStatistics):
 
         ``None`` if there is one block: the operation that fills it makes it.
         """
-        if stop - start == len(self.x):
+        if stop - start == self.shape[0]:
             return None
         while len(self._buffers) <= which:
-            rows = min(self.block_rows, len(self.x)) if self.recompute else len(self.x)
-            self._buffers.append(self.x.new_empty(rows, len(self.y)))
+            rows = min(self.block_rows, self.shape[0]) if self.recompute else self.shape[0]
+            self._buffers.append(self.x.new_empty(rows, self.shape[1]))
         return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
 
     def _scratch(self, rows: int) -> Tensor | None:
         """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
-        if rows == len(self.x):
+        if rows == self.shape[0]:
             return None
         if self._spare is None:
-            self._spare = self.x.new_empty(min(self.block_rows, len(self.x)), len(self.y))
+            self._spare = self.x.new_empty(min(self.block_rows, self.shape[0]), self.shape[1])
         return self._spare[:rows]
 
     def _sweep(self) -> None:
-        self._scale = scale = scale_of(self.tau, self.x, self.batch, self.directions)
-        self._row_scale = self._column_scale = scale
-        if isinstance(scale, Tensor):
-            self._row_scale = self._row_values(scale)
-            self._column_scale = self._column_values(scale, 1.0) if self._columns_are_anchors else 1.0
+        self._scale = scale_of(self.tau, self.x, self.batch, self.directions)
+        self._column_scale: Scalar = 1.0
+        if self._columns_are_anchors:
+            self._column_scale = self._by_column(self._scale, 1.0) if isinstance(self._scale, Tensor) else self._scale
         rows: list[Sums] = []
         columns: Sums | None = None
-        excluded = None if self.distinct else self.x.new_zeros(2, len(self.y))
+        excluded = None if self.distinct else self.x.new_zeros(2, self.shape[1])
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
             if excluded is not None and same is not None:
@@ -181,40 +206,46 @@ class Pairs(PairStatistics):
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
         met = None
         if excluded is not None:
-            by_side = [[excluded[0, : len(self.x)]], [excluded[1]]]
-            (met,) = self._per_anchor(by_side if not self.unimodal and self.directions == 2 else by_side[:1])
-        candidates = (len(self.y), len(self.y) if self.unimodal else self.batch)[: self.directions]
+            by_side = [excluded[0, : self.shape[0]], excluded[1]]
+            met = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
+        candidates = (self.shape[1], self.shape[1] if self.unimodal else self.batch)[: self.directions]
         self._count_negatives(candidates, met, self.positive)
-        total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
+        total = self._per_anchor([side.total for side in self.sides])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
-        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
+        if self.uniform:
+            self._offset = self.positive * (-1 / self.tau)
+        else:
+            shift = self._per_anchor([side.shift for side in self.sides if side.shift is not None])
+            self._offset = (shift - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
-            self.mean_h = self.real(rest[1] / total - self.positive)
+            dot = self._per_anchor([side.dot for side in self.sides if side.dot is not None])
+            self.mean_h = self.real(dot / total - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        x = self.x[start:stop]
+        x = self.x if stop - start == self.shape[0] else self.x[start:stop]
         if self.uniform:  # fold 1/tau into the narrow matrix
             x = x * (1 / self.tau)
         s = torch.mm(x, self.y.T, out=self._buffer(0, start, stop))
-        return s, self._mask(s, start, MASKED)
+        return s, self._mask(s, start)
 
     def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Block:
         """Turn a block of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
             shared = Exponentials(s.exp_(), None, None)
             return Block(start, stop, shared, shared if self._columns_are_anchors else None)
+        scale = self._by_row(self._scale, start, stop) if isinstance(self._scale, Tensor) else self._scale
         shift = s.amax(1)
-        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop))
-        e.mul_(_rows_of(self._row_scale, start, stop)).exp_()
+        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop)).mul_(scale).exp_()
         scratch, dot = None, None
         if self.moments:
-            scratch = self._scratch(len(s))
+            scratch = self._scratch(stop - start)
             dot = torch.mul(e, s, out=scratch).sum(1)
         rows = Exponentials(e, shift, dot)
         if not self._columns_are_anchors:
             return Block(start, stop, rows, None)
+        # columns are anchors too, whose maximum over the blocks so far may have grown; e and s serve them in turn
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
@@ -234,8 +265,10 @@ class Pairs(PairStatistics):
         self.release()  # what the gradient goes through next finds their memory
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
-        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
-        for own, other in zip(gradient, self.z.unbind()[::-1], strict=True):
+        pull: Scalar = weight * self.directions
+        if isinstance(weight, Tensor):
+            pull = (weight if weight.shape == factor.shape else weight.expand_as(factor)).sum(1, keepdim=True)
+        for own, other in zip(gradient.unbind(), reversed(self._views), strict=True):
             minus_product(own, other, pull, out=own)
         return gradient, outside
 
@@ -245,24 +278,31 @@ class Pairs(PairStatistics):
         Args:
             factor: of each anchor, ``(B, A)``.
         """
-        beta, count = float(self.recompute), len(self._inside)
+        beta = float(self.recompute)  # 0: overwrite what the memory held
         gradient = torch.zeros_like(self.z) if self.recompute else torch.empty_like(self.z)
-        flat = gradient.view(-1, self.z.shape[2])
-        of_rows, of_columns = flat[: len(self.x)], flat[-count:]
+        of_rows, of_columns = gradient.unbind()
+        if self.unimodal:
+            of_rows = of_columns = gradient.view(-1, self.z.shape[2])
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
             a = self._combine(block, factor)
-            of_rows[block.start : block.stop].addmm_(a, self.y, beta=beta)
+            whole = block.stop - block.start == self.shape[0]
+            (of_rows if whole else of_rows[block.start : block.stop]).addmm_(a, self.y, beta=beta)
             if self.recompute and not self.symmetric:
-                of_columns.addmm_(a[:, :count].T, self.x[block.start : block.stop])
-                if outside is not None:
-                    outside.addmm_(a[:, count:].T, self.x[block.start : block.stop])
+                self._add_columns(a, self.x[block.start : block.stop], 1.0, of_columns, outside)
         if not self.recompute and not self.symmetric:
             a = self._buffers[self._row_buffer] if self._buffers else a
-            of_columns.addmm_(a[:, :count].T, self.x, beta=float(self.unimodal))
-            if outside is not None:
-                outside.addmm_(a[:, count:].T, self.x)
+            self._add_columns(a, self.x, float(self.unimodal), of_columns, outside)
         return gradient, outside
+
+    def _add_columns(self, a: Tensor, x: Tensor, beta: float, of_columns: Tensor, outside: Tensor | None) -> None:
+        """Add ``A^T X`` of some matrix rows to the gradients of the candidates, the further ones apart."""
+        if outside is None:
+            of_columns.addmm_(a.T, x, beta=beta)
+            return
+        count = len(of_columns)
+        of_columns.addmm_(a[:, :count].T, x, beta=beta)
+        outside.addmm_(a[:, count:].T, x)
 
     def release(self) -> None:
         self._blocks.clear()
@@ -279,18 +319,13 @@ class Pairs(PairStatistics):
 
     def _combine(self, block: Block, factor: Tensor) -> Tensor:
         """Scale one block into coefficients ``A_ij``, in place."""
-        by_row = self._row_values(factor)[block.start : block.stop, None]
+        by_row = self._by_row(factor, block.start, block.stop)
         if not self._columns_are_anchors and not self.symmetric:
             return block.rows.exp.mul_(by_row)
-        by_column = self._column_values(factor, 0.0)
+        by_column = self._by_column(factor, 0.0)
         if block.columns is None or block.columns.shift is None:
-            return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(len(by_row))))
+            return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(block.stop - block.start)))
         last = self.sides[1].shift
         if last is not None and last is not block.columns.shift:  # the maximum has grown since
             by_column = by_column * (block.columns.shift - last).mul_(self._column_scale).exp_()
         return block.rows.exp.mul_(by_row).addcmul_(block.columns.exp, by_column)
-
-
-def _rows_of(per_row: Scalar, start: int, stop: int) -> Scalar:
-    """Values of some matrix rows, ``(P, 1)``; a number is one for all."""
-    return per_row if isinstance(per_row, float) else per_row[start:stop, None]

@@ -12,8 +12,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
-from compopt.kernel.sampled import SampledPairs
-from compopt.kernel.statistics import scale_of
+from compopt.kernel.pairs import SampledPairs, scale_of
 from compopt.negatives.walk import Candidates, Samples, Walk, burn_in_count, walk
 
 # Proposals of the anchors that walk at a time, at some 80 bytes each. On the CPU what fits its caches; elsewhere as

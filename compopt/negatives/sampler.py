@@ -19,7 +19,7 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.kernel.features import nothing
+from compopt.kernel.features import zero_or_nan
 from compopt.negatives.chains import Chains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.stores.layout import Column
@@ -198,7 +198,7 @@ class MCMCNegativeSampler(Normalizer):
         error = chains.outside.error
         failed = torch.full_like(chains.inside, float(error is not None))
         if call.encoder is not None and call.encoder.encoded is not None:
-            failed = failed + nothing(call.encoder.encoded.unit)
+            failed = failed + zero_or_nan(call.encoder.encoded.unit)
         numbers = [chains.inside, chains.away, chains.squares, chains.accepted, chains.proposed, failed]
         own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)

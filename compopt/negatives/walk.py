@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compopt import accelerator, rng
 from compopt.functional import Scalar
-from compopt.kernel.statistics import same_sample
+from compopt.kernel.pairs import same_sample
 
 
 class Samples:
@@ -42,7 +42,7 @@ class Candidates:
     Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views.
 
     Args:
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.statistics.PairStatistics`.
+        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.pairs.PairStatistics`.
         positions: of the anchors in the global batch, ``(b,)``.
         distinct: known on the host: all keys are one key without repeats.
         views: columns per sample, 1 or 2.

@@ -17,8 +17,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
-from compopt.kernel.log_sum_exp import Sums
-from compopt.kernel.statistics import scale_of
+from compopt.kernel.pairs import Sums, scale_of
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none

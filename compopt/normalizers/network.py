@@ -26,8 +26,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
-from compopt.kernel.log_sum_exp import MASKED
-from compopt.kernel.statistics import MAX_UNSHIFTED_SCALE
+from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE
 
 PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
 # exp of more, squared, would leave float32 in the optimizer's sums.

@@ -23,7 +23,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.functional import Scalar
-from compopt.kernel.statistics import PairStatistics
+from compopt.kernel.pairs import PairStatistics
 from compopt.normalizers.network import (
     PREFIX,
     FunctionalOptimizer,

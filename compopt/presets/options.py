@@ -6,10 +6,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
+from compopt.checks import Directions, Mode, Offload
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 
@@ -17,12 +18,12 @@ from compopt.distributed.ranks import ProcessGroup
 class CommonOptions(TypedDict, total=False):
     """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
 
-    mode: Literal["bimodal", "unimodal"]
-    directions: Literal["both", "forward"]
+    mode: Mode
+    directions: Directions
     normalize: bool
     chunk_size: int | None
     process_group: ProcessGroup | None
-    offload: Literal["cpu", "disk"] | None
+    offload: Offload | None
     offload_dir: str | os.PathLike[str] | None
     shard: bool
     dtype: torch.dtype

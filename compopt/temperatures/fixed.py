@@ -14,7 +14,7 @@ from compopt.checks.inputs import check_tau
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
-from compopt.kernel.autograd import lower_bound
+from compopt.kernel.features import lower_bound
 
 LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 

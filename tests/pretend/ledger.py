@@ -16,8 +16,8 @@ BACKGROUND = ("compopt-",)  # threads that may wait
 CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "layout.py")  # what copies for others
 # The files that may copy between host and device while a model trains, and what.
 NAMED = {
-    "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here",
-    "estimator/async_checks.py": "what is known on the device first: features that are not finite, a bad index there",
+    "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here; "
+    "what is known on the device first: features that are not finite, a bad index there",
     "contrastive.py": "positions of further candidates",
     "negatives/sampler.py": "positions of a pool of candidates",
     "stores/offloaded.py": "rows read without prefetch; rows committed, and their numbers, on a side stream",

@@ -28,7 +28,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.integrations import amp
 from compopt.integrations.open_clip.options import Options, parse
 from compopt.integrations.open_clip.rows import IndexedLoader, Rows, add_index, open_index
-from compopt.kernel.autograd import with_gradients
+from compopt.kernel.features import with_gradients
 from compopt.schedules import CosineGamma
 
 __all__ = ["main"]

@@ -139,7 +139,7 @@ def parse(arguments: Sequence[str]) -> Options:
     if unknown:
         flags = " ".join(option for action in parser._actions for option in action.option_strings[:1])
         parser.error(f"{' '.join(unknown)}: not known here. {name} takes {flags}; open_clip's own flags come after --")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(known).items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(known).items()}
     own = {key: values.pop(key) for key in ("index", "gamma_min", "gamma_decay") if key in values}
     return Options(values.pop("estimator"), values, **own)
 

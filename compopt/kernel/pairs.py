@@ -1,4 +1,4 @@
-"""What the estimators know of a batch: a few numbers per anchor, wherever its pairs were computed."""
+"""Statistics of all pairs of a batch: a few numbers per anchor, wherever its pairs were computed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,90 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log
-from compopt.kernel.log_sum_exp import Sums
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
+# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+MASKED = -1e30
+# Anchors per side over which the effective number of negatives is measured.
+SPREAD_ANCHORS = 128
+
+
+class Exponentials(NamedTuple):
+    """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
+
+    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``.
+    """
+
+    exp: Tensor
+    shift: Tensor | None
+    dot: Tensor | None
+
+
+class Sums(NamedTuple):
+    """Sums of ``exp((s_ij - shift_i) / tau_i)`` over the candidates of some anchors.
+
+    Attributes:
+        total: the sum, ``(P,)``.
+        norms: ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+        shift, dot: as of :class:`Exponentials`.
+    """
+
+    total: Tensor
+    norms: Tensor
+    shift: Tensor | None
+    dot: Tensor | None
+
+    @classmethod
+    def over(cls, side: Exponentials, dim: int, start: int = 0) -> Sums:
+        """Sum over one axis of a block, whose first anchor has the number ``start``."""
+        few, anchors = side.exp, side.exp.shape[1 - dim]
+        spread = max(0, SPREAD_ANCHORS - start)
+        if spread < anchors:
+            few = few.narrow(1 - dim, 0, spread)
+        # a norm along columns of a row-major matrix is five times as slow as these two operations
+        norms = few.square().sum(0).sqrt_() if dim == 0 else torch.linalg.vector_norm(few, dim=1)
+        return cls(side.exp.sum(dim), norms, side.shift, side.dot)
+
+    def merged(self, more: Sums, scale: Tensor | float) -> Sums:
+        """Add candidates that the same anchors have met since, against a maximum that may have grown."""
+        total, norms, dot = self.total, self.norms, self.dot
+        if self.shift is not None and more.shift is not None:
+            shrink = (self.shift - more.shift).mul_(scale).exp_()
+            total, norms = total * shrink, norms * shrink[:SPREAD_ANCHORS]
+            dot = None if dot is None else dot * shrink
+        dot = None if dot is None or more.dot is None else dot + more.dot
+        return Sums(total + more.total, torch.hypot(norms, more.norms), more.shift, dot)
+
+    def log_total(self, scale: Tensor | float) -> Tensor:
+        """``log sum_j exp(s_ij / tau_i)``."""
+        log_total = self.total.log()
+        return log_total if self.shift is None else log_total + self.shift * scale
+
+    def effective(self) -> Tensor:
+        """``(sum w)^2 / sum w^2`` of the first anchors; NaN of those without candidates."""
+        first = slice(len(self.norms))
+        number = (self.total[first] / self.norms).square()
+        return number if self.shift is None else number.masked_fill(self.shift[first] <= MASKED, torch.nan)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """Concatenate sums of different anchors."""
+    if len(parts) == 1:
+        return parts[0]
+    total, norms, shift, dot = zip(*parts, strict=True)
+    return Sums(
+        torch.cat(total),
+        torch.cat(norms),
+        None if shift[0] is None else torch.cat(shift),
+        None if dot[0] is None else torch.cat(dot),
+    )
 
 
 class PairStatistics(ABC):
@@ -33,9 +108,11 @@ class PairStatistics(ABC):
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
         sides: sums of the anchors that this process swept.
+        extra: further candidates, if there are any.
     """
 
     directions: int
+    extra: Extra | None
     keys: Sequence[Tensor]
     distinct: bool
     unimodal: bool
@@ -65,8 +142,9 @@ class PairStatistics(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give back what only :meth:`gradients` needs: it does so itself, unless somebody else gives the gradients."""
+        """Free what only :meth:`gradients` needs, which does so itself, unless somebody else gives the gradients."""
 
+    # cached: a normalizer and the gradients ask for it
     @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
@@ -74,13 +152,11 @@ class PairStatistics(ABC):
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """``sum_j w_ij``, ``(B, A)``."""
-        return self.real((self.log_ghat - alpha).exp())
+        return self.real((self.log_ghat - alpha).exp_())
 
     def real(self, per_anchor: Tensor) -> Tensor:
         """Zero for anchors without negatives, which labels and index2 can leave."""
-        if isinstance(self.count, float):
-            return per_anchor
-        return torch.where(self.count > 0, per_anchor, 0)
+        return per_anchor if isinstance(self.count, float) else torch.where(self.count > 0, per_anchor, 0)
 
     def factor(self, value: Scalar) -> Scalar:
         """A factor of each anchor, zero for those without negatives; still a number where there are no such anchors."""
@@ -112,8 +188,32 @@ class PairStatistics(ABC):
         self.log_count = log(self.divisor)
 
 
+class SampledPairs(ABC):
+    """Weights ``w_ij`` that a sampler decided, in place of ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
+
+    Attributes:
+        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``: what a temperature's gradient
+            needs.
+    """
+
+    sum_wh: Tensor
+
+    @abstractmethod
+    def gradients(self, coefficient: Scalar) -> Tensor:
+        r"""``sum over directions and anchors i of coefficient_i (sum_j w_ij grad s_ij - grad s_ii)``.
+
+        With several ranks collective. Gradients of features that are not in the batch go where those came from.
+
+        Args:
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
+
+        Returns:
+            Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``.
+        """
+
+
 def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
-    """Whether one exponential without any shift serves the anchors of both directions."""
+    """Return whether one exponential without any shift serves the anchors of both directions."""
     return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
 
 
@@ -125,12 +225,10 @@ def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2)
 
 
 def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
-    """Where any of the keys of a row equals that of a column: not a pair of anchor and negative."""
-    same: Tensor | None = None
-    for row, column in zip(rows, columns, strict=True):
-        equal = row[:, None] == column[None, :]
-        same = equal if same is None else same.logical_or_(equal)
-    assert same is not None
+    """True where any of the keys of a row equals that of a column: not a pair of anchor and negative."""
+    same = rows[0][:, None] == columns[0][None, :]
+    for row, column in zip(rows[1:], columns[1:], strict=True):
+        same.logical_or_(row[:, None] == column[None, :])
     return same
 
 
@@ -153,7 +251,7 @@ class Extra:
     own: slice
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
-        """Which of the candidates are positives of which anchors, ``(anchors, candidates)``."""
+        """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""
         positive = self.positive[anchors, None]
         if self.positions is None:
             return torch.zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool, device=positive.device)

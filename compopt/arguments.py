@@ -1,0 +1,140 @@
+"""Arguments of a call of :class:`~compopt.ContrastiveEstimator`: checked, and features made ready for the kernel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.checks.inputs import check_extra, check_features, check_range, check_tau, check_vector, one_name, tau_facts
+from compopt.estimator.component import Normalizer, Temperature
+from compopt.estimator.engine import Engine
+from compopt.kernel.features import Encode, Encoder, Features, working_dtype
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of one call on one rank, checked.
+
+    Attributes:
+        keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
+        own: the features.
+        tau: as :func:`~compopt.checks.inputs.check_tau` returns it; ``None``: the estimator decides.
+        extra, positions: further candidates, and their data-set positions, if there are any.
+        encoder: features of samples outside the batch, if the caller can give them.
+        facts: what must be alike on all ranks.
+        graph: gradients may be wanted at all.
+    """
+
+    keys: dict[str, Tensor]
+    own: Features
+    tau: float | Tensor | None
+    extra: Features | None
+    positions: Tensor | None
+    encoder: Encoder | None
+    facts: dict[str, int]
+    graph: bool
+
+    def wants(self, temperature: float | Tensor) -> bool:
+        """Return whether a temperature gets a gradient."""
+        return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
+
+    @property
+    def want_gradients(self) -> bool:
+        """True if any features do."""
+        return self.graph and (self.own.want_gradients or (self.extra is not None and self.extra.want_gradients))
+
+
+class Called(Protocol):
+    """Facts of the estimator that arguments are checked against."""
+
+    normalize: bool
+    normalizer: Normalizer
+    temperature: Temperature
+    mode: str
+    _anchors: int
+
+    @property
+    def _engine(self) -> Engine: ...
+    def _index(self, index: Tensor | None, count: int) -> Tensor: ...
+
+
+def check_call(
+    est: Called,
+    z1: Tensor,
+    z2: Tensor,
+    index: Tensor | None,
+    index2: Tensor | None,
+    group: Tensor | None,
+    encode: Encode | None,
+    tau: Tensor | float | None,
+    labels: Tensor | None,
+    extra: Tensor | None,
+    extra_index: Tensor | None,
+) -> Given:
+    """Refuse what one rank can refuse by itself, and prepare the features."""
+    refuse_transforms()
+    engine = est._engine
+    several = engine.ranks.size > 1
+    with engine.handshake.guard():
+        refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
+        check_features(z1, z2, least=0 if several else 2)
+        batch = z1.shape[0]
+        keys = {"index": est._index(index, batch)}
+        if index2 is not None:
+            if est.mode == "unimodal":
+                raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+            keys["index2"] = check_vector("index2", index2, batch)
+        if one_name(labels, group) is not None:
+            name, value = ("labels", labels) if group is None else ("group", group)
+            keys["labels"] = check_vector(name, value, batch)
+        if tau is not None:
+            if est.temperature.learns:
+                raise ValueError(
+                    "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
+                )
+            tau = check_tau(tau, batch, est._anchors)
+        est.normalizer.check_encode(encode, keys)
+        positions = _check_extra(est, extra, extra_index, keys, z1)
+        if positions is not None and index is None and index2 is None:
+            raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
+    facts: dict[str, int] = {}
+    if several:
+        brought = 0 if extra is None else 1 if positions is None else 2
+        facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
+    encoder = None if encode is None else Encoder(encode, z1, est.normalize, est.mode == "unimodal")
+    own = Features.of(z1, z2, normalize=est.normalize)
+    further = None if extra is None else Features.of(extra, normalize=est.normalize)
+    if isinstance(tau, Tensor):
+        tau = at_least(tau, own.unit.dtype)
+    return Given(keys, own, tau, further, positions, encoder, facts, torch.is_grad_enabled())
+
+
+def _check_extra(
+    est: Called, extra: Tensor | None, extra_index: Tensor | None, keys: dict[str, Tensor], like: Tensor
+) -> Tensor | None:
+    """Check further candidates, and return their positions if there are any."""
+    if extra is None:
+        if extra_index is not None:
+            raise TypeError("extra_index= has the positions of extra=, which is None")
+        return None
+    est.normalizer.check_extra()
+    _, positions = check_extra(extra, extra_index, like)
+    if positions is not None and "index2" not in keys:
+        check_range("extra_index", positions, est._engine.groups.n)
+    return positions
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would compute similarities in half precision."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast tau to the working dtype if it has less: ``1 / tau`` of half precision has three digits."""
+    wanted = working_dtype(tau.dtype, dtype)
+    return tau if tau.dtype == wanted else tau.to(wanted)
