@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from compopt.kernel.features import with_gradients
-from compopt.kernel.features import NORM_MIN
+from compopt.kernel.features import NORM_MIN, with_gradients
 
 TAU = 0.07
 CHUNK = 512
