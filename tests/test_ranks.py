@@ -85,7 +85,7 @@ def on_one_rank(name, mode, dtype, window, count, repeats):
     return data, *steps(est, BY_NAME[name], data, lambda step: slice(0, BATCH), window)
 
 
-def compare(ranks, name, mode, dtype, options=None, window=1, count=4, repeats=True):
+def compare(ranks, name, mode, dtype, options=None, window=1, count=5, repeats=True):
     """Run one configuration on K ranks and on one."""
     data, whole, state = on_one_rank(name, mode, dtype, window, count, repeats)
     answers = the_pool().run(on_ranks, ranks, name, mode, dtype, data, options or {}, window)
