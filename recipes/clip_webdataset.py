@@ -41,7 +41,7 @@ from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL
 from compopt.integrations.open_clip.pipeline import open_index
-from compopt.locks import Claim
+from compopt.files import Claim
 from compopt.rng import fold
 from recipes import checkpoints, launch, tars
 from recipes.tasks import retrieval

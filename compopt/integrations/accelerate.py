@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import loading, saving
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 
@@ -131,4 +131,4 @@ class _Rows:
                 f"the checkpoint has {state_dict.get('name')!r} where {self._name!r} is registered; register the same "
                 f"estimators in the same order as when it was saved"
             )
-        saving.load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])
+        loading.load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])

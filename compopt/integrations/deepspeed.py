@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import loading, saving
 from compopt.estimator.base import Estimator
 
 KEY = "compopt"
@@ -115,7 +115,7 @@ def _load_rows(est: Estimator, folder: Path, saved: Mapping[str, str]) -> None:
     if not rows.exists():
         rows = next(iter(folder.parent.glob(f"*/{KEY}/{saved['checkpoint']}")), rows)  # no two have one name
     try:
-        saving.load(est, rows)
+        loading.load(est, rows)
     except FileNotFoundError as error:
         tag = saved.get("tag", "<tag>")
         raise FileNotFoundError(

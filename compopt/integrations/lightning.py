@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import loading, saving
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import refuse_last_batch, refuse_ranks, warn_alone
@@ -153,7 +153,7 @@ class EstimatorCallback(Callback):
 
     def _load(self, est: Estimator, rows: Path) -> None:
         try:
-            saving.load(est, rows)
+            loading.load(est, rows)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{rows} is not there or not complete ({error}): directory= has the last {self.keep} saves; resume "

@@ -15,7 +15,7 @@ except ImportError as error:
         "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
     ) from error
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import loading, saving
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
 from compopt.integrations.refusals import refuse_last_batch, refuse_ranks
@@ -193,7 +193,7 @@ class EstimatorCallback(TrainerCallback):
 
     def _load_one(self, est: Estimator, checkpoint: Path, folder: str) -> None:
         try:
-            saving.load(est, checkpoint / folder)
+            loading.load(est, checkpoint / folder)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{checkpoint} has no rows in {folder}/: it was saved without EstimatorCallback, or the run was "

@@ -31,7 +31,7 @@ def on_host(blocks: Iterable[Tensor]) -> list[Tensor]:
     return [block.cpu().view(WORD) for block in blocks]
 
 
-class Snapshot:
+class ChunkSnapshot:
     """Some chunks of a store as they are when this is made; each is read once, in ascending order.
 
     Whoever writes rows gives them to :meth:`keep` before, which notes what they were. A chunk is read from the store
@@ -138,3 +138,28 @@ class Snapshot:
         self._store.snapshot = None
         self._released = threading.Event()
         self._released.set()
+
+
+class Snapshot:  # stopgap
+    """A snapshot that is read by ranges of rows."""
+
+    def __init__(self, store: RowStore) -> None:
+        import os
+
+        self._size = store.changes.chunk_rows
+        self._inner = ChunkSnapshot(store, range(chunk_count(store.n, self._size)))
+        self._pid = os.getpid()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)`` as they were."""
+        chunks = range(start // self._size, chunk_count(stop, self._size))
+        first = chunks.start * self._size
+        return torch.cat(self._inner.read(list(chunks)))[start - first : stop - first].clone()
+
+    def release(self) -> None:
+        import os
+
+        if os.getpid() == self._pid:
+            self._inner.release()
+        else:
+            self._inner.abandon()

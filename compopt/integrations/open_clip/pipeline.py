@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from compopt.checkpoint.durable import checksum
 from compopt.data import Indexed, KeyIndex, SampleIndex, ShardIndex, UidIndex, indexed_reader
+from compopt.files import checksum
 
 INDEX = "index"
 POSITIONS = "positions"
@@ -139,7 +139,7 @@ def _with_positions(loader: DataLoader[Any]) -> DataLoader[Any]:
 def _positions(args: Any, n: int) -> str:
     """What positions mean: the lines of a file."""
     if args.train_data and Path(args.train_data).is_file():
-        return f"positions in a file of {n} samples with crc32 {checksum(Path(args.train_data))[1]:08x}"
+        return f"positions in a file of {n} samples with crc32 {checksum(Path(args.train_data), crc32=True)}"
     return f"positions of {n} samples"
 
 

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import saving
+from compopt.checkpoint import loading, saving
 from compopt.contrastive import ContrastiveEstimator
 
 ABOUT = "about.json"
@@ -81,7 +81,7 @@ class Rows:
             raise ValueError(f"{folder} has rows of epoch {found}, {source} is of epoch {epoch}; {instead}")
         before = [dict(group) for group in self.est.sample_groups]
         try:
-            saving.load(self.est, folder / name)
+            loading.load(self.est, folder / name)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"--resume {source}: its rows do not fit this run. {error}; {instead}") from error
         for old, new in zip(before, self.est.sample_groups, strict=False):
