@@ -141,25 +141,40 @@ class ChunkSnapshot:
 
 
 class Snapshot:  # stopgap
-    """A snapshot that is read by ranges of rows."""
+    """Undo log: the rows of a store as they are now, read by ascending ranges while commits go on."""
 
     def __init__(self, store: RowStore) -> None:
-        import os
+        self._store, self._log, self._read = store, list[tuple[Tensor, Tensor]](), 0
+        self._lock, self._released, self._error = threading.Lock(), threading.Event(), list[Exception]()
+        store.snapshot = self
 
-        self._size = store.changes.chunk_rows
-        self._inner = ChunkSnapshot(store, range(chunk_count(store.n, self._size)))
-        self._pid = os.getpid()
+    def keep(self, rows: Tensor) -> None:
+        """Rows will be written."""
+        try:
+            with self._lock:
+                rows = rows[rows >= self._read]
+                self._log.append((rows.cpu(), self._store.gather(rows).cpu().view(WORD)))
+        except Exception as error:
+            self._error.append(error)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows ``[start, stop)`` as they were."""
-        chunks = range(start // self._size, chunk_count(stop, self._size))
-        first = chunks.start * self._size
-        return torch.cat(self._inner.read(list(chunks)))[start - first : stop - first].clone()
+        with self._lock:
+            if self._error:
+                raise self._error[0]
+            block = self._store.block(start, stop).cpu().view(WORD)
+            for rows, former in reversed(self._log):
+                mine = (rows >= start) & (rows < stop)
+                block[rows[mine] - start] = former[mine]
+            self._read = stop
+        return block
+
+    def wait(self) -> None:
+        """Until the store may be moved or closed."""
+        self._released.wait()
 
     def release(self) -> None:
-        import os
-
-        if os.getpid() == self._pid:
-            self._inner.release()
-        else:
-            self._inner.abandon()
+        """End it."""
+        self._store.snapshot = None
+        self._log = []
+        self._released.set()
