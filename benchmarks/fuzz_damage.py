@@ -16,8 +16,7 @@ from unittest.mock import patch
 import torch
 
 import compopt
-from compopt.stores import changes
-from compopt.stores import table as tables
+from compopt.checkpoint import manifest
 
 N, DIM, BATCH = 400, 4, 32
 Change = dict[Path, bytes | None]  # new contents by file; None: it is gone
@@ -51,8 +50,8 @@ def small_chunks() -> Iterator[None]:
     """Give a few hundred rows several files, with the same names in every run, so that a seed says all."""
     numbers = count(1)
     with (
-        patch.object(tables, "BLOCK_ROWS", 128),
-        patch.object(changes, "CHUNK_ROWS", 32),
+        patch.object(manifest, "PIECE_ROWS", 128),
+        patch.object(manifest, "CHUNK_ROWS", 32),
         patch.object(secrets, "token_hex", lambda length: f"{next(numbers):0{2 * length}x}"),
     ):
         yield

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt import diagnostics
-from compopt.checkpoint import writing
+from compopt import files
 from compopt.normalizers import networks, training
 from tests.helpers import assert_same_bits, features, near, run, snapshot
 from tests.pool import the_pool
@@ -493,19 +493,19 @@ def test_no_rank_waits_for_one_without_gradients(kind):
 def failing_disk(group, folder):
     """The rows of one rank cannot be written."""
     est = compopt.ResidualEstimator(D, 20, prototypes=8, process_group=group, dtype=torch.float64)
-    original = writing._write_packs
+    original = files.write_file
 
     def broken(*args):
         raise OSError("disk full")
 
     if dist.get_rank(group) == 0:
-        writing._write_packs = broken
+        files.write_file = broken
     try:
         compopt.save(est, folder)
     except (OSError, RuntimeError) as error:
         return str(error)
     finally:
-        writing._write_packs = original
+        files.write_file = original
     return "saved"
 
 
