@@ -30,19 +30,9 @@ RETRIES = 8  # checkpoints that a load finds removed while it reads them, before
 _HOST = torch.device("cpu")
 _OPEN_FILES = 32
 _HEADER = 1 << 20  # bytes of a file that say what is in it
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None) -> Path | str:

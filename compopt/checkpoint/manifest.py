@@ -43,11 +43,22 @@ _LOOKS = 8  # listings beside a run that saves and prunes
 _MOST = 1 << 25  # bytes of a manifest
 _DIGITS = 19  # of 2^63
 _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
-_SAVE_ID = re.compile(r"[0-9a-f]{8}")
-_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
-_KINDS = {"t": int, "save_id": str, "config": dict, "sample_groups": list, "files": list}
-_FILE_KINDS = {"name": str, "bytes": int, "checksum": str, "first": int, "stride": int, "spans": list}
+# The kinds of what is in a manifest, and of each file in it: types, patterns of strings, lists of one kind.
+_FILE: dict[str, Any] = {
+    "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
+    "bytes": int,
+    "checksum": re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}"),
+    "first": int,
+    "stride": int,
+    "spans": [[int]],
+}
+_CONTENT: dict[str, Any] = {
+    "t": int,
+    "save_id": re.compile(r"[0-9a-f]{8}"),
+    "config": dict,
+    "sample_groups": [dict],
+    "files": [_FILE],
+}
 
 
 @dataclass(frozen=True)
@@ -239,10 +250,13 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
             raise _Newer(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
         if version < FORMAT_VERSION:
             _upgrade(content)
-        _check(content)
-        found = [File(**{**file, "spans": tuple(map(tuple, file["spans"]))}) for file in content["files"]]
-        if sum(file.name == STATE for file in found) != 1:
-            raise ValueError(f"it lacks {STATE}")
+        _check("it", content, _CONTENT)
+        _check("n", content["config"].get("n", []), list)
+        _check("data_fingerprint", content.get("data_fingerprint") or "", str)
+        found = [File(**{**file, "spans": tuple((a, b) for a, b in file["spans"])}) for file in content["files"]]
+        names = [file.name for file in found]
+        if STATE not in names or len(set(names)) < len(names):
+            raise ValueError(f"it lacks {STATE}, or a file is there twice: {reprlib.repr(names)}")
         if content.get("crc32") != crc:
             raise ValueError("its own checksum does not fit")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
@@ -303,49 +317,24 @@ def _upgrade(content: dict[str, Any]) -> None:
             file |= {"first": file["first"] % file["stride"], "spans": [[start, start + count]] if count else []}
 
 
-def _check(content: Mapping[str, Any]) -> None:
-    """Refuse a manifest that lacks something, or has values of another kind, before anything is made of them.
+def _check(what: str, value: Any, wanted: Any) -> None:
+    """Refuse a value of another kind than a manifest has, before anything is made of it.
 
     Sizes are compared with those of the estimator later: here nothing is known of it.
     """
-    for key, kind in _KINDS.items():
-        if key not in content:
-            raise ValueError(f"it lacks {key}")
-        _is(key, content[key], kind)
-    _is("n of config", content["config"].get("n", []), list)
-    _is("data_fingerprint", content.get("data_fingerprint") or "", str)
-    _matches("save_id", content["save_id"], _SAVE_ID)
-    _is_size("t", content["t"])
-    for group in content["sample_groups"]:
-        _is("a sample group", group, dict)
-    names: set[str] = set()
-    for file in content["files"]:
-        _is("an entry of files", file, dict)
-        for key, kind in _FILE_KINDS.items():
-            if key not in file:
-                raise ValueError(f"a file has no {key}")
-            _is(f"{key} of a file", file[key], kind)
-        _matches("name of a file", file["name"], _NAME)
-        _matches(f"checksum of {file['name']}", file["checksum"], _CHECKSUM)
-        _is_size(f"bytes of {file['name']}", file["bytes"])
-        for span in file["spans"]:
-            if not (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span)):
-                raise ValueError(f"a span of {file['name']} is {reprlib.repr(span)}, not two integers")
-        if file["name"] in names:
-            raise ValueError(f"{file['name']} is there twice")
-        names.add(file["name"])
-
-
-def _is(what: str, value: Any, kind: type) -> None:
-    if type(value) is not kind:  # a bool is an int to isinstance
+    kind = str if isinstance(wanted, re.Pattern) else wanted if isinstance(wanted, type) else type(wanted)
+    given = type(value)
+    if given is not kind:  # a bool is an int to isinstance
         raise ValueError(f"{what} is {reprlib.repr(value)}, not of type {kind.__name__}")
-
-
-def _is_size(what: str, value: int) -> None:
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{what} is {value}, not from 0 to 2^63")
-
-
-def _matches(what: str, value: str, pattern: re.Pattern[str]) -> None:
-    if not pattern.fullmatch(value):
-        raise ValueError(f"{what} is {reprlib.repr(value)}, not of the form {pattern.pattern}")
+    if isinstance(wanted, re.Pattern) and not wanted.fullmatch(value):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, not of the form {wanted.pattern}")
+    if kind is int and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{what} is {value}, no integer of 64 bits")
+    if isinstance(wanted, list):
+        for entry in value:
+            _check(f"an entry of {what}", entry, wanted[0])
+    if isinstance(wanted, dict):
+        for key, sub in wanted.items():
+            if key not in value:
+                raise ValueError(f"{what} lacks {key}")
+            _check(f"{key} of {what}", value[key], sub)

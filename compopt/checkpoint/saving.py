@@ -35,21 +35,13 @@ CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name 
 
 @overload
 def save(
-    est: Estimator,
-    directory: os.PathLike[str],
-    keep: int = ...,
-    incremental: bool = ...,
-    blocking: Literal[True] = ...,
+    est: Estimator, directory: os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
 ) -> Path: ...
 
 
 @overload
 def save(
-    est: Estimator,
-    directory: str,
-    keep: int = ...,
-    incremental: bool = ...,
-    blocking: Literal[True] = ...,
+    est: Estimator, directory: str, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
 ) -> Path | str: ...
 
 
@@ -66,11 +58,7 @@ def save(
 
 @overload
 def save(
-    est: Estimator,
-    directory: str | os.PathLike[str],
-    keep: int = ...,
-    incremental: bool = ...,
-    blocking: bool = ...,
+    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
 ) -> Path | str | SaveHandle: ...
 
 
@@ -202,7 +190,7 @@ def _prepare(est: Estimator, root: Path, remote: Remote | None, blocking: bool) 
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
     content = ranks.agree(lambda: _describe(est))
-    state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
+    state = ranks.agree(lambda: _copy_state(est))
     if table is not None:
         ranks.agree(table.at_rest)
         accelerator.synchronize(table.store.device)  # commits of other streams: the snapshot must not miss them
@@ -223,13 +211,10 @@ def _describe(est: Estimator) -> dict[str, Any]:
     return content if est.data_fingerprint is None else {**content, "data_fingerprint": est.data_fingerprint}
 
 
-def _state(est: Estimator) -> dict[str, Tensor]:
-    """Return copies of state that is not rows, by role and name."""
-    return {
-        f"{role}.{name}": value.detach().cpu()
-        for role, part in est._engine.parts.items()
-        for name, value in part.saved_state().items()
-    }
+def _copy_state(est: Estimator) -> dict[str, Tensor]:
+    """Return state that is not rows, by role and name; collective where ranks split it."""
+    saved = {role: part.saved_state() for role, part in est._engine.parts.items()}
+    return {f"{role}.{name}": value.detach().cpu() for role, own in saved.items() for name, value in own.items()}
 
 
 def _make(est: Estimator, root: Path, remote: Remote | None, config: dict[str, Any]) -> Checkpoint:

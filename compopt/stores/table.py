@@ -18,6 +18,7 @@ from compopt.stores import RowAccess, RowStore
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.placement import Placement
+from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
@@ -192,10 +193,8 @@ class RowTable:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Any:  # stopgap
+    def snapshot(self) -> Snapshot:  # stopgap
         """Return the rows as they are now, to be read beside commits."""
-        from compopt.stores.snapshot import Snapshot
-
         return Snapshot(self.store)
 
     def remember(self, checkpoint: Saved) -> None:
