@@ -25,11 +25,12 @@ import torch
 import compopt
 from benchmarks.memory import MIB, Peak, fill
 from benchmarks.saved import save
+from compopt.checkpoint import manifest
 from recipes.report import environment, heading, table
 
 ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of each save. *Blocking*, *beside*: every
 row is written ({size:,.0f} MiB). *Changed*: blocking, after {visits:,} commits of random rows of one tenth of the
-table; *touched* are the chunks that these rows are in. Memory is the highest anonymous memory during the save, sampled
+table; *touched* are the pieces of 2^18 rows that these rows are in. Memory is the highest anonymous memory during the save, sampled
 every 2 ms, beyond that before it; training has its own share of it beside a save. Of commits median and 99th
 percentile, without a save and beside one."""
 SPARSE = """SogCLR with n = {n:,}, rows on disk; {first:,} samples are visited and saved, then {more:,} others too.
@@ -108,8 +109,8 @@ class Beside:
 
 
 def touched(est: compopt.SogCLREstimator, seeds: range, rows: int) -> int:
-    """Bytes of the chunks that some batches' rows are in."""
-    chunk = est._engine.table.store.changes.chunk_rows
+    """Bytes of the pieces that some batches' rows are in."""
+    chunk = manifest.PIECE_ROWS
     visited = torch.cat([batch(seed, rows) for seed in seeds])
     return ROW * chunk * len((visited // chunk).unique())
 
@@ -127,7 +128,7 @@ def sparse(n: int, visits: list[int], uniform: bool, folder: Path) -> list[str]:
         for seed, index in enumerate(part.split(BATCH)):
             visit(est, index, seed)
         saved = Measured(est, folder / "c", incremental=True)
-        size, chunk = saved.written(), est._engine.table.store.changes.chunk_rows
+        size, chunk = saved.written(), manifest.CHUNK_ROWS
         cells += [f"{size / MIB:,.1f}", f"{len((part // chunk).unique()):,}", f"{saved.seconds:.1f}"]
     disk = sum(512 * file.stat().st_blocks for file in (folder / "rows").rglob("*") if file.is_file())
     return ["uniformly" if uniform else "in order", f"{disk / MIB:,.1f}", *cells]
