@@ -35,7 +35,6 @@ from safetensors import safe_open
 
 from benchmarks.saved import ROOT, save, stored
 from compopt.checkpoint import manifest
-from compopt.checkpoint.chunks import Owners, by_rank
 from recipes import glyphs
 from recipes.exports import GlyphExport
 from recipes.report import environment, heading, table
@@ -198,17 +197,16 @@ def kill_and_resume(folder: Path, n: int, kills: int, ready: float, rest: float,
 def visited_rows(checkpoint: Path) -> dict[str, np.ndarray]:
     """All rows of a checkpoint that were ever visited: their numbers, and each column's values."""
     chosen = manifest.choose(checkpoint, None)
-    content, files = manifest.read(chosen)
     parts: dict[str, list[np.ndarray]] = {}
-    for own in by_rank([file for file in files if file.name != manifest.STATE]).values():
-        for run in Owners(own, content["chunk_rows"]).runs():
-            with safe_open(chosen.path / run.file.name, framework="np") as opened:
-                size = run.stop - run.start
-                columns = {name: opened.get_slice(name)[run.offset : run.offset + size] for name in opened.keys()}  # noqa: SIM118 - no dictionary
-            seen = columns["count"].any(axis=1)
-            numbers = run.file.first + run.file.stride * np.arange(run.start, run.stop)
-            for name, values in {"row": numbers, **columns}.items():
-                parts.setdefault(name, []).append(values[seen])
+    for file in manifest.read(chosen)[1]:
+        if file.name == manifest.STATE:
+            continue
+        with safe_open(chosen.path / file.name, framework="np") as opened:
+            columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dictionary
+        seen = columns["count"].any(axis=1)
+        local = np.concatenate([np.arange(start, stop) for start, stop in file.spans])
+        for name, values in {"row": file.first + file.stride * local, **columns}.items():
+            parts.setdefault(name, []).append(values[seen])
     whole = {name: np.concatenate(values) for name, values in parts.items()}
     order = whole["row"].argsort()
     return {name: values[order] for name, values in whole.items()}

@@ -30,9 +30,9 @@ from recipes.report import environment, heading, table
 
 ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of each save. *Blocking*, *beside*: every
 row is written ({size:,.0f} MiB). *Changed*: blocking, after {visits:,} commits of random rows of one tenth of the
-table; *touched* are the pieces of 2^18 rows that these rows are in. Memory is the highest anonymous memory during the save, sampled
-every 2 ms, beyond that before it; training has its own share of it beside a save. Of commits median and 99th
-percentile, without a save and beside one."""
+table; *touched* are the pieces of 2^18 rows that these rows are in. Memory is the highest anonymous memory during the
+save, sampled every 2 ms, beyond that before it; training has its own share of it beside a save. Of commits median and
+99th percentile, without a save and beside one."""
 SPARSE = """SogCLR with n = {n:,}, rows on disk; {first:,} samples are visited and saved, then {more:,} others too.
 *In order*: neighbouring rows, as data read in the order of their shards visit them. *Uniformly*: random rows, as data
 that are shuffled as a whole visit them; this is the worst case. Checkpoints have rows in chunks of 8,192 (128 KiB).

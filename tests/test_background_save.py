@@ -410,7 +410,7 @@ def test_memory_that_cannot_be_had_ends_the_save_and_not_the_training(tmp_path):
 @pytest.mark.parametrize(
     "name, stop, after, left",
     [("write_file", 1, False, "earlier"), ("write_file", 7, True, "earlier"), ("write_file", 15, True, "earlier")]
-    + [("prune", 1, False, "new")],
+    + [("outdated", 1, False, "new")],
     ids=["before-the-first-file", "after-a-file", "before-the-manifest", "after-the-manifest"],
 )
 @pytest.mark.parametrize("offload", [None, "disk"])
@@ -426,7 +426,7 @@ def test_a_kill_leaves_the_earlier_one_or_the_new_one(offload, name, stop, after
         torch.save(shown(est, N), tmp_path / "earlier")
         fill(est, seed=20)
         torch.save(shown(est, N), tmp_path / "new")
-        with Gate(manifest if name == "prune" else files, name, stop, after) as gate:
+        with Gate(manifest if name == "outdated" else files, name, stop, after) as gate:
             compopt.save(est, tmp_path / "c", incremental=False, blocking=False)
             if gate.reached.wait(WAIT):
                 fill(est, seed=40)

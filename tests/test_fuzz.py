@@ -40,7 +40,7 @@ def wrong(results):
 
 
 def test_damage_that_is_not_noticed_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "_check_file", lambda source, file, table: None)
+    monkeypatch.setattr(loading, "_check_sum", lambda path, file: None)
     results = fuzz_damage.damage(tmp_path, seed=0, flips=60, others=0)
     assert ("rows", "not noticed") in wrong(results)
     assert fuzz.failures(results) < 60  # those of the manifest still are
@@ -97,7 +97,7 @@ def test_the_program_ends_with_an_error(tmp_path, monkeypatch, capsys):
     results = json.loads((tmp_path / "fuzz.json").read_text())["results"]
     assert results["damage"]["seed"] == 0 and results["another kind"] == 1
     assert capsys.readouterr().out.strip() in (tmp_path / "fuzz.md").read_text()
-    monkeypatch.setattr(loading, "_check_file", lambda source, file, table: None)
+    monkeypatch.setattr(loading, "_check_sum", lambda path, file: None)
     with pytest.raises(SystemExit, match="trials went wrong"):
         fuzz.main(["damage", "--flips", "40", "--others", "0", "--quick"])
 

@@ -134,14 +134,14 @@ def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypat
 
 def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
     """Files of an old checkpoint may be gone and its manifest not."""
-    prune = manifest.prune
+    outdated = manifest.outdated
 
     def without_sync(*args):
         with monkeypatch.context() as patch:
             patch.setattr(files, "sync_directory", lambda path: None)
-            prune(*args)
+            return outdated(*args)
 
-    monkeypatch.setattr(manifest, "prune", without_sync)
+    monkeypatch.setattr(manifest, "outdated", without_sync)
     disk, states = saved_under_watch(tmp_path, 3)
     del disk.moments[:-1]  # removed last; one disk in five has the manifest and the folder without all of the files
     with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):

@@ -174,14 +174,15 @@ def loaded_while_pruned(group, directory, newer, options):
         if rank == 1 and left and "rows-" in path.name:
             left.clear()
             os.rename(newer, os.path.join(directory, os.path.basename(newer)))
-            manifest.prune(Path(directory), 1)
+            for old in manifest.outdated(Path(directory), 1):
+                shutil.rmtree(old.path)
         return opened(path)
 
     if options.get("offload") == "disk":
         options = {**options, "offload_dir": os.path.join(directory, "../rows")}
     est = sogclr(process_group=group, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_check_file", lambda *_: None)  # rows are read while they are written
+        patch.setattr(loading, "_check_rows", lambda *_: None)  # rows are read while they are written
         patch.setattr(loading, "_open", lambda path, *given: opened(path, *given) if given else go_on(path))
         compopt.load(est, directory)
     return snapshot(est, N), est.t

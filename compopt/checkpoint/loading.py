@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from compopt import files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
-from compopt.checkpoint.remote import Remote, open_directory
+from compopt.checkpoint.remote import Directory, open_directory
 from compopt.checkpoint.saving import check_estimator, note_load
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Ranks
@@ -89,42 +89,26 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
 def _attempt(est: Estimator, directory: str | os.PathLike[str], t: int | None, last: bool) -> Path | str | None:
     """Load the newest checkpoint; return ``None`` if a run that saves meanwhile has removed it."""
     ranks = est._engine.ranks
-    root, remote = ranks.agree(lambda: open_directory(directory))
-    with remote.naming() if remote else nullcontext():
-        source, named = _choose(ranks, root, remote, t)
-        final = last or named
-        contents = _unless_removed(ranks, source, remote, final, lambda: _Contents(est, source, remote))
-        if contents is None or _unless_removed(ranks, source, remote, final, contents.take) is None:
+    root = ranks.agree(lambda: open_directory(directory))
+    with root.naming():
+        chosen = ranks.agree(lambda: _choose(root, t) if ranks.rank == 0 else None)
+        source = root.of_first_rank(ranks, chosen)
+        final = last or source.path.resolve() == root.local.resolve()  # else it was not named
+        contents = _unless_removed(ranks, source, root, final, lambda: _Contents(est, source, root))
+        if contents is None or _unless_removed(ranks, source, root, final, contents.take) is None:
             return None
     contents.finish()
-    if remote is not None:
-        note_load(est, remote.at(source.path).rpartition("/")[0])
-        return remote.at(source.path)
-    note_load(est, source.path.resolve().parent)
-    return source.path
+    place = root.at(source.path)
+    note_load(est, place.resolve().parent if isinstance(place, Path) else place.rpartition("/")[0])
+    return place
 
 
-def _choose(ranks: Ranks, root: Path, remote: Remote | None, t: int | None) -> tuple[Checkpoint, bool]:
-    """Choose a checkpoint on rank 0; return it, and whether the user named it."""
-
-    def choose() -> tuple[Checkpoint, bool] | None:
-        if ranks.rank > 0:
-            return None
-        if remote is not None:
-            remote.list()
-        chosen = manifest.choose(root, t)
-        return chosen, chosen.path.resolve() == root.resolve()
-
-    (source, named), first_root = ranks.gather_objects((ranks.agree(choose), root))[0]
-    if remote is not None and ranks.rank > 0:  # every rank has a local directory of its own
-        source = replace(source, path=root / source.path.relative_to(first_root))
-        source.path.mkdir(parents=True, exist_ok=True)
-    return source, named
+def _choose(root: Directory, t: int | None) -> Checkpoint:
+    root.list()
+    return manifest.choose(root.local, t)
 
 
-def _unless_removed(
-    ranks: Ranks, source: Checkpoint, remote: Remote | None, final: bool, action: Callable[[], Any]
-) -> Any:
+def _unless_removed(ranks: Ranks, source: Checkpoint, root: Directory, final: bool, action: Callable[[], Any]) -> Any:
     """Run ``action`` on every rank; return ``None`` on every rank if a run has removed the checkpoint meanwhile.
 
     If this is the ``final`` attempt, the error that the removal has caused is raised instead.
@@ -134,8 +118,7 @@ def _unless_removed(
         try:
             return action(), False
         except (OSError, ValueError):
-            there = source.complete if remote is None else remote.size(source.path / MANIFEST) is not None
-            if final or there:
+            if final or root.is_complete(source):
                 raise
             return None, True
 
@@ -150,11 +133,10 @@ class _Contents:
         ValueError: something is damaged or does not fit; nothing is written.
     """
 
-    def __init__(self, est: Estimator, source: Checkpoint, remote: Remote | None) -> None:
+    def __init__(self, est: Estimator, source: Checkpoint, root: Directory) -> None:
         engine = est._engine
         ranks, table, path = engine.ranks, engine.table, source.path / MANIFEST
-        if remote is not None:
-            remote.get(path)
+        root.get(path)
         self._est, self._source = est, source
         self._content, found = manifest.read(source)
         with _named(path):
@@ -163,17 +145,14 @@ class _Contents:
         state = next(file for file in found if file.name == STATE)
         self._rows = [file for file in found if file.name != STATE]
         _check_spans(path, self._rows, table)
-        if remote is None:  # every rank checks every K-th file
-            own = found[ranks.rank :: ranks.size]
-        else:
-            own = [state, *(file for file in self._rows if table is not None and _may_have_rows_of(file, table))]
-            for file in own:
-                if remote.size(source.path / file.name) == file.bytes:
-                    remote.get(source.path / file.name)
-        _check_state(est, source, state)
+        root.get(source.path / STATE, state.bytes)
+        self._extra = _read_state(est, source.path / STATE, state)
+        own = self._rows[ranks.rank :: ranks.size]
+        if not root.shared:  # every rank checks what it reads
+            own = [file for file in self._rows if table is not None and _may_have_rows_of(file, table)]
         for file in own:
-            _check_file(source, file, table)
-        self._extra = _read_state(est, source)
+            root.get(source.path / file.name, file.bytes)
+            _check_rows(source.path / file.name, file, table)
 
     def take(self) -> bool:
         """Write groups and rows into the estimator; return True."""
@@ -328,18 +307,20 @@ def _check_size(path: Path, file: File) -> None:
         )
 
 
-def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
-    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
-    path = source.path / file.name
-    _check_size(path, file)
+def _check_sum(path: Path, file: File) -> None:
     found = files.checksum(path, crc32=len(file.checksum) == 8)
     if found != file.checksum:
         raise ValueError(
             f"{path} is damaged: its checksum is {found}, the manifest says {file.checksum}; load another checkpoint"
         )
-    if table is None or file.name == STATE:
+
+
+def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
+    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
+    _check_size(path, file)
+    _check_sum(path, file)
+    if table is None:
         return
-    opened = _open(path)
     forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
     for name in {**needed, **forms}:
@@ -348,6 +329,7 @@ def _check_file(source: Checkpoint, file: File, table: RowTable | None) -> None:
                 f"{path}: column {name!r} is {forms.get(name)}, this estimator needs {needed.get(name)}; load another "
                 f"checkpoint"
             )
+    opened = _open(path)
     with _named(path), _HOST:
         table.check_values({name: opened.get_slice(name) for name in needed}, file.rows)
 
@@ -365,24 +347,20 @@ def _forms(path: Path) -> dict[str, Tensor]:
     return forms
 
 
-def _check_state(est: Estimator, source: Checkpoint, file: File) -> None:
-    """Refuse state that is not rows of other names, shapes or dtypes than this estimator's, before it is read."""
-    path = source.path / STATE
+def _read_state(est: Estimator, path: Path, file: File) -> dict[str, dict[str, Tensor]]:
+    """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
     _check_size(path, file)
-    for role, state in _by_role(est, path, _forms(path)).items():
+    parts = est._engine.parts
+    for role, forms in _by_role(est, path, _forms(path)).items():
         with _named(path):
-            est._engine.parts[role].check_form(state)
-
-
-def _read_state(est: Estimator, source: Checkpoint) -> dict[str, dict[str, Tensor]]:
-    """Return state that is not rows, by role; its values are checked as by ``load_state_dict``."""
-    path = source.path / STATE
+            parts[role].check_form(forms)
+    _check_sum(path, file)
     with _HOST:
         opened = _open(path)
         extra = _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
     for role, state in extra.items():
         with _named(path):
-            est._engine.parts[role].check_state(state)
+            parts[role].check_state(state)
     return extra
 
 

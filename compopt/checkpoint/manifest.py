@@ -19,7 +19,6 @@ import os
 import re
 import reprlib
 import secrets
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,16 +171,14 @@ def new(directory: Path, t: int) -> Checkpoint:
     return Checkpoint(path, number, t, save_id)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest complete checkpoints, and the remains of unfinished saves before them."""
+def outdated(directory: Path, keep: int) -> list[Checkpoint]:
+    """Unmark all but the newest complete checkpoints; return these and the remains of unfinished saves before them."""
     found = checkpoints(directory)
     done = [c for c in found if c.complete]
     for old in done[:-keep]:
         (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete,
         files.sync_directory(old.path)  # and no power loss does
-    for checkpoint in found:
-        if checkpoint.number < done[-1].number and not checkpoint.complete:
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+    return [c for c in found if c.number < done[-1].number and not c.complete]
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Directories of checkpoints behind a URL, through fsspec: copies of what is needed in a temporary local directory."""
+"""Directories of a run's checkpoints, on a file system or behind a URL."""
 
 from __future__ import annotations
 
@@ -7,30 +7,78 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from compopt.checkpoint import manifest
-from compopt.checkpoint.manifest import MANIFEST
+from compopt.checkpoint.manifest import MANIFEST, Checkpoint
+from compopt.distributed.ranks import Ranks
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # what Path makes of a URL
 
 
-class Remote:
-    """A run's directory at a URL, and its local copy, which goes with this object.
+class Directory:
+    """A run's directory on a file system.
 
-    The store's listings are never cached, because other processes write there. Errors of a driver become ``OSError``
-    that name the URL.
+    Attributes:
+        local: where its files are written and read.
+        shared: whether all ranks see the same files there.
+    """
+
+    shared = True
+
+    def __init__(self, local: Path) -> None:
+        self.local = local
+
+    def at(self, local: Path) -> Path | str:
+        """Return the place of something in the directory, for the user."""
+        return local
+
+    def list(self) -> None:
+        """Learn which checkpoints there are."""
+
+    def get(self, local: Path, size: int | None = None) -> None:
+        """Fetch a file, if it has so many bytes."""
+
+    def put(self, local: Path) -> None:
+        """Hand over a file that was written."""
+
+    def of_first_rank(self, ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint:
+        """Return the checkpoint that rank 0 gives, in this rank's local directory. Collective."""
+        first, its_local = ranks.gather_objects((checkpoint, self.local))[0]
+        if self.shared:
+            return first
+        path = self.local / first.path.relative_to(its_local)
+        path.mkdir(parents=True, exist_ok=True)
+        return replace(first, path=path)
+
+    def is_complete(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is there and has its manifest."""
+        return checkpoint.complete
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint, as far as possible."""
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context in which refusals name the place that the user knows."""
+        return nullcontext()
+
+
+class Remote(Directory):
+    """A run's directory at a URL, with a temporary local directory, which goes with this object.
+
+    The local directory has the names of the checkpoints, their manifests, and files under way. The store's listings are
+    never cached, because other processes write there. Errors of a driver become ``OSError`` that name the URL.
 
     Args:
         url: as fsspec understands it. Credentials and options come from where its driver looks for them.
-
-    Attributes:
-        local: the local directory: the names of the checkpoints, and the files that were asked for.
     """
+
+    shared = False
 
     def __init__(self, url: str) -> None:
         try:
@@ -47,53 +95,41 @@ class Remote:
         self._path = str(path).rstrip("/")
         temporary = tempfile.mkdtemp(prefix="compopt-")
         weakref.finalize(self, shutil.rmtree, temporary, True)
-        self.local = Path(temporary).resolve() / self.url.rpartition("/")[2]
+        super().__init__(Path(temporary).resolve() / self.url.rpartition("/")[2])
 
     def at(self, local: Path) -> str:
-        """Return the URL of something in the local directory."""
         return self.url if local == self.local else f"{self.url}/{local.relative_to(self.local).as_posix()}"
 
     def list(self) -> None:
-        """Make a local directory for each checkpoint, and copy the manifests."""
-        self._copy_manifest(self.local)
-        for name in self._names(self.local) or ():
+        names = self._copy_manifest(self.local)
+        for name in names:
             if manifest.parse(self.local / name) is not None:
                 self._copy_manifest(self.local / name)
 
-    def _copy_manifest(self, local: Path) -> None:
-        names = self._names(local)
-        if names is not None:
-            local.mkdir(parents=True, exist_ok=True)
-            if MANIFEST in names:
-                with suppress(FileNotFoundError):  # a run that saves meanwhile has removed it
-                    self.get(local / MANIFEST)
-
-    def _names(self, local: Path) -> dict[str, Any] | None:
+    def _copy_manifest(self, local: Path) -> set[str]:
+        """Make a local directory and copy the manifest into it, if there is one; return the names there are."""
         with self._named(local) as path:
             self._store.invalidate_cache(path)
             if not self._store.isdir(path):
-                return None
-            found = {e["name"].rstrip("/").rpartition("/")[2]: e for e in self._store.ls(path, detail=True)}
-        return {name: entry for name, entry in found.items() if name}
+                return set()
+            names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in self._store.ls(path, detail=True)}
+        local.mkdir(parents=True, exist_ok=True)
+        if MANIFEST in names:
+            with suppress(FileNotFoundError):  # a run that saves meanwhile has removed it
+                self.get(local / MANIFEST)
+        return names
 
-    def size(self, local: Path) -> int | None:
-        """Return the bytes of a file at the URL; ``None`` if it is not there."""
+    def get(self, local: Path, size: int | None = None) -> None:
         with self._named(local) as path:
-            self._store.invalidate_cache(path)
-            return int(self._store.size(path)) if self._store.isfile(path) else None
+            if size is None or (self._store.isfile(path) and self._store.size(path) == size):
+                self._store.get_file(path, str(local))
 
-    def get(self, local: Path) -> None:
-        """Copy a file from the URL."""
+    def put(self, local: Path) -> None:
         with self._named(local) as path:
-            self._store.get_file(path, str(local))
-
-    def put(self, directory: Path, names: Iterable[str]) -> None:
-        """Copy files to the URL, each all or nothing on an object store."""
-        with self._named(directory) as path:
-            self._make(path)
-        for name in names:
-            with self._named(directory / name) as path:
-                self._store.put_file(str(directory / name), path)
+            self._make(path.rpartition("/")[0])
+            self._store.put_file(str(local), path)
+        if local.name != MANIFEST:
+            local.unlink()
 
     def _make(self, path: str) -> None:
         """Make a directory where the store has such; a bucket is never made."""
@@ -108,11 +144,15 @@ class Remote:
             self._make(parent)
             self._store.mkdir(path, create_parents=False)
 
-    def remove(self, local: Path) -> None:
-        """Remove a checkpoint at the URL, its manifest first."""
-        with self._named(local) as path:
+    def is_complete(self, checkpoint: Checkpoint) -> bool:
+        with self._named(checkpoint.path) as path:
+            self._store.invalidate_cache(path)
+            return bool(self._store.isfile(f"{path}/{MANIFEST}"))
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        with self._named(checkpoint.path) as path:
             with suppress(FileNotFoundError):
-                self._store.rm_file(f"{path}/{MANIFEST}")
+                self._store.rm_file(f"{path}/{MANIFEST}")  # first: what is left does not look complete
             with suppress(FileNotFoundError):
                 self._store.rm(path, recursive=True)
 
@@ -129,15 +169,14 @@ class Remote:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the URL where a refusal names the local copy."""
         try:
             yield
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(str(error).replace(str(self.local), self.url)) from None
 
 
-def open_directory(directory: str | os.PathLike[str]) -> tuple[Path, Remote | None]:
-    """Return the local directory, and the remote one if the user names it by its URL; ``file://`` is a path.
+def open_directory(directory: str | os.PathLike[str]) -> Directory:
+    """Return the directory that a user names by its path or its URL; ``file://`` is a path.
 
     Raises:
         ImportError: fsspec, or the driver for such URLs, is not installed; the message names it.
@@ -156,8 +195,7 @@ def open_directory(directory: str | os.PathLike[str]) -> tuple[Path, Remote | No
     if match is None:
         if _COLLAPSED.match(text):
             raise ValueError(f"directory={directory!r} was a URL before it became a path; pass the URL as a string")
-        return Path(directory), None
+        return Directory(Path(directory))
     if match[1].lower() in ("file", "local"):
-        return Path(text[match.end() :]), None
-    remote = Remote(text)
-    return remote.local, remote
+        return Directory(Path(text[match.end() :]))
+    return Remote(text)

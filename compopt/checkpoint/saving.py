@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
@@ -20,7 +19,7 @@ from torch import Tensor
 from compopt import accelerator, checks, files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
-from compopt.checkpoint.remote import Remote, open_directory
+from compopt.checkpoint.remote import Directory, open_directory
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
@@ -144,9 +143,9 @@ def save(
     checks.flag("blocking", blocking)
     engine = est._engine
     with doing("compopt.save()", est.t):
-        root, remote = engine.ranks.agree(lambda: _begin(est, directory))
-        with engine.lock.copying(), remote.naming() if remote else nullcontext():
-            job, ranks = _prepare(est, root, remote, blocking)
+        root = engine.ranks.agree(lambda: _begin(est, directory))
+        with engine.lock.copying(), root.naming():
+            job, ranks = _prepare(est, root, blocking)
             job.keep, job.incremental = keep, incremental
             if blocking:
                 return job.run(ranks)
@@ -172,17 +171,17 @@ def check_estimator(est: Any) -> None:
 # -- between two commits -------------------------------------------------------------------------------------------
 
 
-def _begin(est: Estimator, directory: str | os.PathLike[str]) -> tuple[Path, Remote | None]:
-    engine, place = est._engine, open_directory(directory)
+def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
+    engine, root = est._engine, open_directory(directory)
     engine.await_save()
     before, engine.saving = engine.saving, None
     if before is not None:
         before.raise_untold()
     est._begin_saving()
-    return place
+    return root
 
 
-def _prepare(est: Estimator, root: Path, remote: Remote | None, blocking: bool) -> tuple[_Job, Ranks]:
+def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ranks]:
     """Make the directory of the new save and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
@@ -195,13 +194,10 @@ def _prepare(est: Estimator, root: Path, remote: Remote | None, blocking: bool) 
         ranks.agree(table.at_rest)
         accelerator.synchronize(table.store.device)  # commits of other streams: the snapshot must not miss them
     writers = ranks if blocking else _ranks_beside(engine)
-    made = ranks.agree(lambda: _make(est, root, remote, content["config"]) if ranks.rank == 0 else None)
-    target, first_root = ranks.gather_objects((made, root))[0]
-    if remote is not None and ranks.rank > 0:  # every rank has a local directory of its own
-        target = replace(target, path=root / target.path.relative_to(first_root))
-        target.path.mkdir(parents=True)
+    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
+    target = root.of_first_rank(ranks, made)
     snapshot = None if table is None else table.snapshot()
-    return _Job(target, root, remote, content, state, table, snapshot), writers
+    return _Job(target, root, content, state, table, snapshot), writers
 
 
 def _describe(est: Estimator) -> dict[str, Any]:
@@ -217,12 +213,11 @@ def _copy_state(est: Estimator) -> dict[str, Tensor]:
     return {f"{role}.{name}": value.detach().cpu() for role, own in saved.items() for name, value in own.items()}
 
 
-def _make(est: Estimator, root: Path, remote: Remote | None, config: dict[str, Any]) -> Checkpoint:
-    if remote is not None:
-        remote.list()
-    manifest.prepare(root, config)
-    _claim(est, root.resolve() if remote is None else remote.url, bool(manifest.complete(root)))
-    return manifest.new(root, est.t)
+def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
+    root.list()
+    manifest.prepare(root.local, config)
+    _claim(est, root, bool(manifest.complete(root.local)))
+    return manifest.new(root.local, est.t)
 
 
 _beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
@@ -250,7 +245,7 @@ class _Job:
 
     Attributes:
         target: directory of the checkpoint.
-        root, remote: local directory of the run, and the URL that its content goes to, if there is one.
+        root: directory of the run.
         content: of the manifest.
         state: state that is not rows.
         snapshot: reads the rows; ``None`` for an estimator without rows.
@@ -258,8 +253,7 @@ class _Job:
     """
 
     target: Checkpoint
-    root: Path
-    remote: Remote | None
+    root: Directory
     content: Mapping[str, Any]
     state: Mapping[str, Tensor]
     table: RowTable | None
@@ -272,7 +266,7 @@ class _Job:
     @property
     def place(self) -> Path | str:
         """Directory of the checkpoint, for the user."""
-        return self.target.path if self.remote is None else self.remote.at(self.target.path)
+        return self.root.at(self.target.path)
 
     def run(self, ranks: Ranks) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
@@ -281,8 +275,9 @@ class _Job:
             everyone = [file for each in ranks.gather_objects(own) for file in each]
             ranks.agree(lambda: self._write_manifest(everyone) if ranks.rank == 0 else None)
         except Exception:  # on every rank: nobody writes any more
-            if ranks.rank == 0:
-                self._remove_unfinished()
+            with suppress(OSError):
+                if ranks.rank == 0 and not self.root.is_complete(self.target):  # else it may be loaded already
+                    self.root.remove(self.target)
             raise
         ranks.agree(lambda: self._prune() if ranks.rank == 0 else None)
         return self.place
@@ -290,8 +285,10 @@ class _Job:
     def _write_files(self, ranks: Ranks) -> list[File]:
         own = []
         try:
-            if self.incremental and self.remote is None:
-                self._look_for_base()
+            if self.incremental and self.root.shared:
+                before = manifest.complete(self.root.local)
+                with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
+                    self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
             if self.table is not None and self.snapshot is not None:
                 table, rows = self.table, self.table.store.n
                 for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
@@ -331,15 +328,8 @@ class _Job:
         with files.named(path, manifest.KEPT):
             if file not in self.known or not self._link(file, path):
                 files.write_file(path, content)
-        if self.remote is not None:
-            self.remote.put(self.target.path, [name])
-            path.unlink()
+        self.root.put(path)
         return file
-
-    def _look_for_base(self) -> None:
-        before = manifest.complete(self.root)
-        with suppress(IndexError, OSError, ValueError):  # there is none; it was removed meanwhile, or is damaged
-            self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
 
     def _link(self, file: File, path: Path) -> bool:
         """Try to make a hard link; return False where the file is gone or there are no links."""
@@ -353,8 +343,8 @@ class _Job:
         except OSError:
             self.known.clear()
             warnings.warn(
-                f"{self.root}: files of an earlier checkpoint could not be linked there, so that every save writes all "
-                f"rows; keep checkpoints on a file system with hard links",
+                f"{self.root.local}: files of an earlier checkpoint could not be linked there, so that every save "
+                f"writes all rows; keep checkpoints on a file system with hard links",
                 stacklevel=6,
             )
             return False
@@ -362,25 +352,11 @@ class _Job:
 
     def _write_manifest(self, everyone: list[File]) -> None:
         manifest.write(self.target, everyone, self.content)
-        if self.remote is not None:
-            self.remote.put(self.target.path, [MANIFEST])
-
-    def _remove_unfinished(self) -> None:
-        if self.remote is None:
-            if not self.target.complete:  # else it may be loaded already
-                shutil.rmtree(self.target.path, ignore_errors=True)
-            return
-        with suppress(OSError):
-            if self.remote.size(self.target.path / MANIFEST) is None:
-                self.remote.remove(self.target.path)
+        self.root.put(self.target.path / MANIFEST)
 
     def _prune(self) -> None:
-        before = manifest.checkpoints(self.root)
-        manifest.prune(self.root, self.keep)
-        if self.remote is not None:
-            for old in before:
-                if not old.path.exists():
-                    self.remote.remove(old.path)
+        for old in manifest.outdated(self.root.local, self.keep):
+            self.root.remove(old)
 
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
@@ -396,7 +372,7 @@ def note_load(est: Estimator, directory: Path | str) -> None:
     _loaded[est] = directory
 
 
-def _claim(est: Estimator, directory: Path | str, has_checkpoints: bool) -> None:
+def _claim(est: Estimator, root: Directory, has_checkpoints: bool) -> None:
     """Make this the estimator that saves into a directory, until it is collected or the process ends.
 
     An estimator that was loaded from the directory takes it over from the one that saved there before. Other processes
@@ -405,6 +381,8 @@ def _claim(est: Estimator, directory: Path | str, has_checkpoints: bool) -> None
     Raises:
         RuntimeError: another estimator, of this process or of another one, saves there.
     """
+    place = root.at(root.local)
+    directory = place.resolve() if isinstance(place, Path) else place
 
     def others() -> list[Estimator]:
         return [other for other, claimed in list(_claims.items()) if directory in claimed and other is not est]
@@ -426,7 +404,7 @@ def _claim(est: Estimator, directory: Path | str, has_checkpoints: bool) -> None
             claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
     for other in others():
         _claims[other].pop(directory, None)
-    for loaded in [other for other, place in list(_loaded.items()) if place == directory]:
+    for loaded in [other for other, from_where in list(_loaded.items()) if from_where == directory]:
         del _loaded[loaded]
     own[directory] = claim
     while len(own) > CLAIMS:
