@@ -427,9 +427,7 @@ def sparse(path, size):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
-@pytest.mark.parametrize(
-    "case", ["a gigabyte", "a million entries", "spans", "rows of 64 GiB", "a state of 64 GiB"]
-)
+@pytest.mark.parametrize("case", ["a gigabyte", "a million entries", "spans", "rows of 64 GiB", "a state of 64 GiB"])
 def test_memory_is_not_taken(case, tmp_path):
     path = compopt.save(trained(), tmp_path / "c")
     file = path / "manifest.json"

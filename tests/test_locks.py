@@ -145,14 +145,6 @@ def test_closing_gives_the_lock_back(tmp_path):
     assert not (tmp_path / "rows" / "rows.lock").exists()
 
 
-def test_a_table_that_is_refused_keeps_no_lock(tmp_path):
-    estimator(tmp_path / "rows")
-    with pytest.raises(ValueError, match="another table"):
-        compopt.SogCLREstimator(N + 1, offload="disk", offload_dir=tmp_path / "rows")
-    gc.collect()
-    assert not (tmp_path / "rows" / "rows.lock").exists()
-
-
 def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
     est = estimator()
     path = compopt.save(est, tmp_path / "checkpoints")

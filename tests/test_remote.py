@@ -12,7 +12,6 @@ import uuid
 
 import fsspec
 import pytest
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 

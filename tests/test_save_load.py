@@ -437,9 +437,7 @@ def test_nothing_to_load(tmp_path):
         compopt.save(sogclr(), tmp_path, keep=0)
 
 
-@pytest.mark.parametrize(
-    "operation", ["os.replace", "os.fsync", "compopt.files.write_file", "shutil.rmtree"]
-)
+@pytest.mark.parametrize("operation", ["os.replace", "os.fsync", "compopt.files.write_file", "shutil.rmtree"])
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
     """As a kill at the k-th operation, for every k."""
     old = trained()

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks, files
+from compopt import checks, files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
 from compopt.checkpoint.remote import Directory, open_directory
@@ -192,7 +192,6 @@ def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ran
     state = ranks.agree(lambda: _copy_state(est))
     if table is not None:
         ranks.agree(table.at_rest)
-        accelerator.synchronize(table.store.device)  # commits of other streams: the snapshot must not miss them
     writers = ranks if blocking else _ranks_beside(engine)
     made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
     target = root.of_first_rank(ranks, made)

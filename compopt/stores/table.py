@@ -195,6 +195,7 @@ class RowTable:
 
     def snapshot(self) -> Snapshot:  # stopgap
         """Return the rows as they are now, to be read beside commits."""
+        accelerator.synchronize(self.store.device)
         return Snapshot(self.store)
 
     def remember(self, checkpoint: Saved) -> None:
