@@ -183,11 +183,6 @@ def test_state_that_is_not_rows(tmp_path):
     assert other.t == t and other.sample_groups[0]["gamma"] == 0.5
 
 
-def test_an_estimator_without_rows(tmp_path):
-    path = compopt.save(compopt.InfoNCEEstimator(), tmp_path, blocking=False).wait(WAIT)
-    assert compopt.load(compopt.InfoNCEEstimator(), tmp_path) == path
-
-
 # -- what else goes on -------------------------------------------------------------------------------------------
 
 

@@ -88,23 +88,6 @@ def test_any_placement_reads_any_other(writer, reader, tmp_path):
     assert_same_bits(snapshot(est, N), snapshot(state, N))
 
 
-def test_load_makes_the_table_file_of_a_killed_run_usable(tmp_path):
-    est = trained(offload="disk", offload_dir=tmp_path / "rows")
-    compopt.save(est, tmp_path / "c")
-    expected = snapshot(est, N)
-    data = batches(N, 2, seed=5, dtype=torch.float32)
-    train(est, data)
-    rest = snapshot(est, N)
-    del est  # as a killed run: the file stays
-    again = sogclr(offload="disk", offload_dir=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"rows\.rows.*load a checkpoint"):
-        run(again, *data[0])
-    compopt.load(again, tmp_path / "c")
-    assert_same_bits(expected, snapshot(again, N))
-    train(again, data)
-    assert_same_bits(rest, snapshot(again, N))
-
-
 # -- ranks -------------------------------------------------------------------------------------------
 
 
@@ -213,12 +196,14 @@ def refused(tmp_path, match):
     assert est.t == t
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("keep", [None, 0.0, 0.3, 0.999])
 @pytest.mark.parametrize("which", [0, 2, -1])
-def test_a_truncated_file(which, keep, tmp_path):
+def test_a_truncated_or_missing_file(which, keep, tmp_path):
     file = sorted(compopt.save(trained(), tmp_path).glob("*.safetensors"))[which]
     content = file.read_bytes()
-    file.write_bytes(content[: int(keep * len(content))])
+    file.unlink()
+    if keep is not None:
+        file.write_bytes(content[: int(keep * len(content))])
     refused(tmp_path, file.name)
 
 
@@ -234,14 +219,6 @@ def test_any_flipped_bit(tmp_path):
             refused(tmp_path, file.name)
         file.write_bytes(content)
     compopt.load(sogclr(), tmp_path)
-
-
-def test_a_missing_file(tmp_path):
-    for file in sorted(compopt.save(trained(), tmp_path).glob("*.safetensors")):
-        content = file.read_bytes()
-        file.unlink()
-        refused(tmp_path, file.name)
-        file.write_bytes(content)
 
 
 def test_swapped_files(tmp_path):
@@ -265,7 +242,7 @@ def edit(path, change, consistent=True):
 @pytest.mark.parametrize(
     "change, match",
     [
-        (lambda c: c.update(version=99), "version 99"),
+        (lambda c: c.update(version=99), "version 99.*update compopt"),
         (lambda c: c.update(t=7), "t=7"),
         (lambda c: c.update(save_id="00000000"), "00000000"),
         (lambda c: c.pop("config"), "lacks config"),
@@ -292,12 +269,6 @@ def test_a_damaged_manifest(change, match, tmp_path):
 def test_a_flipped_hyper_parameter_in_the_manifest(tmp_path):
     edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(gamma=0.7), consistent=False)
     refused(tmp_path, r"manifest\.json is damaged.*its own checksum")
-
-
-def test_a_truncated_manifest(tmp_path):
-    file = compopt.save(trained(), tmp_path) / "manifest.json"
-    file.write_bytes(file.read_bytes()[:-20])
-    refused(tmp_path, r"manifest\.json is damaged")
 
 
 def test_another_configuration(tmp_path):
@@ -524,23 +495,6 @@ def test_sample_groups_travel(tmp_path):
 # the estimator as it was, and where checkpoints are --------------------------------------------------
 
 
-def columns_of(est):
-    return {key: value.clone() for key, value in est.read(torch.arange(N)).items()}
-
-
-def test_load_refuses_before_it_writes(tmp_path):
-    writer = compopt.SogCLREstimator(N, tau=torch.tensor(0.1))
-    train(writer, batches(N, 2, seed=1, dtype=torch.float32))
-    compopt.save(writer, tmp_path / "c")
-    est = compopt.SogCLREstimator(N, tau=0.1)
-    state = writer.state_dict()
-    with pytest.raises(ValueError):
-        compopt.load(est, tmp_path / "c")
-    with pytest.raises(ValueError):
-        est.load_state_dict(state)
-    assert est.t == 0 and not columns_of(est)["count"].any()
-
-
 @pytest.mark.parametrize("spoil", [lambda g: g[0].update(gamma=5.0), lambda g: g.append({"n": 5})])
 def test_what_could_not_be_loaded_is_not_saved(spoil, tmp_path):
     est = sogclr()
@@ -590,36 +544,6 @@ def test_links_to_other_runs_are_never_pruned(tmp_path):
     compopt.load(sogclr(), precious)
 
 
-def test_a_directory_of_another_method_is_refused(tmp_path):
-    compopt.save(sogclr(), tmp_path)
-    with pytest.raises(ValueError, match="another estimator: method"):
-        compopt.save(compopt.ISogCLREstimator(N), tmp_path)
-
-
-def test_failed_saves_leave_nothing(tmp_path, monkeypatch):
-    est = trained()
-    compopt.save(est, tmp_path)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "write_file", full)
-    for _ in range(3):
-        with pytest.raises(OSError, match="No space"):
-            compopt.save(est, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_newer_format_is_named(tmp_path):
-    made = compopt.save(sogclr(), tmp_path)
-    content = json.loads((made / "manifest.json").read_text())
-    content["version"] = 99
-    content["files"][0]["colour"] = "blue"
-    (made / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="version 99.*update compopt"):
-        compopt.load(sogclr(), tmp_path)
-
-
 def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     est = compopt.SogCLREstimator(N, gamma=np.float32(0.5), offload="disk", offload_dir="rows")
@@ -646,11 +570,6 @@ def test_parts_are_not_saved_alone(tmp_path):
 
 
 # -- hyper-parameters and owners -----------------------------------------------------------------------
-
-
-def test_a_bad_hyper_parameter_in_a_manifest_names_the_file(tmp_path):
-    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(gamma=5.0))
-    refused(tmp_path, r"manifest\.json: gamma must be in \(0, 1\]")
 
 
 def test_an_edit_to_an_equal_number_of_numpy_is_saved(tmp_path):
