@@ -37,11 +37,11 @@ from tqdm import tqdm
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.shard_list import check_files
+from compopt.files import Claim
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.flags import DECIDED
 from compopt.integrations.open_clip.options import METHODS, MODEL
 from compopt.integrations.open_clip.pipeline import open_index
-from compopt.files import Claim
 from compopt.rng import fold
 from recipes import checkpoints, launch, tars
 from recipes.tasks import retrieval

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import diagnostics
-from compopt import files
+from compopt import diagnostics, files
 from compopt.normalizers import networks, training
 from tests.helpers import assert_same_bits, features, near, run, snapshot
 from tests.pool import the_pool
