@@ -1,7 +1,7 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
 from compopt import data, diagnostics, functional, integrations, samplers, schedules
-from compopt.checkpoint.saving import load, save
+from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.base import Estimator

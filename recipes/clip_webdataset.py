@@ -37,10 +37,10 @@ from tqdm import tqdm
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.shard_files import check_files
+from compopt.files import Claim
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
 from compopt.integrations.open_clip.rows import open_index
-from compopt.locks import Claim
 from compopt.rng import fold
 from recipes import checkpoints, launch, tars
 from recipes.tasks import retrieval

@@ -10,8 +10,8 @@ from torch import Tensor
 import compopt
 from compopt.estimator import Column, Range
 from compopt.stores import table
-from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, group_key, make, run, snapshot
+from tests.database import DATABASE, MODES, STATEFUL
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 
 N = 13
 
@@ -79,24 +79,6 @@ def test_loading_forgets_the_deposits_that_wait(info):
     est.load_state_dict(state)
     est.step()
     assert_same_bits(clean, snapshot(est, N))
-
-
-def test_hyper_parameters_travel():
-    est = compopt.SogCLREstimator(N, gamma=0.9, tau=0.07)
-    own = est.sample_groups[0]
-    own[group_key(own, "gamma")] = 0.123
-    other = compopt.SogCLREstimator(N, gamma=0.9, tau=0.07)
-    other.load_state_dict(est.state_dict())
-    assert other.sample_groups[0][group_key(own, "gamma")] == 0.123
-
-
-def test_two_groups_travel():
-    groups = [{"n": 5, "gamma": 0.9}, {"n": 8, "gamma": 0.2}]
-    est = compopt.SogCLREstimator(groups, tau=0.1)
-    train(est, batches(N, 4, seed=74, dtype=torch.float32))
-    other = compopt.SogCLREstimator(groups, tau=0.1)
-    other.load_state_dict(through_a_file(est.state_dict()))
-    assert_same_bits(snapshot(est, N), snapshot(other, N))
 
 
 def builder(**changes):
@@ -174,15 +156,6 @@ def test_loading_never_changes_the_dtype(own, other):
     assert columns["log_u"].dtype == columns["tau"].dtype == own
 
 
-def test_a_half_or_bfloat16_state_elsewhere_is_not_touched():
-    """The features' precision does not leak into the rows."""
-    est = builder()
-    for z1, z2, index in batches(N, 2, seed=78, dtype=torch.bfloat16):
-        run(est, z1, z2, index)
-        est.step()
-    assert est.read(torch.arange(N))["log_u"].dtype == torch.float32
-
-
 def test_the_learned_temperature_travels():
     est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
     parameter = list(est.parameters())[0]
@@ -193,18 +166,6 @@ def test_the_learned_temperature_travels():
     other.load_state_dict(through_a_file(est.state_dict()))
     assert list(other.parameters())[0] is own, "an optimizer holds this very tensor"
     assert bits(own) == bits(parameter)
-
-
-@pytest.mark.parametrize("name", ["isogclr-adam", "global-dual-adam"])
-def test_the_count_of_visits_travels(name):
-    """Adam's bias correction after a resume uses the visits before it."""
-    info = BY_NAME[name]
-    est, _ = make(info, "unimodal", N)
-    train(est, batches(N, 5, seed=79))
-    other, _ = make(info, "unimodal", N)
-    other.load_state_dict(est.state_dict())
-    assert torch.equal(est.read(torch.arange(N))["count"], other.read(torch.arange(N))["count"])
-    assert train(est, batches(N, 2, seed=80)) == train(other, batches(N, 2, seed=80))
 
 
 GROUPS = [

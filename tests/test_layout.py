@@ -12,7 +12,7 @@ import pytest
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the ground up. A room imports rooms of lower floors, and no others.
 FLOORS = [
-    {"accelerator", "batch", "checks", "failures", "functional", "locks", "remote", "rng"},
+    {"accelerator", "batch", "checks", "files", "functional", "rng"},
     {"distributed", "data"},
     {"kernel", "stores"},
     {"estimator"},

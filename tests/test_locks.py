@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import compopt
-from compopt import locks
-from compopt.checkpoint import claims
+from compopt import files
+from compopt.checkpoint import saving
 from tests.helpers import features
 from tests.launching import ROOT, environment
 
@@ -39,7 +39,7 @@ def estimator(folder=None):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(locks, "PATIENCE", 0.0)
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_killed_run_never_blocks_its_restart(holder, tmp_path, impatient):
 
 
 def test_a_restart_waits_for_a_run_that_is_about_to_end(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "PATIENCE", 30.0)
+    monkeypatch.setattr(files, "PATIENCE", 30.0)
     subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(0.5); os.kill({holder.pid}, 9)"])
     started = time.monotonic()
     estimator(tmp_path / "rows")
@@ -91,34 +91,34 @@ def test_locks_go_with_the_estimator(tmp_path):
     gc.collect()
     est = estimator(tmp_path / "rows")
     compopt.save(est, tmp_path / "checkpoints")
-    files = [tmp_path / "rows" / "rows.lock", claims.lock_file(tmp_path / "checkpoints")]
-    held = len(locks._held)
+    there = [tmp_path / "rows" / "rows.lock", saving.lock_file(tmp_path / "checkpoints")]
+    held = len(files._locks)
     other = estimator()
     compopt.load(other, tmp_path / "checkpoints")
     compopt.save(other, tmp_path / "checkpoints")  # of the same process: takes it over
-    assert len(locks._held) == held and all(file.exists() for file in files)
+    assert len(files._locks) == held and all(file.exists() for file in there)
     del est
     gc.collect()
-    assert [file.exists() for file in files] == [False, True]
+    assert [file.exists() for file in there] == [False, True]
     del other
     gc.collect()
-    assert not any(file.exists() for file in files) and len(locks._held) == held - 2
+    assert not any(file.exists() for file in there) and len(files._locks) == held - 2
 
 
 def test_an_estimator_may_be_collected_while_another_one_is_locked(tmp_path, monkeypatch):
     """The collector runs where it wants, also inside of what makes a claim."""
     gc.collect()
-    held, doomed, key = len(locks._held), [estimator(tmp_path / "old")], locks._key
+    held, doomed, is_file = len(files._locks), [estimator(tmp_path / "old")], files._is_file
 
-    def collected(path):
+    def collected(*args):
         while doomed:
             del doomed[0]
             gc.collect()
-        return key(path)
+        return is_file(*args)
 
-    monkeypatch.setattr(locks, "_key", collected)
+    monkeypatch.setattr(files, "_is_file", collected)
     est = estimator(tmp_path / "new")
-    assert not doomed and len(locks._held) == held + 1
+    assert not doomed and len(files._locks) == held + 1
     assert not (tmp_path / "old" / "rows.lock").exists() and (tmp_path / "new" / "rows.lock").exists()
     del est
 
@@ -126,17 +126,17 @@ def test_an_estimator_may_be_collected_while_another_one_is_locked(tmp_path, mon
 def test_threads_share_locks(tmp_path):
     """Each claim is counted, whoever gives it back."""
     gc.collect()
-    held, path = len(locks._held), tmp_path / "lock"
+    held, path = len(files._locks), tmp_path / "lock"
 
     def take_and_give(_):
         for _ in range(200):
-            claim = locks.Claim(path, tmp_path, "wait")
+            claim = files.Claim(path, tmp_path, "wait")
             assert claim.valid
             claim.release()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(take_and_give, range(4)))
-    assert len(locks._held) == held and not path.exists()
+    assert len(files._locks) == held and not path.exists()
 
 
 def test_closing_gives_the_lock_back(tmp_path):
@@ -145,19 +145,11 @@ def test_closing_gives_the_lock_back(tmp_path):
     assert not (tmp_path / "rows" / "rows.lock").exists()
 
 
-def test_a_table_that_is_refused_keeps_no_lock(tmp_path):
-    estimator(tmp_path / "rows")
-    with pytest.raises(ValueError, match="another table"):
-        compopt.SogCLREstimator(N + 1, offload="disk", offload_dir=tmp_path / "rows")
-    gc.collect()
-    assert not (tmp_path / "rows" / "rows.lock").exists()
-
-
 def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
     est = estimator()
     path = compopt.save(est, tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == [path]
-    assert claims.lock_file(tmp_path / "checkpoints").exists()
+    assert saving.lock_file(tmp_path / "checkpoints").exists()
 
 
 def test_without_a_parent_to_write_in_the_lock_is_in_the_directory(tmp_path, monkeypatch):
@@ -171,12 +163,12 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
     gc.collect()
     est = estimator()
     compopt.save(est, tmp_path / "checkpoints")
-    held = len(locks._held)
+    held = len(files._locks)
     for _ in range(3):
         shutil.rmtree(tmp_path / "checkpoints")
-        claims.lock_file(tmp_path / "checkpoints").unlink()
+        saving.lock_file(tmp_path / "checkpoints").unlink()
         compopt.save(est, tmp_path / "checkpoints")
-        assert len(locks._held) == held  # no descriptor is left
+        assert len(files._locks) == held  # no descriptor is left
     code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
     command = [sys.executable, "-c", code, tmp_path / "checkpoints"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -185,15 +177,15 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
 
 def test_a_trainer_with_a_directory_for_every_save_keeps_few_locks(tmp_path):
     gc.collect()
-    est, held = estimator(), len(locks._held)
+    est, held = estimator(), len(files._locks)
     for number in range(10):
         compopt.save(est, tmp_path / str(number))
-    assert len(locks._held) == held + claims.KEPT
+    assert len(files._locks) == held + saving.CLAIMS
     assert sorted(path.name for path in tmp_path.glob(".*.lock")) == [".6.lock", ".7.lock", ".8.lock", ".9.lock"]
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_try", lambda descriptor: OSError(38, "Function not implemented"))
+    monkeypatch.setattr(files, "_flock", lambda descriptor: OSError(38, "Function not implemented"))
     with pytest.warns(UserWarning, match=f"{tmp_path}.*no locks.*Function not implemented"):
         est = estimator(tmp_path / "rows")
     est(*features(4, 4, 0), torch.arange(4))

@@ -7,12 +7,22 @@ import pytest
 import torch
 
 import compopt
-from compopt.checkpoint import durable, manifest
+from compopt import files
+from compopt.checkpoint import manifest
 from tests.helpers import features
 from tests.helpers import snapshot as shown
 from tests.power import Disk
 
-N = 40_000  # five chunks
+N = 4_000
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Five files of rows."""
+    monkeypatch.setattr(manifest, "PIECE_ROWS", 800)
+    monkeypatch.setattr(manifest, "CHUNK_ROWS", 400)
+
+
 TRIALS = 6  # disks by chance for each moment
 
 
@@ -21,8 +31,8 @@ def sogclr():
 
 
 def fill(est, seed):
-    """Visit samples of one chunk and of the last one, so that others are linked."""
-    for rows in (torch.arange(8) + 8192 * (seed % 4), torch.arange(N - 8, N)):
+    """Visit samples of one piece and of the last one, so that others are linked."""
+    for rows in (torch.arange(8) + 800 * (seed % 4), torch.arange(N - 8, N)):
         est(*features(8, 4, seed), rows)
         est.step()
 
@@ -107,14 +117,14 @@ def test_a_power_loss_leaves_the_earlier_one_or_the_new_one(before, blocking, tm
 @pytest.mark.parametrize("left_out", ["files", "names", "parents"])
 def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypatch):
     """The writer without one kind of its fsyncs loses checkpoints, or has broken ones."""
-    real = durable.sync_directory
+    real = files.sync_directory
     if left_out == "files":
-        monkeypatch.setattr(durable, "write_file", lambda path, content: path.write_bytes(content))
+        monkeypatch.setattr(files, "write_file", lambda path, content: path.write_bytes(content))
     elif left_out == "names":
-        monkeypatch.setattr(durable, "sync_directory", lambda path: None)
+        monkeypatch.setattr(files, "sync_directory", lambda path: None)
     else:
         monkeypatch.setattr(
-            durable, "sync_directory", lambda path: real(path) if path.name.startswith("checkpoint") else None
+            files, "sync_directory", lambda path: real(path) if path.name.startswith("checkpoint") else None
         )
     disk, states = saved_under_watch(tmp_path, 0)
     with pytest.raises((AssertionError, ValueError)):
@@ -124,14 +134,14 @@ def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypat
 
 def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
     """Files of an old checkpoint may be gone and its manifest not."""
-    prune = manifest.prune
+    outdated = manifest.outdated
 
     def without_sync(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "sync_directory", lambda path: None)
-            prune(*args)
+            patch.setattr(files, "sync_directory", lambda path: None)
+            return outdated(*args)
 
-    monkeypatch.setattr(manifest, "prune", without_sync)
+    monkeypatch.setattr(manifest, "outdated", without_sync)
     disk, states = saved_under_watch(tmp_path, 3)
     del disk.moments[:-1]  # removed last; one disk in five has the manifest and the folder without all of the files
     with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):

@@ -1,6 +1,7 @@
 """``save`` and ``load``: checkpoints of tables that are larger than memory."""
 
-from compopt.checkpoint.saving import load, save
+from compopt.checkpoint.loading import load
+from compopt.checkpoint.saving import save
 from compopt.estimator.save_handle import SaveHandle
 
 __all__ = ["SaveHandle", "load", "save"]

@@ -1,19 +1,15 @@
-"""Checkpoint directories: their names, their manifests, and which of them are complete.
+"""Directories of checkpoints: names, manifests, and which of them are complete.
 
 ::
 
-    directory/                              one run; what users pass to save() and load()
-        checkpoint-00000007-t1200-9f3c1a22/ one save: number, commits, random id
-            rows-00000-00000-9f3c1a22.safetensors   some chunks of one rank's rows, a tensor per column
-            rows-00000-00003-51d07e90.safetensors   others, unchanged since an earlier save: a hard link to its file
-            state.safetensors               state that is not rows
-            manifest.json                   written last: without it the directory does not count
+    directory/                                one run; what users pass to save() and load()
+        checkpoint-00000007-t1200-9f3c1a22/   one save: number, commits, random id
+            rows-00000of00004-00012.safetensors   piece 12 of the rows 0, 4, 8, ..., one tensor per column
+            state.safetensors                 state that is not rows
+            manifest.json                     written last: a directory without it does not count
 
-Where two files have the same chunk, the later one in the manifest counts. A chunk that is in none has only zeros:
-none of its rows was ever visited.
-
-On a remote store the files are objects. There are no links: one that is unchanged is a copy of the earlier one, which
-the store makes. A put is all or nothing: the manifest needs no rename.
+A row that is in no file has only zeros: it was never visited. A file may be a hard link to an equal one of the
+checkpoint before.
 """
 
 from __future__ import annotations
@@ -21,22 +17,47 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 import secrets
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from compopt.checkpoint import durable, strict
-from compopt.remote import Folder, RemotePath
+import torch
+from torch import Tensor
 
-FORMAT_VERSION = 3
+from compopt import files
+
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
-LOOKS = 8  # for a complete checkpoint, beside a run that saves
-_NAME = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
+PIECE_ROWS = 1 << 18  # rows of a file at most; several copies of so many are in memory
+CHUNK_ROWS = 1 << 13  # rows that are left out of a file where all of them are zero
+KEPT = "earlier checkpoints are as they were"  # said with errors of a save
+_LOOKS = 8  # listings beside a run that saves and prunes
+
+_MOST = 1 << 25  # bytes of a manifest
+_DIGITS = 19  # of 2^63
+_DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
+# The kinds of what is in a manifest, and of each file in it: types, patterns of strings, lists of one kind.
+_FILE: dict[str, Any] = {
+    "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
+    "bytes": int,
+    "checksum": re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}"),
+    "first": int,
+    "stride": int,
+    "spans": [[int]],
+}
+_CONTENT: dict[str, Any] = {
+    "t": int,
+    "save_id": re.compile(r"[0-9a-f]{8}"),
+    "config": dict,
+    "sample_groups": [dict],
+    "files": [_FILE],
+}
 
 
 @dataclass(frozen=True)
@@ -44,136 +65,134 @@ class File:
     """One file of a checkpoint.
 
     Attributes:
-        save_id: of the save that wrote it.
+        checksum: SHA-256 in 64 hexadecimal digits; CRC-32 in 8 in a checkpoint of version 2 or 3.
         first, stride: a row file is of the rank that holds the rows ``first, first + stride, ...``.
-        spans: which of these it has: ``[start, stop)`` in their order, ascending, each beginning with a chunk.
+        spans: local rows of that rank that are in the file, ``[start, stop)``, ascending. Where two files of version 3
+            have the same row, the later one in the manifest counts.
     """
 
     name: str
     bytes: int
-    crc32: int
-    save_id: str
+    checksum: str
     first: int = 0
     stride: int = 1
     spans: tuple[tuple[int, int], ...] = ()
 
-    @classmethod
-    def parse(cls, entry: Mapping[str, Any]) -> File:
-        """From an entry of a manifest."""
-        return cls(**{**entry, "spans": tuple((start, stop) for start, stop in entry["spans"])})
+    @property
+    def rows(self) -> int:
+        """Number of rows in the file."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
+    """Return the spans of a block of rows on the host that are left when chunks of zeros are taken away."""
+    spans: list[tuple[int, int]] = []
+    for start in range(0, len(block), CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, len(block))
+        if block[start:stop].view(torch.int64).any():
+            if spans and spans[-1][1] == start:
+                start, _ = spans.pop()
+            spans.append((start, stop))
+    return spans
+
+
+# -- directories ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One directory of one save."""
+    """Directory of one save."""
 
-    path: Folder
+    path: Path
     number: int
     t: int
     save_id: str
 
     @property
     def complete(self) -> bool:
-        """Its manifest was written."""
+        """True once the manifest is written."""
         return (self.path / MANIFEST).is_file()
 
 
-def parse(path: Folder) -> Checkpoint | None:
-    """The checkpoint that a directory name says, or ``None``."""
-    match = _NAME.fullmatch(path.name)
+def parse(path: Path) -> Checkpoint | None:
+    """Return the checkpoint that a directory's name denotes, if it denotes one."""
+    match = _DIRECTORY.fullmatch(path.name)
     return None if match is None else Checkpoint(path, int(match[1]), int(match[2]), match[3])
 
 
-def checkpoints(directory: Folder) -> list[Checkpoint]:
-    """All checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
+def checkpoints(directory: Path) -> list[Checkpoint]:
+    """Return all checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
     paths = directory.iterdir() if directory.is_dir() else ()
     found = [parse(path) for path in paths if path.is_dir() and not path.is_symlink()]
     return sorted((c for c in found if c is not None), key=lambda c: c.number)
 
 
-def prepare(directory: Folder) -> None:
+def complete(directory: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints of a run, oldest first."""
+    for _ in range(_LOOKS):
+        listed = checkpoints(directory)
+        found = [c for c in listed if c.complete]
+        if found or checkpoints(directory) == listed:
+            break  # else a run that saves meanwhile has removed all that were listed
+    return found
+
+
+def prepare(directory: Path, config: Mapping[str, Any]) -> None:
     """Make the directory of a run.
 
     Raises:
-        ValueError: it is itself a checkpoint.
+        ValueError: it is itself a checkpoint, or has checkpoints of an estimator of another configuration.
     """
     if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
-    durable.make_directory(directory)
-
-
-def fresh(directory: Folder, t: int) -> Checkpoint:
-    """Create the directory of a new save."""
-    number = max((c.number for c in checkpoints(directory)), default=0) + 1
-    save_id = secrets.token_hex(4)
-    path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
-    with durable.named(path):
-        path.mkdir()
-    return Checkpoint(path, number, t, save_id)
-
-
-def refuse_another_method(directory: Folder, config: Mapping[str, Any]) -> None:
-    """Two estimators that save into one directory would remove each other's checkpoints.
-
-    Raises:
-        ValueError: ``directory`` holds checkpoints of another method.
-    """
-    complete = [c for c in checkpoints(directory) if c.complete]
-    found = config
+    with files.named(directory, KEPT):
+        files.make_directory(directory)
     try:
-        if complete:
-            content = strict.load(complete[-1].path / MANIFEST)
-            strict.check(content)
-            found = content["config"]
-    except (ValueError, KeyError):  # a damaged one says nothing
+        found = read(complete(directory)[-1])[0]["config"]
+    except (IndexError, ValueError):  # nothing there, or a damaged one, which says nothing
         return
     common = min(len(found.get("n", [])), len(config["n"]))  # groups may have been added since, or not yet
     found, config = ({**c, "n": list(c.get("n", []))[:common]} for c in (found, config))
     for key in ("mode", "method", "options", "n"):
         if found.get(key, config[key]) != config[key]:  # early versions did not keep the options
             raise ValueError(
-                f"{complete[-1].path.parent} holds checkpoints of another estimator: {key} is {found.get(key)!r} there "
-                f"and {config[key]!r} here; use another directory"
+                f"{directory} holds checkpoints of another estimator: {key} is {found.get(key)!r} there and "
+                f"{config[key]!r} here; use another directory"
             )
 
 
-def remove(checkpoint: Checkpoint) -> None:
-    """An unfinished one, as far as possible."""
-    if isinstance(checkpoint.path, RemotePath):
-        with suppress(OSError):
-            checkpoint.path.remove()
-        return
-    shutil.rmtree(checkpoint.path, ignore_errors=True)
+def new(directory: Path, t: int) -> Checkpoint:
+    """Create the directory of a new save."""
+    number = max((c.number for c in checkpoints(directory)), default=0) + 1
+    save_id = secrets.token_hex(4)
+    path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
+    with files.named(path, KEPT):
+        path.mkdir()
+    return Checkpoint(path, number, t, save_id)
 
 
-@contextmanager
-def _damage(path: Folder) -> Iterator[None]:
-    """What goes wrong in taking a manifest apart means that it is damaged."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
+def outdated(directory: Path, keep: int) -> list[Checkpoint]:
+    """Unmark all but the newest complete checkpoints; return these and the remains of unfinished saves before them."""
+    found = checkpoints(directory)
+    done = [c for c in found if c.complete]
+    for old in done[:-keep]:
+        (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete,
+        files.sync_directory(old.path)  # and no power loss does
+    return [c for c in found if c.number < done[-1].number and not c.complete]
 
 
-def _named(directory: Folder) -> Checkpoint | None:
-    """The checkpoint that a directory is, under its own name, through a link, or renamed; ``None`` if it is none."""
-    real = directory.resolve()
-    own = parse(real)
-    if own is not None or not (real / MANIFEST).is_file():
-        return own if own is not None and own.path.is_dir() else None
-    with _damage(real / MANIFEST):
-        content = strict.load(real / MANIFEST)
-        strict.check(content)
-        return Checkpoint(real, 0, content["t"], content["save_id"])
-
-
-def choose(directory: Folder, t: int | None) -> Checkpoint:
-    """The newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one.
+def choose(directory: Path, t: int | None) -> Checkpoint:
+    """Return the newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one.
 
     Raises:
         FileNotFoundError: there is none; the message lists those there are.
     """
-    own = _named(directory)
+    real = directory.resolve()
+    own = parse(real) if real.is_dir() else None
+    if own is None and (real / MANIFEST).is_file():  # a copy under another name
+        with _damage(real / MANIFEST):
+            content = _load(real / MANIFEST)
+            own = Checkpoint(real, 0, content["t"], content["save_id"])
     if own is not None:
         if not own.complete:
             raise FileNotFoundError(f"{directory} has no {MANIFEST}: its save was not finished; load another one")
@@ -181,103 +200,138 @@ def choose(directory: Folder, t: int | None) -> Checkpoint:
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
-    complete = _complete(directory)
-    wanted = [c for c in complete if t is None or c.t == t]
+    found = complete(directory)
+    wanted = [c for c in found if t is None or c.t == t]
     if not wanted:
         what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
-        raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in complete]}")
+        raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in found]}")
     return wanted[-1]
 
 
-def _complete(directory: Folder) -> list[Checkpoint]:
-    """The complete checkpoints; looks again where a run that saves meanwhile has removed all that were listed."""
-    for _ in range(LOOKS):
-        found = checkpoints(directory)
-        complete = [c for c in found if c.complete]
-        if complete or checkpoints(directory) == found:
-            break
-    return complete
+# -- manifests -----------------------------------------------------------------------------------------------------
 
 
-def prune(directory: Folder, keep: int) -> None:
-    """Remove all but the newest complete ones, and what unfinished saves before them left."""
-    found = checkpoints(directory)
-    complete = [c for c in found if c.complete]
-    for old in complete[:-keep]:
-        (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete
-        durable.sync_directory(old.path)  # and no power loss does
-    for checkpoint in found:
-        if checkpoint.number < complete[-1].number and not checkpoint.complete:
-            remove(checkpoint)
+def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -> None:
+    """Write the manifest, all of it or nothing."""
+    path = checkpoint.path / MANIFEST
+    body = {"version": FORMAT_VERSION, "save_id": checkpoint.save_id, "t": checkpoint.t, **content}
+    body["files"] = [asdict(file) for file in own]
+    text = json.dumps({**body, "crc32": body_crc(body)}, indent=1).encode()
+    if len(text) > _MOST:
+        raise ValueError(f"{path} would have {len(text)} bytes, {_MOST} are read: too many sample groups")
+    partial = path.with_name(f"{MANIFEST}.partial")
+    with files.named(path, KEPT):
+        files.sync_directory(checkpoint.path)  # the names of the files, before the manifest that vouches for them
+        files.write_file(partial, text)
+        os.replace(partial, path)
+        files.sync_directory(checkpoint.path)
+        files.sync_directory(checkpoint.path.parent)
 
 
-# -- the manifest -----------------------------------------------------------------------------------------------
-
-
-def write(checkpoint: Checkpoint, files: list[File], content: Mapping[str, Any]) -> None:
-    """The manifest: it is there as a whole or not at all."""
-    body = {
-        "version": FORMAT_VERSION,
-        "save_id": checkpoint.save_id,
-        "t": checkpoint.t,
-        **content,
-        "files": [asdict(file) for file in files],
-    }
-    body["crc32"] = _body_crc(body)
-    text = json.dumps(body, indent=1).encode()
-    if len(text) > strict.room(checkpoint.path):  # not to be read again
-        raise ValueError(f"{checkpoint.path / MANIFEST} would have {len(text)} bytes: too many sample groups")
-    if isinstance(checkpoint.path, RemotePath):
-        durable.write_file(checkpoint.path / MANIFEST, text)
-        return
-    partial = checkpoint.path / f"{MANIFEST}.partial"
-    with durable.named(checkpoint.path / MANIFEST):
-        durable.sync_directory(checkpoint.path)  # the files' names, before the manifest that vouches for them
-        durable.write_file(partial, text)
-        os.replace(partial, checkpoint.path / MANIFEST)
-        durable.sync_directory(checkpoint.path)
-        durable.sync_directory(checkpoint.path.parent)
-
-
-def _body_crc(body: Mapping[str, Any]) -> int:
-    """Checksum of everything else in the manifest, independent of how it is laid out."""
+def body_crc(body: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of everything in a manifest but itself, independent of the layout of the text."""
     return zlib.crc32(json.dumps({k: v for k, v in body.items() if k != "crc32"}, sort_keys=True).encode())
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
-    """Content and files of a manifest.
+    """Return the content and the files of a manifest, which anybody may have written.
 
     Raises:
         ValueError: it is damaged or of a newer version; the message names it.
     """
     path = checkpoint.path / MANIFEST
     with _damage(path):
-        content = strict.load(path)
-        version = content["version"]
-    # first: another version may describe its files otherwise
-    if type(version) is not int or version not in (2, FORMAT_VERSION):
-        raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
-    with _damage(path):
-        crc = _body_crc(content)
-        if version == 2:
+        content = _load(path)
+        crc, version = body_crc(content), content["version"]
+        if type(version) is not int or not 2 <= version <= FORMAT_VERSION:
+            raise _Newer(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
+        if version < FORMAT_VERSION:
             _upgrade(content)
-        strict.check(content)
-        files = [File.parse(file) for file in content["files"]]
-        missing = {"save_id", "t", "config", "sample_groups", "chunk_rows"} - content.keys()
-    if missing or sum(file.name == STATE for file in files) != 1:
-        lacks = ", ".join(sorted(missing)) or STATE
-        raise ValueError(f"{path} is damaged: it lacks {lacks}; load another checkpoint")
-    if content.get("crc32") != crc:
-        raise ValueError(f"{path} is damaged: its own checksum does not fit; load another checkpoint")
+        _check("it", content, _CONTENT)
+        _check("n", content["config"].get("n", []), list)
+        _check("data_fingerprint", content.get("data_fingerprint") or "", str)
+        found = [File(**{**file, "spans": tuple((a, b) for a, b in file["spans"])}) for file in content["files"]]
+        names = [file.name for file in found]
+        if STATE not in names or len(set(names)) < len(names):
+            raise ValueError(f"it lacks {STATE}, or a file is there twice: {reprlib.repr(names)}")
+        if content.get("crc32") != crc:
+            raise ValueError("its own checksum does not fit")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
         raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")
-    return content, files
+    return content, found
+
+
+class _Newer(Exception):
+    """A manifest of another version."""
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong in taking a manifest apart into an error that names it."""
+    try:
+        yield
+    except _Newer as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); load another checkpoint") from None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Parse the text of a manifest."""
+    size = path.stat().st_size
+    if size > _MOST:
+        raise ValueError(f"it has {size} bytes, {_MOST} at most are read")
+    text = path.read_bytes()
+    try:
+        content = json.loads(text, parse_int=_integer)
+        laid_out = json.dumps(content, indent=1).encode() == text or json.dumps(content).encode() == text
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a {type(content).__name__}, no object")
+    if not laid_out:  # 1E-14 for 1e-14, a key that is there twice: the checksum is of the content and does not see it
+        raise ValueError("its text is not as it was written")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS + 1:
+        raise ValueError(f"a number has {len(digits)} digits: {reprlib.repr(digits)}")
+    return int(digits)
 
 
 def _upgrade(content: dict[str, Any]) -> None:
-    """Version 2 had all rows, in files of 2^20, each known by its first row."""
-    content["chunk_rows"] = 1 << 20
+    """Convert a manifest of version 2 or 3.
+
+    Version 3 has CRC-32 checksums and the save of each file. Version 2 has all rows, in files that are known by the
+    number of their first row and of their rows.
+    """
     for file in content["files"]:
-        count, start = file.pop("count"), file["first"] // file["stride"]
-        file["first"] %= file["stride"]
-        file |= {"save_id": content["save_id"], "spans": [(start, start + count)] if count else []}
+        file["checksum"] = f"{file.pop('crc32'):08x}"
+        file.pop("save_id", None)
+        if content["version"] == 2:
+            count, start = file.pop("count"), file["first"] // file["stride"]
+            file |= {"first": file["first"] % file["stride"], "spans": [[start, start + count]] if count else []}
+
+
+def _check(what: str, value: Any, wanted: Any) -> None:
+    """Refuse a value of another kind than a manifest has, before anything is made of it.
+
+    Sizes are compared with those of the estimator later: here nothing is known of it.
+    """
+    kind = str if isinstance(wanted, re.Pattern) else wanted if isinstance(wanted, type) else type(wanted)
+    given = type(value)
+    if given is not kind:  # a bool is an int to isinstance
+        raise ValueError(f"{what} is {reprlib.repr(value)}, not of type {kind.__name__}")
+    if isinstance(wanted, re.Pattern) and not wanted.fullmatch(value):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, not of the form {wanted.pattern}")
+    if kind is int and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{what} is {value}, no integer of 64 bits")
+    if isinstance(wanted, list):
+        for entry in value:
+            _check(f"an entry of {what}", entry, wanted[0])
+    if isinstance(wanted, dict):
+        for key, sub in wanted.items():
+            if key not in value:
+                raise ValueError(f"{what} lacks {key}")
+            _check(f"{key} of {what}", value[key], sub)

@@ -1,44 +1,53 @@
-"""``save`` and ``load``: checkpoints of tables that are larger than memory, by any number of ranks."""
+"""``save``: checkpoints of tables that are larger than memory, by any number of ranks, beside training or not."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from compopt import checks
-from compopt.checkpoint import claims, manifest
-from compopt.checkpoint.background import Job, Rows
-from compopt.checkpoint.manifest import STATE, Checkpoint
-from compopt.checkpoint.parts import Parts
-from compopt.checkpoint.reading import Contents
-from compopt.checkpoint.writing import hold_rows, write_rows, write_tensors
+from compopt import checks, files
+from compopt.checkpoint import manifest
+from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
+from compopt.checkpoint.remote import Directory, open_directory
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
+from compopt.estimator.engine import Engine
 from compopt.estimator.save_handle import SaveHandle
-from compopt.remote import Folder, RemotePath, folder
+from compopt.stores.snapshot import Snapshot
+from compopt.stores.table import RowTable
 
-RETRIES = 8  # checkpoints that a load finds removed while it reads them, before it raises
+CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name a new one for every save
+
+
+@overload
+def save(
+    est: Estimator, directory: os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
+) -> Path: ...
+
+
+@overload
+def save(
+    est: Estimator, directory: str, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
+) -> Path | str: ...
 
 
 @overload
 def save(
     est: Estimator,
-    directory: str | os.PathLike[str] | RemotePath,
-    keep: int = ...,
-    incremental: bool = ...,
-    blocking: Literal[True] = ...,
-) -> Folder: ...
-
-
-@overload
-def save(
-    est: Estimator,
-    directory: str | os.PathLike[str] | RemotePath,
+    directory: str | os.PathLike[str],
     keep: int = ...,
     incremental: bool = ...,
     *,
@@ -48,44 +57,39 @@ def save(
 
 @overload
 def save(
-    est: Estimator,
-    directory: str | os.PathLike[str] | RemotePath,
-    keep: int = ...,
-    incremental: bool = ...,
-    blocking: bool = ...,
-) -> Folder | SaveHandle: ...
+    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
+) -> Path | str | SaveHandle: ...
 
 
 def save(
     est: Estimator,
-    directory: str | os.PathLike[str] | RemotePath,
+    directory: str | os.PathLike[str],
     keep: int = 2,
     incremental: bool = True,
     blocking: bool = True,
-) -> Folder | SaveHandle:
+) -> Path | str | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
-    Every rank writes the rows that it holds, in blocks of 2^20, and holds a few copies of one block in memory. A
-    new directory is made for every save and its manifest comes last, so that a process killed at any moment leaves
-    the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
+    Every rank writes the rows that it holds, in files of at most 2^18 rows, and holds a few copies of one file in
+    memory. A new directory is made for every save and its manifest comes last, so that a process killed at any moment
+    leaves the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
 
-    Rows that were never visited are not written. Rows that did not change since an earlier checkpoint, one that this
-    estimator wrote or was loaded from, are not written again: the new directory has hard links to the files of that
-    one. It is complete by itself: the earlier one may be removed. What counts is a chunk of 8,192 rows, and a
-    checkpoint takes at most twice the room of its rows: beyond that some files are written again.
+    Every save reads and hashes all rows. Chunks of 8,192 rows that were never visited are not written. A file that is
+    equal to the one at its place in the newest checkpoint of the same directory is not written again: it becomes a
+    hard link. That helps where few pieces of 2^18 rows change between two saves, as in large data sets that are read
+    shard by shard. Each checkpoint is complete by itself: earlier ones may be removed.
 
-    *Remote stores.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes
-    ``pip install -e ".[remote]"`` and the driver that fsspec names. Files are put as a whole, the manifest last, and
-    unchanged files are copied by the store. ``blocking=False`` is for one rank there.
+    *URLs.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes ``pip install -e
+    ".[remote]"`` and the driver that fsspec names. Each file is written to the local temporary directory, put and
+    removed there, the manifest last; all rows are put at every save.
 
-    *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given, the state
-    that is not rows is copied and the ranks agree on what each writes; a thread of each rank writes it. What is
-    committed meanwhile is not part of the checkpoint: a commit keeps the former values of the rows that it overwrites
-    until they are written. That takes memory for at most two values of each row that is overwritten before it is
-    written, and of 2^18 rows more. The next save waits for this one, and so do ``load``, ``load_state_dict``,
-    ``add_sample_group`` and the end of the interpreter. What goes wrong is raised by ``wait()`` of the handle or, if
-    nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave the
-    others waiting.
+    *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given and the state
+    that is not rows is copied; a thread of each rank writes. What is committed meanwhile is not part of the checkpoint:
+    a commit copies the former values of rows that are not yet written into an undo log, which takes memory for these
+    values. The next save waits for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end
+    of the interpreter; call ``wait()`` before ``torch.distributed.destroy_process_group()``. What goes wrong is raised
+    by ``wait()`` of the handle or, if nobody called that, by the next save; the next commit only warns, because a rank
+    that raises alone would leave the others waiting.
 
     One rank may also save in a thread of its own beside training: what is written is the state between two commits,
     and without ``blocking=False`` the next commit waits until it is written. Several ranks save in the thread that
@@ -102,13 +106,12 @@ def save(
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint, a ``Path``, or a ``RemotePath`` of which ``str()`` is the URL; with
-        ``blocking=False`` a handle with ``wait()``, which returns that directory once it is complete, and ``done``.
+        The directory of the new checkpoint, a ``Path``, or its URL as a string; with ``blocking=False`` a handle with
+        ``wait()``, which returns that once the checkpoint is complete, and ``done``.
 
     Raises:
         OSError: a file could not be written; the message names it, and the previous checkpoints are as they were.
-        ValueError: the directory is itself a checkpoint, or has those of another method; or several ranks save to a URL
-            with ``blocking=False``.
+        ValueError: the directory is itself a checkpoint, or has those of another method.
         ImportError: fsspec or the driver for a URL is missing.
         TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
             False.
@@ -119,12 +122,13 @@ def save(
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
-        UserWarning: unchanged files cannot be linked (or copied by the store), so that all rows are written; the file
-            system has no locks, so that nobody notices two runs that save there.
+        UserWarning: equal files cannot be linked, so that all rows are written; the file system has no locks, so that
+            nobody notices two runs that save there.
         RuntimeWarning: at a later commit, that a save beside training failed.
 
-    Communicates: collective; a few small messages, all of them before it returns. Beside training the ranks learn
-    from files in the new directory when all of them have written.
+    Communicates: collective; a few small messages. Beside training they travel over a process group of their own, which
+    the first such save forms, once every rank has written; a rank that takes longer than the others by the timeout of
+    the group (30 minutes) fails the save.
 
     Example:
         >>> import compopt, tempfile
@@ -134,17 +138,28 @@ def save(
         ...     path.name.startswith("checkpoint-")
         True
     """
-    _check_estimator(est)
+    check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
     engine = est._engine
     with doing("compopt.save()", est.t):
-        root: Folder = engine.ranks.agree(lambda: _begin(est, directory, blocking))
-        with engine.lock.copying():
-            return _save(est, root, keep, incremental, blocking)
+        root = engine.ranks.agree(lambda: _begin(est, directory))
+        with engine.lock.copying(), root.naming():
+            job, ranks = _prepare(est, root, blocking)
+            job.keep, job.incremental = keep, incremental
+            if blocking:
+                return job.run(ranks)
+            t, abandon = est.t, None if job.snapshot is None else job.snapshot.release
+
+            def run() -> None:
+                with doing("compopt.save()", t):
+                    job.run(ranks)
+
+            engine.saving = SaveHandle(job.place, run, abandon)
+            return engine.saving
 
 
-def _check_estimator(est: Any) -> None:
+def check_estimator(est: Any) -> None:
     """Refuse what has no rows; a module around an estimator has it in ``.est``."""
     if isinstance(est, Estimator):
         return
@@ -153,206 +168,249 @@ def _check_estimator(est: Any) -> None:
     raise TypeError(f"est must be an estimator of compopt, got {type(est).__name__}; {remedy}")
 
 
-def _save(est: Estimator, root: Folder, keep: int, incremental: bool, blocking: bool) -> Folder | SaveHandle:
-    engine = est._engine
-    ranks, table = engine.ranks, engine.table
-    content = ranks.agree(lambda: _describe(est))
-    state = ranks.agree(lambda: _state(est))  # collective where ranks split it: before anything that may fail
-    target = _fresh(est, root, content, blocking)
-    try:
-        if not blocking:
-            parts = Parts(target, ranks.rank, ranks.size)
-            ranks.agree(parts.begin)
-            rows = None if table is None else Rows(table, *hold_rows(table, ranks, target, incremental))
-            return _start(est, Job(ranks.rank, target, parts, root, keep, content, state, rows))
-        files = [] if table is None else write_rows(table, ranks, target, incremental)
-        others = ranks.agree(lambda: [write_tensors(target, STATE, state)] if ranks.rank == 0 else [])
-        everyone = [file for own in ranks.gather_objects([*files, *others]) for file in own]
-        ranks.agree(lambda: manifest.write(target, everyone, content) if ranks.rank == 0 else None)
-    except Exception:  # on every rank: nobody writes any more
-        if ranks.rank == 0 and not target.complete:
-            manifest.remove(target)
-        raise
-    ranks.agree(lambda: manifest.prune(root, keep) if ranks.rank == 0 else None)
-    return target.path
+# -- between two commits -------------------------------------------------------------------------------------------
 
 
-def _fresh(est: Estimator, root: Folder, content: dict[str, Any], blocking: bool) -> Checkpoint:
-    """The directory of a new save, which rank 0 makes."""
-    ranks = est._engine.ranks
-    modes = ranks.gather_objects(blocking)
-    if len(set(modes)) > 1:
-        raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
-    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
-    target: Checkpoint = ranks.gather_objects(made)[0]
-    return target
-
-
-def _make(est: Estimator, root: Folder, config: dict[str, Any]) -> Checkpoint:
-    manifest.prepare(root)
-    manifest.refuse_another_method(root, config)
-    claims.claim(est, root)
-    return manifest.fresh(root, est.t)
-
-
-def _start(est: Estimator, job: Job) -> SaveHandle:
-    """Give a job to a thread."""
-    engine = est._engine
-    try:
-        abandon = None if job.rows is None else job.rows.snapshot.abandon
-        engine.saving = SaveHandle(job.target.path, job.run, abandon)
-    except BaseException as error:  # no more threads can be had
-        job.release()
-        job.parts.failed(error)
-        raise
-    return engine.saving
-
-
-def load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None = None) -> Folder:
-    """Fill an estimator of the same configuration from a checkpoint; drops anything pending.
-
-    The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Everything is verified before
-    anything is written: files present, of the right length and checksum, of the saves that the manifest names.
-    Where a run that saves meanwhile removes the checkpoint, the one that is newest then is loaded instead.
-    ``load_state_dict`` post-hooks run.
-
-    Args:
-        est: the estimator to fill.
-        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned. From a
-            URL the parts of files that are needed are read, at most a block at a time.
-        t: take the newest checkpoint with so many commits instead.
-
-    Returns:
-        The directory that was loaded.
-
-    Raises:
-        FileNotFoundError: no complete checkpoint.
-        OSError: the store does not answer; the message names the URL.
-        ImportError: fsspec or the driver for a URL is missing.
-        ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
-            and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
-            <Estimator.load_state_dict>` refuses them.
-        TypeError: ``est`` is no estimator, ``directory`` no path, ``t`` no integer.
-        RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
-            else.
-
-    Communicates: collective; a few small messages.
-
-    Example:
-        >>> import compopt, tempfile
-        >>> est, again = (compopt.SogCLREstimator(n=10) for _ in range(2))  # the same configuration
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = compopt.save(est, folder)
-        ...     compopt.load(again, folder) == path
-        True
-    """
-    if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
-        raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
-    _check_estimator(est)
-    engine = est._engine
+def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
+    engine, root = est._engine, open_directory(directory)
     engine.await_save()
-    with doing("compopt.load()", est.t), engine.lock.writing():
-        path = _load(est, directory, t)
-    est._run("load_state_dict_post")
-    return path
-
-
-def _load(est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None) -> Folder:
-    source, contents = _fill(est, directory, t)
-    engine = est._engine
-    for role, part in engine.parts.items():
-        part.take_state(contents.extra[role])
-    engine.t = contents.t
-    est.discard()
-    claims.loaded(est, source.path.resolve().parent)
-    return source.path
-
-
-def _fill(
-    est: Estimator, directory: str | os.PathLike[str] | RemotePath, t: int | None, retries: int = RETRIES
-) -> tuple[Checkpoint, Contents]:
-    """Choose a checkpoint, verify it, and take over its groups and rows; another one, if it is removed meanwhile."""
-    engine = est._engine
-    ranks = engine.ranks
-    chosen = ranks.agree(lambda: _choose(directory, t, ranks.rank))
-    source: Checkpoint = ranks.gather_objects(chosen)[0]
-    final = not retries or folder(directory).resolve() == source.path.resolve()
-    try:
-        contents: Contents = _while_there(ranks, source, final, lambda: Contents(est, source))
-        engine.forget_prefetched()
-        _while_there(ranks, source, final, lambda: _take_groups(est, source, contents.sample_groups))
-        if engine.table is not None:
-            table = engine.table
-            _while_there(ranks, source, final, lambda: contents.read_rows(table))
-            table.agree_partial()
-    except _Removed:
-        return _fill(est, directory, t, retries - 1)
-    return source, contents
-
-
-class _Removed(Exception):
-    """The run that writes a checkpoint has removed it while it was read."""
-
-
-def _while_there(ranks: Ranks, source: Checkpoint, final: bool, action: Callable[[], Any]) -> Any:
-    """Run ``action`` on every rank; :class:`_Removed` on every rank, unless ``final``, where it failed for that."""
-
-    def tried() -> tuple[Any, bool]:
-        try:
-            return action(), False
-        except (OSError, ValueError):
-            if final or source.complete:
-                raise
-            return None, True
-
-    result, removed = ranks.agree(tried)
-    if any(ranks.gather_objects(removed)):
-        raise _Removed
-    return result
-
-
-def _choose(directory: str | os.PathLike[str] | RemotePath, t: int | None, rank: int) -> Checkpoint | None:
-    root = folder(directory)  # on every rank: each needs the driver
-    return manifest.choose(root, t) if rank == 0 else None
-
-
-def _begin(est: Estimator, directory: str | os.PathLike[str] | RemotePath, blocking: bool) -> Folder:
-    engine = est._engine
-    root = folder(directory)
-    if isinstance(root, RemotePath) and not blocking and engine.ranks.size > 1:
-        raise ValueError(
-            f"blocking=False with {engine.ranks.size} ranks needs a directory on a file system, where the ranks see "
-            f"each other's signs of life; got {root}: leave blocking=False out, or save to a path and copy that"
-        )
-    engine.await_save()
-    running, engine.saving = engine.saving, None
-    if running is not None:
-        running.raise_untold()
+    before, engine.saving = engine.saving, None
+    if before is not None:
+        before.raise_untold()
     est._begin_saving()
     return root
 
 
-def _describe(est: Estimator) -> dict[str, Any]:
-    """What the manifest says of the estimator; refused where it could not be loaded again."""
+def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ranks]:
+    """Make the directory of the new save and take a snapshot of the state. Collective."""
     engine = est._engine
-    engine.groups.check()
-    told = {} if est.data_fingerprint is None else {"data_fingerprint": est.data_fingerprint}
-    chunk_rows = 1 if engine.table is None else engine.table.store.changes.chunk_rows
-    config, groups = states.config(engine), engine.groups.saved()
-    return {"config": config, "sample_groups": groups, "chunk_rows": chunk_rows, **told}
+    ranks, table = engine.ranks, engine.table
+    modes = ranks.gather_objects(blocking)
+    if len(set(modes)) > 1:
+        raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
+    content = ranks.agree(lambda: _describe(est))
+    state = ranks.agree(lambda: _copy_state(est))
+    if table is not None:
+        ranks.agree(table.at_rest)
+    writers = ranks if blocking else _ranks_beside(engine)
+    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
+    target = root.of_first_rank(ranks, made)
+    snapshot = None if table is None else table.snapshot()
+    return _Job(target, root, content, state, table, snapshot), writers
 
 
-def _state(est: Estimator) -> dict[str, Tensor]:
-    """State that is not rows, by role and name."""
-    return {
-        f"{role}.{name}": value.detach().cpu()
-        for role, part in est._engine.parts.items()
-        for name, value in part.saved_state().items()
-    }
+def _describe(est: Estimator) -> dict[str, Any]:
+    """Return what the manifest says of the estimator; refuse what could not be loaded again."""
+    est._engine.groups.check()
+    content = {"config": states.config(est._engine), "sample_groups": est._engine.groups.saved()}
+    return content if est.data_fingerprint is None else {**content, "data_fingerprint": est.data_fingerprint}
 
 
-def _take_groups(est: Estimator, source: Checkpoint, groups: list[dict[str, Any]]) -> None:
-    try:
-        est._engine.groups.replace(groups)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{source.path / manifest.MANIFEST}: {error}") from None
+def _copy_state(est: Estimator) -> dict[str, Tensor]:
+    """Return state that is not rows, by role and name; collective where ranks split it."""
+    saved = {role: part.saved_state() for role, part in est._engine.parts.items()}
+    return {f"{role}.{name}": value.detach().cpu() for role, own in saved.items() for name, value in own.items()}
+
+
+def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
+    root.list()
+    manifest.prepare(root.local, config)
+    _claim(est, root, bool(manifest.complete(root.local)))
+    return manifest.new(root.local, est.t)
+
+
+_beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
+
+
+def _ranks_beside(engine: Engine) -> Ranks:
+    """Return ranks whose messages do not meet those of training; the first call is collective."""
+    if engine not in _beside:
+        group = engine.ranks.new_host_group()
+        if group is None and engine.ranks.size > 1:
+            raise RuntimeError(
+                "blocking=False needs a process group of its own, which torch cannot form for process_group= here "
+                "(its ranks have formed different numbers of groups before): leave blocking=False out"
+            )
+        _beside[engine] = Ranks.alone() if group is None else Ranks(group)
+    return _beside[engine]
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """One rank's part of a save, as of one moment between two commits.
+
+    Attributes:
+        target: directory of the checkpoint.
+        root: directory of the run.
+        content: of the manifest.
+        state: state that is not rows.
+        snapshot: reads the rows; ``None`` for an estimator without rows.
+        known: files of the checkpoint ``base`` before this one.
+    """
+
+    target: Checkpoint
+    root: Directory
+    content: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    table: RowTable | None
+    snapshot: Snapshot | None
+    keep: int = 2
+    incremental: bool = True
+    base: Path = Path()
+    known: set[File] = field(default_factory=set)
+
+    @property
+    def place(self) -> Path | str:
+        """Directory of the checkpoint, for the user."""
+        return self.root.at(self.target.path)
+
+    def run(self, ranks: Ranks) -> Path | str:
+        """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
+        try:
+            own = ranks.agree(lambda: self._write_files(ranks))
+            everyone = [file for each in ranks.gather_objects(own) for file in each]
+            ranks.agree(lambda: self._write_manifest(everyone) if ranks.rank == 0 else None)
+        except Exception:  # on every rank: nobody writes any more
+            with suppress(OSError):
+                if ranks.rank == 0 and not self.root.is_complete(self.target):  # else it may be loaded already
+                    self.root.remove(self.target)
+            raise
+        ranks.agree(lambda: self._prune() if ranks.rank == 0 else None)
+        return self.place
+
+    def _write_files(self, ranks: Ranks) -> list[File]:
+        own = []
+        try:
+            if self.incremental and self.root.shared:
+                before = manifest.complete(self.root.local)
+                with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
+                    self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
+            if self.table is not None and self.snapshot is not None:
+                table, rows = self.table, self.table.store.n
+                for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
+                    if table.sharded or number % ranks.size == ranks.rank:
+                        block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
+                        own += self._write_rows(table, number, start, block)
+        finally:
+            if self.snapshot is not None:
+                self.snapshot.release()
+        return [*own, self._write(STATE, self.state)] if ranks.rank == 0 else own
+
+    def _write_rows(self, table: RowTable, number: int, start: int, block: Tensor) -> list[File]:
+        """Write one piece, if there is anything in it."""
+        spans = manifest.nonzero_spans(block)
+        if not spans:
+            return []
+        if spans != [(0, len(block))]:
+            block = torch.cat([block[low:high] for low, high in spans])
+        name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
+        local = tuple((start + low, start + high) for low, high in spans)
+        return [self._write(name, table.layout.unpack(block), table.first, table.stride, local)]
+
+    def _write(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        first: int = 0,
+        stride: int = 1,
+        spans: tuple[tuple[int, int], ...] = (),
+    ) -> File:
+        """Write one file, or link it to an equal one of the checkpoint before."""
+        from safetensors.torch import save as to_bytes
+
+        content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
+        file = File(name, len(content), hashlib.sha256(content).hexdigest(), first, stride, spans)
+        path = self.target.path / name
+        with files.named(path, manifest.KEPT):
+            if file not in self.known or not self._link(file, path):
+                files.write_file(path, content)
+        self.root.put(path)
+        return file
+
+    def _link(self, file: File, path: Path) -> bool:
+        """Try to make a hard link; return False where the file is gone or there are no links."""
+        source = os.path.realpath(self.base / file.name)  # the file, not a symbolic link to it
+        try:
+            if os.stat(source).st_size != file.bytes:
+                return False
+            os.link(source, path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self.known.clear()
+            warnings.warn(
+                f"{self.root.local}: files of an earlier checkpoint could not be linked there, so that every save "
+                f"writes all rows; keep checkpoints on a file system with hard links",
+                stacklevel=6,
+            )
+            return False
+        return True
+
+    def _write_manifest(self, everyone: list[File]) -> None:
+        manifest.write(self.target, everyone, self.content)
+        self.root.put(self.target.path / MANIFEST)
+
+    def _prune(self) -> None:
+        for old in manifest.outdated(self.root.local, self.keep):
+            self.root.remove(old)
+
+
+# -- one estimator per directory -------------------------------------------------------------------------------------
+
+# By estimator: the directories that it saves into, the latest last, with the lock of this process where there is one;
+# and the directory that it was loaded from, until another one saves there.
+_claims: WeakKeyDictionary[Estimator, dict[Path | str, files.Claim | None]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[Estimator, Path | str] = WeakKeyDictionary()
+
+
+def note_load(est: Estimator, directory: Path | str) -> None:
+    """Note that an estimator has the state of a directory, and may go on to save there."""
+    _loaded[est] = directory
+
+
+def _claim(est: Estimator, root: Directory, has_checkpoints: bool) -> None:
+    """Make this the estimator that saves into a directory, until it is collected or the process ends.
+
+    An estimator that was loaded from the directory takes it over from the one that saved there before. Other processes
+    do not see a claim on a URL.
+
+    Raises:
+        RuntimeError: another estimator, of this process or of another one, saves there.
+    """
+    place = root.at(root.local)
+    directory = place.resolve() if isinstance(place, Path) else place
+
+    def others() -> list[Estimator]:
+        return [other for other, claimed in list(_claims.items()) if directory in claimed and other is not est]
+
+    if has_checkpoints and _loaded.get(est) != directory and others():
+        gc.collect()  # one that nothing uses any more may be part of a cycle
+        if others():
+            raise RuntimeError(
+                f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
+                f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
+                f"from those checkpoints, compopt.load them first; or delete the other estimator"
+            )
+    own = _claims.setdefault(est, {})
+    claim = own.pop(directory, None)
+    if isinstance(directory, Path) and (claim is None or not claim.valid):  # not if somebody removed the lock file
+        path = lock_file(directory)
+        with files.named(path, manifest.KEPT):
+            remedy = "two runs that save there remove each other's checkpoints"
+            claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
+    for other in others():
+        _claims[other].pop(directory, None)
+    for loaded in [other for other, from_where in list(_loaded.items()) if from_where == directory]:
+        del _loaded[loaded]
+    own[directory] = claim
+    while len(own) > CLAIMS:
+        del own[next(iter(own))]
+
+
+def lock_file(directory: Path) -> Path:
+    """Return the lock file of a directory: beside it, or in it where its parent cannot be written."""
+    beside = directory.name and os.access(directory.parent, os.W_OK | os.X_OK)
+    return directory.with_name(f".{directory.name}.lock") if beside else directory / ".lock"

@@ -79,7 +79,8 @@ class Forgotten:
         if self._said_pending:
             return
         if calls == 1:
-            self._updates = Updates() if attached.listening() is None and self._nobody_commits(attached) else None
+            by_hand = self._longest > 0 and attached.gone() is None  # such a loop may take its time
+            self._updates = None if by_hand or attached.listening() is not None else Updates()
         passed = 0 if self._updates is None else self._updates.count()
         if passed < UPDATES and calls < PATIENCE_GONE:
             return
@@ -90,10 +91,6 @@ class Forgotten:
         self._said_pending = True
         meanwhile = f" in {passed} updates of the model" if passed else ""
         warn(f"{calls} calls have deposited{meanwhile} and none was committed: {_remedy(gone, silent)}")
-
-    def _nobody_commits(self, attached: Attachments) -> bool:
-        """Return whether nothing has committed yet or what did is gone; else a loop commits by hand."""
-        return self._longest == 0 or attached.gone() is not None
 
     def saving(self, t: int, calls: int, attached: Attachments) -> None:
         """Warn once when a state is saved that knows nothing, although there were calls."""
@@ -125,7 +122,16 @@ class Forgotten:
             return
         with torch.no_grad():
             idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
-        async_checks.watch(idle.to(torch.int32), lambda found: _warn_learned(calls) if found else None)
+
+        def tell(found: int) -> None:
+            if found:
+                warn(
+                    f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has "
+                    f"it; give [*model.parameters(), *est.parameters()] to the optimizer, or let the model own it "
+                    f"(compopt.as_module)"
+                )
+
+        async_checks.watch(idle.to(torch.int32), tell)
 
     @property
     def unsure_of_positions(self) -> bool:
@@ -172,19 +178,17 @@ class Updates:
 
     def __init__(self) -> None:
         self._count = 0
-        self._stepped: dict[int, bool] = {}  # by the optimizer's id: since the last call
-        _watch(self)
-
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped."""
-        self._stepped[id(optimizer)] = True
+        self.stepped: dict[int, bool] = {}  # by the optimizer's id: since the last call
+        _watching.add(self)
+        if not _hooks:  # once for all optimizers; it must not be removed while another thread runs it
+            _hooks.append(register_optimizer_step_post_hook(_note))
 
     def count(self) -> int:
         """Return the updates so far; called once per call of the estimator."""
-        known = list(self._stepped)
-        if known and all(self._stepped[each] for each in known):
+        known = list(self.stepped)
+        if known and all(self.stepped[each] for each in known):
             self._count += 1
-            self._stepped = dict.fromkeys(known, False)
+            self.stepped = dict.fromkeys(known, False)
         return self._count
 
 
@@ -192,17 +196,10 @@ _watching: WeakSet[Updates] = WeakSet()
 _hooks: list[Any] = []
 
 
-def _watch(updates: Updates) -> None:
-    """Register torch's hook for all optimizers, once; it must not be removed while another thread runs it."""
-    _watching.add(updates)
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_note))
-
-
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for each in tuple(_watching):
-        each.note(optimizer)
+    for updates in tuple(_watching):
+        updates.stepped[id(optimizer)] = True
 
 
 def warn(message: str) -> None:
@@ -254,10 +251,3 @@ def _idle(parameter: Parameter, before: Tensor) -> Tensor:
     """Return a flag on the device: the value is unchanged, although its gradient, if there is one, is not zero."""
     kept = (parameter == before.to(parameter.device)).all()
     return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
-
-
-def _warn_learned(calls: int) -> None:
-    warn(
-        f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has it; give "
-        f"[*model.parameters(), *est.parameters()] to the optimizer, or let the model own it (compopt.as_module)"
-    )

@@ -7,10 +7,30 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from compopt.remote import Folder
 
-_all: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+@dataclass
+class _Outcome:
+    """Result of a save, and notes of who knows it."""
+
+    path: Path | str
+    error: BaseException | None = None
+    told: bool = False
+    warned: bool = False
+
+    def warn(self) -> None:
+        """Warn, once, if the save has failed and nobody was told."""
+        if self.error is None or self.told or self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            f"{self.path} could not be written ({type(self.error).__name__}: {self.error}); earlier checkpoints are "
+            f"as they were, and the next save raises this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class SaveHandle:
@@ -19,7 +39,7 @@ class SaveHandle:
     The interpreter's end waits for the thread. In a forked process there is none: the save is the parent's.
 
     Args:
-        path: the directory of the new checkpoint.
+        path: the directory of the new checkpoint, or its URL.
         write: makes it complete, or raises.
         abandon: called in a forked process.
 
@@ -27,15 +47,19 @@ class SaveHandle:
         path: that directory; the checkpoint counts once :attr:`done` is true and :meth:`wait` does not raise.
     """
 
-    def __init__(self, path: Folder, write: Callable[[], None], abandon: Callable[[], None] | None = None) -> None:
-        self.path, self._abandon = path, abandon
-        self._outcome = _Outcome(path)
-        self._ended = threading.Event()
-        weakref.finalize(self, self._outcome.warn)  # whoever threw it away, or ends, shall know
-        _all.add(self)
-        threading.Thread(target=self._run, args=(write,), name="compopt-save").start()
+    def __init__(
+        self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None] | None = None
+    ) -> None:
+        self.path, self._abandon, self._pid = path, abandon, os.getpid()
+        self._outcome, self._ended = _Outcome(path), threading.Event()
+        weakref.finalize(self, self._outcome.warn)  # also at the interpreter's end
+        thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads can be had; other ranks wait for what this one writes
+            self._run(write)
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], object]) -> None:
         try:
             write()
         except BaseException as error:
@@ -46,16 +70,17 @@ class SaveHandle:
     @property
     def done(self) -> bool:
         """True if the save has ended, well or with an error."""
+        self._leave_to_parent()
         return self._ended.is_set()
 
-    def wait(self, timeout: float | None = None) -> Folder:
+    def wait(self, timeout: float | None = None) -> Path | str:
         """Wait until the checkpoint is complete.
 
         Args:
             timeout: seconds to wait at most.
 
         Returns:
-            Its directory.
+            Its directory, or its URL.
 
         Raises:
             TimeoutError: it is not complete yet; the save goes on.
@@ -65,6 +90,7 @@ class SaveHandle:
 
         Communicates: nothing.
         """
+        self._leave_to_parent()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.path} is not complete after {timeout} s; its save goes on")
         self._outcome.told = True
@@ -73,7 +99,8 @@ class SaveHandle:
         return self.path
 
     def settle(self) -> None:
-        """Wait until the save has ended, however it has."""
+        """Wait until the save has ended, well or with an error."""
+        self._leave_to_parent()
         self._ended.wait()
 
     def raise_untold(self) -> None:
@@ -83,48 +110,21 @@ class SaveHandle:
             self.wait()
 
     def warn(self) -> None:
-        """Warn, once, if the save has failed and nobody knows."""
+        """Warn, once, if the save has failed and nobody was told."""
         if self.done:
             self._outcome.warn()
 
-    def _forked(self) -> None:
-        """Replace the thread, which a forked process has not, and its locks."""
+    def _leave_to_parent(self) -> None:
+        """In a forked process, end the save as far as this process is concerned: it has no such thread."""
+        if os.getpid() == self._pid or self._ended.is_set():
+            return
+        self._pid = os.getpid()
         self._outcome.error = RuntimeError(f"{self.path} is written by the process of which this one is a fork")
         self._outcome.told = self._outcome.warned = True
-        self._ended = threading.Event()
+        self._ended = threading.Event()  # that of the parent may be locked for ever
         self._ended.set()
         if self._abandon is not None:
             self._abandon()
 
     def __repr__(self) -> str:
         return f"SaveHandle({str(self.path)!r}, done={self.done})"
-
-
-class _Outcome:
-    """Result of a save, and notes of who was told."""
-
-    def __init__(self, path: Folder) -> None:
-        self._path = path
-        self.error: BaseException | None = None
-        self.told = self.warned = False
-
-    def warn(self) -> None:
-        if self.error is None or self.told or self.warned:
-            return
-        self.warned = True
-        warnings.warn(
-            f"{self._path} could not be written ({type(self.error).__name__}: {self.error}); earlier checkpoints are "
-            f"as they were, and the next save raises this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _forked() -> None:
-    for handle in list(_all):
-        if not handle.done:
-            handle._forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compopt.checkpoint import reading
+from compopt.checkpoint import loading
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
@@ -180,7 +180,7 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     header = json.loads(content[8 : 8 + size])
     state = json.loads(header["__metadata__"]["about"])
     states.compare(est._engine, state["config"])
-    reading.check_data(est, "the checkpoint", state["data_fingerprint"])
+    loading.check_data(est, "the checkpoint", state["data_fingerprint"])
     extra: dict[str, dict[str, Tensor]] = {role: {} for role in state["config"]["method"]}
     with torch.device("cpu"):
         for key, value in from_bytes(content).items():

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt import failures, locks
+from compopt import files
 from compopt.stores import tablefile
 from compopt.stores.changes import Changes
 from compopt.stores.layout import WORD
@@ -90,7 +90,7 @@ class DiskStore(TensorStore):
     def _open(self) -> None:
         self._make_directory()
         remedy = "two runs would write one table; end that one, or name another offload_dir"
-        claim = locks.Claim(self.path("lock"), self._directory, remedy)
+        claim = files.Claim(self.path("lock"), self._directory, remedy)
         self._release = weakref.finalize(self, claim.release)
         try:
             self.stale = self.path().exists()
@@ -109,7 +109,7 @@ class DiskStore(TensorStore):
 
     def _make_directory(self) -> None:
         try:
-            with failures.named(self._directory):
+            with files.named(self._directory):
                 self._directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
@@ -149,7 +149,7 @@ class DiskStore(TensorStore):
     def _describe(self, state: str) -> None:
         content = {"format": tablefile.FORMAT, "id": self._id, "state": state, "n": self.n, "words": self.words}
         content |= {"row_bytes": 16 * self.words, "description": self._description}
-        with failures.named(self.path("json")):
+        with files.named(self.path("json")):
             tablefile.write_json(self.path("json"), content)
         self._state = state
 

@@ -31,7 +31,7 @@ def on_host(blocks: Iterable[Tensor]) -> list[Tensor]:
     return [block.cpu().view(WORD) for block in blocks]
 
 
-class Snapshot:
+class ChunkSnapshot:
     """Some chunks of a store as they are when this is made; each is read once, in ascending order.
 
     Whoever writes rows gives them to :meth:`keep` before, which notes what they were. A chunk is read from the store
@@ -137,4 +137,44 @@ class Snapshot:
         """The same in a forked process, where the thread that reads is not: it may have held a lock."""
         self._store.snapshot = None
         self._released = threading.Event()
+        self._released.set()
+
+
+class Snapshot:  # stopgap
+    """Undo log: the rows of a store as they are now, read by ascending ranges while commits go on."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store, self._log, self._read = store, list[tuple[Tensor, Tensor]](), 0
+        self._lock, self._released, self._error = threading.Lock(), threading.Event(), list[Exception]()
+        store.snapshot = self
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows will be written."""
+        try:
+            with self._lock:
+                rows = rows[rows >= self._read]
+                self._log.append((rows.cpu(), self._store.gather(rows).cpu().view(WORD)))
+        except Exception as error:
+            self._error.append(error)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)`` as they were."""
+        with self._lock:
+            if self._error:
+                raise self._error[0]
+            block = self._store.block(start, stop).cpu().view(WORD)
+            for rows, former in reversed(self._log):
+                mine = (rows >= start) & (rows < stop)
+                block[rows[mine] - start] = former[mine]
+            self._read = stop
+        return block
+
+    def wait(self) -> None:
+        """Until the store may be moved or closed."""
+        self._released.wait()
+
+    def release(self) -> None:
+        """End it."""
+        self._store.snapshot = None
+        self._log = []
         self._released.set()

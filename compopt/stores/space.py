@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from compopt import failures
+from compopt import files
 
 PAGE = mmap.PAGESIZE
 
@@ -101,7 +101,7 @@ class Space:
         posix_fallocate takes twice as long, and where it is missing the C library writes zeros itself. File systems in
         memory have it, and there those who only read claim as well: they must not write a zero over a row.
         """
-        with failures.named(self._path, kept):
+        with files.named(self._path, kept):
             for block in blocks.tolist():
                 start = block * self._unit
                 if self.in_memory:

@@ -14,11 +14,11 @@ from compopt import accelerator
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.ranks import Ranks
-from compopt.remote import Folder
 from compopt.stores import RowAccess, RowStore
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.placement import Placement
+from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
@@ -30,7 +30,7 @@ REMEMBERED = 4  # directories whose latest checkpoint a table knows
 class Saved:
     """A checkpoint of the rows as they were at the end of a period of their store's ``changes``."""
 
-    path: Folder
+    path: Any
     t: int
     save_id: str
     period: int
@@ -192,6 +192,11 @@ class RowTable:
         return torch.argsort(other, stable=True)[:count]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:  # stopgap
+        """Return the rows as they are now, to be read beside commits."""
+        accelerator.synchronize(self.store.device)
+        return Snapshot(self.store)
 
     def remember(self, checkpoint: Saved) -> None:
         """There is a checkpoint of the rows as they were at a cut."""

@@ -1,0 +1,201 @@
+"""Directories of a run's checkpoints, on a file system or behind a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from compopt.checkpoint import manifest
+from compopt.checkpoint.manifest import MANIFEST, Checkpoint
+from compopt.distributed.ranks import Ranks
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # what Path makes of a URL
+
+
+class Directory:
+    """A run's directory on a file system.
+
+    Attributes:
+        local: where its files are written and read.
+        shared: whether all ranks see the same files there.
+    """
+
+    shared = True
+
+    def __init__(self, local: Path) -> None:
+        self.local = local
+
+    def at(self, local: Path) -> Path | str:
+        """Return the place of something in the directory, for the user."""
+        return local
+
+    def list(self) -> None:
+        """Learn which checkpoints there are."""
+
+    def get(self, local: Path, size: int | None = None) -> None:
+        """Fetch a file, if it has so many bytes."""
+
+    def put(self, local: Path) -> None:
+        """Hand over a file that was written."""
+
+    def of_first_rank(self, ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint:
+        """Return the checkpoint that rank 0 gives, in this rank's local directory. Collective."""
+        first, its_local = ranks.gather_objects((checkpoint, self.local))[0]
+        if self.shared:
+            return first
+        path = self.local / first.path.relative_to(its_local)
+        path.mkdir(parents=True, exist_ok=True)
+        return replace(first, path=path)
+
+    def is_complete(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is there and has its manifest."""
+        return checkpoint.complete
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint, as far as possible."""
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context in which refusals name the place that the user knows."""
+        return nullcontext()
+
+
+class Remote(Directory):
+    """A run's directory at a URL, with a temporary local directory, which goes with this object.
+
+    The local directory has the names of the checkpoints, their manifests, and files under way. The store's listings are
+    never cached, because other processes write there. Errors of a driver become ``OSError`` that name the URL.
+
+    Args:
+        url: as fsspec understands it. Credentials and options come from where its driver looks for them.
+    """
+
+    shared = False
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise ImportError(
+                f'{url}: URLs need fsspec: pip install -e ".[remote]" in the checkout of compopt'
+            ) from None
+        self.url = url.rstrip("/")
+        try:
+            self._store, path = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise type(error)(f"{url}: {error}") from error
+        self._path = str(path).rstrip("/")
+        temporary = tempfile.mkdtemp(prefix="compopt-")
+        weakref.finalize(self, shutil.rmtree, temporary, True)
+        super().__init__(Path(temporary).resolve() / self.url.rpartition("/")[2])
+
+    def at(self, local: Path) -> str:
+        return self.url if local == self.local else f"{self.url}/{local.relative_to(self.local).as_posix()}"
+
+    def list(self) -> None:
+        names = self._copy_manifest(self.local)
+        for name in names:
+            if manifest.parse(self.local / name) is not None:
+                self._copy_manifest(self.local / name)
+
+    def _copy_manifest(self, local: Path) -> set[str]:
+        """Make a local directory and copy the manifest into it, if there is one; return the names there are."""
+        with self._named(local) as path:
+            self._store.invalidate_cache(path)
+            if not self._store.isdir(path):
+                return set()
+            names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in self._store.ls(path, detail=True)}
+        local.mkdir(parents=True, exist_ok=True)
+        if MANIFEST in names:
+            with suppress(FileNotFoundError):  # a run that saves meanwhile has removed it
+                self.get(local / MANIFEST)
+        return names
+
+    def get(self, local: Path, size: int | None = None) -> None:
+        with self._named(local) as path:
+            if size is None or (self._store.isfile(path) and self._store.size(path) == size):
+                self._store.get_file(path, str(local))
+
+    def put(self, local: Path) -> None:
+        with self._named(local) as path:
+            self._make(path.rpartition("/")[0])
+            self._store.put_file(str(local), path)
+        if local.name != MANIFEST:
+            local.unlink()
+
+    def _make(self, path: str) -> None:
+        """Make a directory where the store has such; a bucket is never made."""
+        try:
+            self._store.mkdir(path, create_parents=False)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            parent = path.rpartition("/")[0]
+            if "/" not in parent.strip("/"):  # a bucket
+                raise
+            self._make(parent)
+            self._store.mkdir(path, create_parents=False)
+
+    def is_complete(self, checkpoint: Checkpoint) -> bool:
+        with self._named(checkpoint.path) as path:
+            self._store.invalidate_cache(path)
+            return bool(self._store.isfile(f"{path}/{MANIFEST}"))
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        with self._named(checkpoint.path) as path:
+            with suppress(FileNotFoundError):
+                self._store.rm_file(f"{path}/{MANIFEST}")  # first: what is left does not look complete
+            with suppress(FileNotFoundError):
+                self._store.rm(path, recursive=True)
+
+    @contextmanager
+    def _named(self, local: Path) -> Iterator[str]:
+        """Yield the path in the store; name the URL in errors."""
+        url = self.at(local)
+        try:
+            yield self._path + url[len(self.url) :]
+        except (FileNotFoundError, FileExistsError, PermissionError) as error:
+            raise type(error)(f"{url}: {error}") from error
+        except Exception as error:  # drivers have their own
+            raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(str(error).replace(str(self.local), self.url)) from None
+
+
+def open_directory(directory: str | os.PathLike[str]) -> Directory:
+    """Return the directory that a user names by its path or its URL; ``file://`` is a path.
+
+    Raises:
+        ImportError: fsspec, or the driver for such URLs, is not installed; the message names it.
+        ValueError: no such protocol, or a URL that went through ``Path``.
+        TypeError: ``directory`` is no path.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        remedy = "pass os.fsdecode(directory)" if isinstance(directory, bytes) else "pass a str or a pathlib.Path"
+        raise TypeError(
+            f"directory must be a path or a URL, got {directory!r} of type {type(directory).__name__}; {remedy}"
+        )
+    text = os.fspath(directory)
+    if "::" in text and "://" in text:
+        raise ValueError(f"directory={text!r} is a chained URL, caches and archives may be stale; pass the store's own")
+    match = _URL.match(text)
+    if match is None:
+        if _COLLAPSED.match(text):
+            raise ValueError(f"directory={directory!r} was a URL before it became a path; pass the URL as a string")
+        return Directory(Path(directory))
+    if match[1].lower() in ("file", "local"):
+        return Directory(Path(text[match.end() :]))
+    return Remote(text)

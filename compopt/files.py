@@ -1,0 +1,237 @@
+"""Files that a run writes: errors that name them, durable writes, checksums, and locks between processes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there{free} or name another directory",
+    errno.EDQUOT: "the quota is used up: free space there or name another directory",
+    errno.EFBIG: "a file may not be so large there (ulimit -f, or the file system): raise the limit or name another "
+    "directory",
+    errno.EROFS: "the file system is read-only: name another directory",
+    errno.EACCES: "this user may not write there: name another directory",
+    errno.EPERM: "this user may not write there: name another directory",
+    errno.ENOENT: "the directory was removed while it was in use: by another run?",
+}
+
+
+@contextmanager
+def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
+    """Add a path and a remedy to an ``OSError``; its class and ``errno`` stay.
+
+    Blocks nest: an error that an inner block has explained passes unchanged, because that block knows the path best.
+
+    Args:
+        path: what is written.
+        kept: what the failure left unchanged, for the message.
+
+    Raises:
+        OSError: from the original one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        remedy = _REMEDIES.get(error.errno or 0, "").format(free=_free(path))
+        text = "; ".join(part for part in (error.strerror or str(error), remedy, kept) if part)
+        if error.errno:
+            raise OSError(error.errno, text, os.fspath(path)) from error
+        raise OSError(f"{text}: {os.fspath(path)!r}") from error
+
+
+def _free(path: str | os.PathLike[str]) -> str:
+    with suppress(OSError):
+        return f" ({shutil.disk_usage(Path(path).parent).free / 1e6:,.1f} MB are left)"
+    return ""
+
+
+# -- durable writes ------------------------------------------------------------------------------------------------
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its parents, and sync their names."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and sync its content; its name is synced by :func:`sync_directory`."""
+    with open(path, "xb") as file:  # "x": never into a file that other checkpoints share
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Sync the names in a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def checksum(path: Path, crc32: bool = False) -> str:
+    """Return the SHA-256 of a file, or its CRC-32, in hexadecimal digits."""
+    digest, crc = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            if crc32:
+                crc = zlib.crc32(piece, crc)
+            else:
+                digest.update(piece)
+    return f"{crc:08x}" if crc32 else digest.hexdigest()
+
+
+# -- locks -----------------------------------------------------------------------------------------------------------
+
+# Seconds to wait for a lock whose holder is about to end: the kernel frees the memory of a killed process first.
+PATIENCE = 2.0
+_locks: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()
+_guard = threading.RLock()
+
+
+class _Lock:
+    """A locked file, shared by the claims of this process; the last one that is dropped gives it back.
+
+    The kernel releases a flock when the process ends, however it ends, and when every copy of the descriptor is
+    closed. Forked children close theirs at once, so that a DataLoader's worker that outlives its run holds nothing.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+        weakref.finalize(self, _unlock, path, descriptor, os.getpid())
+
+
+def _unlock(path: Path, descriptor: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if _is_file(path, descriptor):
+        with suppress(OSError):
+            path.unlink()  # before the lock is given back: who waits for it then finds another file at its path
+    os.close(descriptor)
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
+
+
+class Claim:
+    """Claim of this process on what a lock file stands for, until :meth:`release`.
+
+    Args:
+        path: of the lock file; its directory exists.
+        what: the file or directory that is written, for messages.
+        remedy: advice for a refused run.
+
+    Raises:
+        RuntimeError: another process holds the lock; the message says which, on which machine, since when.
+        OSError: the lock file cannot be written.
+
+    Warns:
+        UserWarning: the file system has no locks.
+    """
+
+    def __init__(self, path: Path, what: Path, remedy: str) -> None:
+        self._lock: _Lock | None
+        with _guard:
+            self._lock = _locks.get(path.absolute())
+            if not self.valid:
+                self._lock = _acquire(path.absolute(), what, remedy)
+
+    @property
+    def valid(self) -> bool:
+        """True while the lock is held and its file is in its place."""
+        return self._lock is not None and _is_file(self._lock.path, self._lock.descriptor)
+
+    def release(self) -> None:
+        """Drop the claim; the last claim of this process releases the lock."""
+        self._lock = None
+
+
+def _acquire(path: Path, what: Path, remedy: str) -> _Lock | None:
+    """Lock a file; return ``None`` where the file system has no locks."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        refused = _flock(descriptor)
+        if refused is None and _is_file(path, descriptor):
+            _sign(descriptor)
+            _locks[path] = lock = _Lock(path, descriptor)
+            return lock
+        holder = _holder(descriptor)
+        os.close(descriptor)
+        if refused is not None and refused.errno not in (errno.EACCES, errno.EAGAIN):
+            warnings.warn(
+                f"{what}: the file system has no locks ({refused.strerror}): nobody notices two runs that write there",
+                stacklevel=4,
+            )
+            return None
+        if refused is not None and time.monotonic() > end:
+            raise RuntimeError(f"{what} is in use by {holder}: {remedy}")
+        time.sleep(0.05 if refused is not None else 0)
+
+
+def _flock(descriptor: int) -> OSError | None:
+    """Try to lock; return the error of the kernel."""
+    if sys.platform == "win32":
+        return OSError(errno.ENOSYS, "no POSIX locks on this system")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def _sign(descriptor: int) -> None:
+    """Write the holder into the lock file, if there is room on the disk."""
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        found = json.loads(os.pread(descriptor, 1 << 12, 0))
+        return f"process {found['pid']} on {found['host']} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _close_in_child() -> None:
+    """Close copies of the parent's descriptors after a fork."""
+    global _guard
+    _guard = threading.RLock()
+    for lock in list(_locks.values()):
+        os.close(lock.descriptor)
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
