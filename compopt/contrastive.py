@@ -59,7 +59,8 @@ from compopt.kernel.features import Encode, Encoder, Features, nothing, working_
 from compopt.kernel.local import Pairs
 from compopt.kernel.statistics import Extra, PairStatistics
 from compopt.objective import Objective, Summary
-from compopt.stores.placement import Placement
+from compopt.stores import Offload
+from compopt.stores.table import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
@@ -160,7 +161,7 @@ class ContrastiveEstimator(Estimator):
         multiply_tau: bool = True,
         chunk_size: int | None = None,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

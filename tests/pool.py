@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from compopt.stores import changes, table
+from compopt.stores import table
 
 WORLD = 4
-BLOCK_ROWS, CHUNK_ROWS = table.BLOCK_ROWS, changes.CHUNK_ROWS
+BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30
 
 
@@ -81,7 +81,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
         task = pipe.recv()
         faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
         function, ranks, args = task
-        table.BLOCK_ROWS, changes.CHUNK_ROWS = BLOCK_ROWS, CHUNK_ROWS  # a function may make them small
+        table.BLOCK_ROWS = BLOCK_ROWS  # a function may make it small
         try:
             pipe.send((function(groups[ranks], *args), None))
         except Exception:

@@ -25,7 +25,7 @@ from compopt.estimator.fixed import fixed
 from compopt.estimator.groups import Groups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.reader import ROW_KEYS
-from compopt.stores.placement import Placement
+from compopt.stores.table import Placement
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

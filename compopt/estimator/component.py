@@ -20,7 +20,8 @@ from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.hooks import Hooks
 from compopt.estimator.part import PartHooks
-from compopt.stores.placement import Placement
+from compopt.stores import Offload
+from compopt.stores.table import Placement
 
 
 class Component(PartHooks, Estimator):
@@ -62,7 +63,7 @@ class Component(PartHooks, Estimator):
         defaults: Mapping[str, Any],
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

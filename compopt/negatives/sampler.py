@@ -24,6 +24,7 @@ from compopt.kernel.features import nothing
 from compopt.negatives.candidates import Pool, Samples
 from compopt.negatives.chains import Chains, Rules, burn_in_count
 from compopt.negatives.walk import walk
+from compopt.stores import Offload
 from compopt.stores.layout import Column
 
 PROPOSALS = ("pool", "sweep")
@@ -121,7 +122,7 @@ class MCMCNegativeSampler(Normalizer):
         seed: int = 0,
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

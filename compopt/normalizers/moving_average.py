@@ -19,6 +19,7 @@ from compopt.estimator.call import Call, Estimate
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, parse
 from compopt.functional import Scalar
+from compopt.stores import Offload
 from compopt.stores.layout import Column
 
 # How much of s_ii / tau is inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -106,7 +107,7 @@ class MovingAverageEstimator(Normalizer):
         *,
         domain: Literal["log", "linear"] = "log",
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

@@ -28,6 +28,7 @@ from compopt.normalizers.functional_optimizer import FunctionalOptimizer
 from compopt.normalizers.networks import ARCHITECTURES, Sweep, is_bounded
 from compopt.normalizers.queue import Queue
 from compopt.normalizers.training import OBJECTIVES, QUEUE, Training
+from compopt.stores import Offload
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
@@ -123,7 +124,7 @@ class NeuralNormalizer(Normalizer):
         n: GroupSpec | None = None,
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

@@ -12,6 +12,7 @@ import torch
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
+from compopt.stores import Offload
 
 
 class CommonOptions(TypedDict, total=False):
@@ -22,7 +23,7 @@ class CommonOptions(TypedDict, total=False):
     normalize: bool
     chunk_size: int | None
     process_group: ProcessGroup | None
-    offload: str | None
+    offload: Offload | None
     offload_dir: str | os.PathLike[str] | None
     shard: bool
     dtype: torch.dtype
