@@ -172,7 +172,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.stores import open_rows
-rows = open_rows(40, 1, offload="cpu", description={})
+rows = open_rows(40, 1, offload="cpu")
 tickets = []
 def announce(index):
     tickets.append(rows.prefetch(index, torch.device("cpu")))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import accelerator
 from compopt.stores.layout import WORD, moved
-
-if TYPE_CHECKING:
-    from compopt.stores.snapshot import Snapshot
 
 
 class RowStore(ABC):
@@ -31,13 +29,13 @@ class RowStore(ABC):
 
     Attributes:
         instant_rows: so many rows are gathered in less time than it takes to hand the work to a thread.
-        snapshot: the undo log of a save under way, which is given former values before rows are written.
+        undo_log: of a save under way (``Snapshot.keep``): called with rows ``(R,)`` before they are written.
     """
 
     n: int
     words: int
     instant_rows = 0
-    snapshot: Snapshot | None = None
+    undo_log: Callable[[Tensor], None] | None = None
     _table: Tensor
 
     @property
@@ -51,8 +49,8 @@ class RowStore(ABC):
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows."""
-        if (snapshot := self.snapshot) is not None:
-            snapshot.keep(rows)
+        if (log := self.undo_log) is not None:
+            log(rows)
         self._table.index_copy_(0, rows, self._as_stored(block))
 
     def block(self, start: int, stop: int) -> Tensor:
@@ -61,8 +59,8 @@ class RowStore(ABC):
 
     def write_block(self, start: int, block: Tensor) -> None:
         """Overwrite successive rows."""
-        if (snapshot := self.snapshot) is not None:
-            snapshot.keep(torch.arange(start, start + len(block), device=self.device))
+        if (log := self.undo_log) is not None:
+            log(torch.arange(start, start + len(block), device=self.device))
         self._table[start : start + len(block)].copy_(self._as_stored(block))
 
     @abstractmethod
@@ -93,7 +91,7 @@ class RowStore(ABC):
 
     def await_snapshot(self) -> None:
         """Wait until no save reads the rows any more."""
-        while self.snapshot is not None:
+        while self.undo_log is not None:
             sleep(1e-3)
 
     def _shape(self, n: int, kind: torch.dtype = WORD) -> tuple[int, ...]:

@@ -246,8 +246,8 @@ class DiskStore(RowStore):
         self._check_file() if self._overwriting else self.ready()
         first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
         self._make_room(np.array([first, last - 1]))  # the pages that are written in part
-        if self.snapshot is not None:
-            self.snapshot.keep(torch.arange(start, start + len(block)))
+        if (log := self.undo_log) is not None:
+            log(torch.arange(start, start + len(block)))
         raw = block.contiguous().view(torch.uint8).numpy().reshape(-1).data
         self._pwrite(raw, start * self._row_bytes)
         self._written[first:last] = True

@@ -34,7 +34,7 @@ class MemoryStore(RowStore):
         self._table = self._zeros(n, torch.device("cpu"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "snapshot": None}  # a copy is not being saved
+        return {**self.__dict__, "undo_log": None}  # a copy is not being saved
 
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         with self._claim(n, device):

@@ -44,7 +44,7 @@ class Snapshot:
         self._log: list[Run] = []  # oldest first, each at least twice as long as the next
         self._unsorted, self._lock = 0, threading.Lock()
         self._error: Exception | None = None
-        store.snapshot = self
+        store.undo_log = self.keep
 
     def keep(self, rows: Tensor) -> None:
         """Log the values of rows ``(R,)``, on the store's device, which will be written.
@@ -93,7 +93,7 @@ class Snapshot:
 
     def release(self) -> None:
         """Stop logging and free the log. Takes no lock, since a forked process may have inherited it locked."""
-        self._store.snapshot = None
+        self._store.undo_log = None
         self._new, self._log = deque(), []
 
     def _sort(self, wait: bool) -> None:
