@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.stores import changes, snapshot, table
+from compopt.stores import snapshot, table
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.devices import DEVICE, HAS_STREAMS, needs_accelerator, quiet
 
@@ -172,22 +172,11 @@ def test_a_checkpoint_of_rows_elsewhere(offload, tmp_path):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_checkpoint_beside_training(after, offload, tmp_path, monkeypatch):
     """Commits neither wait for the thread that writes it nor get into it; it looks at the store around them."""
-    monkeypatch.setattr(changes, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(table, "BLOCK_ROWS", 64)
     options = {"offload_dir": tmp_path / "rows"} if offload == "disk" else {}
     est, at_the_cut = compopt.SogCLREstimator(N, offload=offload, **options), compopt.SogCLREstimator(N)
     train(est, DEVICE, range(8))
     at_the_cut.load_state_dict(est.state_dict())
-    name = "on_host" if after else "copies"
-    look, reached, go = getattr(snapshot, name), threading.Event(), threading.Event()
-
-    def held(*args):
-        blocks = look(*args) if after else None
-        reached.set()
-        assert go.wait(30)
-        return blocks if after else look(*args)
-
-    monkeypatch.setattr(snapshot, name, held)
+    reached, go = held_reads(monkeypatch, after)
     batches = [batch(seed, DEVICE) for seed in range(8, 16)]
     handle = compopt.save(est, tmp_path / "files", blocking=False)
     assert reached.wait(30)
@@ -201,10 +190,34 @@ def test_a_checkpoint_beside_training(after, offload, tmp_path, monkeypatch):
     assert not torch.equal(est.read(torch.arange(N))["count"].cpu(), loaded.read(torch.arange(N))["count"])
 
 
+def held_reads(monkeypatch, after=False):
+    """Let the thread that saves wait before, or right after, it copies rows: events for "it is there" and "go on"."""
+    reached, go = threading.Event(), threading.Event()
+
+    class Held(snapshot.Snapshot):
+        def read(self, start, stop):
+            block = self._store.block
+
+            def held(*args):
+                rows = block(*args) if after else None
+                reached.set()
+                assert go.wait(30)
+                return rows if after else block(*args)
+
+            monkeypatch.setattr(self._store, "block", held)
+            try:
+                return super().read(start, stop)
+            finally:
+                monkeypatch.setattr(self._store, "block", block)
+
+    monkeypatch.setattr(table, "Snapshot", Held)
+    return reached, go
+
+
 def test_rows_move_when_they_are_read(tmp_path, monkeypatch):
-    est, go, look = compopt.SogCLREstimator(N), threading.Event(), snapshot.copies
+    est = compopt.SogCLREstimator(N)
     train(est, "cpu", range(3))
-    monkeypatch.setattr(snapshot, "copies", lambda *args: go.wait(30) and look(*args))
+    _, go = held_reads(monkeypatch)
     handle = compopt.save(est, tmp_path, blocking=False)
     thread = threading.Thread(target=est.to, args=(DEVICE,))
     thread.start()

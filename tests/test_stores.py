@@ -1,4 +1,4 @@
-"""Stores and write-behind: rows read as from memory, bit for bit, whatever the thread does and whatever process ends."""
+"""Stores and write-behind: rows read as from memory, bit for bit, whatever threads do, whichever process ends."""
 
 from __future__ import annotations
 
