@@ -23,7 +23,7 @@ from compopt.stores.base import RowStore
 from compopt.stores.layout import WORD
 
 PAGE = mmap.PAGESIZE
-_ZEROS = bytes(PAGE)
+_PAGE_BITS, _ZEROS = PAGE.bit_length() - 1, bytes(PAGE)
 # A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a read from a disk 50
 # microseconds and more) the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
@@ -123,6 +123,7 @@ class DiskStore(RowStore):
         self._table = torch.frombuffer(mapping, dtype=WORD)[: n * self.words].view(self._shape(n))
         before, self._written = self._written, np.zeros(size // PAGE, dtype=np.bool_)
         self._written[: len(before)] = before[: len(self._written)]
+        self._holes = int(len(self._written) - np.count_nonzero(self._written))
         self.n = n
 
     def _own(self) -> None:
@@ -179,11 +180,13 @@ class DiskStore(RowStore):
     def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First and last page of each row."""
         start = rows.numpy() * self._row_bytes
-        first = start // PAGE
-        return first, (start + self._row_bytes - 1) // PAGE if PAGE % self._row_bytes else first
+        first = start >> _PAGE_BITS
+        return first, (start + self._row_bytes - 1) >> _PAGE_BITS if PAGE % self._row_bytes else first
 
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
+        if not self._holes:
+            return self._gather_written(rows)
         first, last = self._pages(rows)
         there = self._written[first]
         if last is not first:
@@ -219,6 +222,7 @@ class DiskStore(RowStore):
         for page in holes.tolist():
             self._pwrite(_ZEROS, page * PAGE)
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
+        self._holes -= len(holes)
 
     def _pwrite(self, content: bytes | memoryview, offset: int) -> None:
         with failures.named(self.path, "no row was written"):
@@ -250,6 +254,7 @@ class DiskStore(RowStore):
             log(torch.arange(start, start + len(block)))
         raw = block.contiguous().view(torch.uint8).numpy().reshape(-1).data
         self._pwrite(raw, start * self._row_bytes)
+        self._holes -= int(np.count_nonzero(~self._written[first:last]))
         self._written[first:last] = True
 
     @contextmanager
