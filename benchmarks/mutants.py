@@ -64,10 +64,9 @@ BY_READING = {
     ("compopt/normalizers/functional_optimizer.py", "FunctionalOptimizer.start", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
     ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
-    ("compopt/stores/fetched.py", "gather", "return"): ACCELERATOR,
-    ("compopt/stores/host.py", "HostStore._zeros", "keyword"): ACCELERATOR,
-    ("compopt/stores/memory.py", "_Later.take", "keyword"): f"{EQUAL}: a copy that need not wait",
-    ("compopt/stores/offloaded.py", "OffloadedRows._stage", "keyword"): ACCELERATOR,
+    ("compopt/stores/write_behind.py", "WriteBehind._read_ahead", "statement"): ACCELERATOR,
+    ("compopt/stores/memory.py", "HostStore._zeros", "keyword"): ACCELERATOR,
+    ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
 HISTORY = (

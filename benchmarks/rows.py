@@ -25,9 +25,9 @@ from torch import Tensor
 
 from benchmarks.machine import resident, timed
 from benchmarks.rows_report import COLD_BATCHES, report, step_table
-from benchmarks.rows_steps import CPU, DESCRIPTION, Work, batches, measure_step, step_overhead
+from benchmarks.rows_steps import CPU, Work, batches, measure_step, step_overhead
 from benchmarks.saved import ROOT, save
-from compopt.stores import DiskStore, OffloadedRows, RowStore, open_rows
+from compopt.stores import DiskStore, RowStore, WriteBehind, open_rows
 from recipes.report import environment, quartiles
 
 TABLES = [("cpu", 10**5), ("cpu", 10**7), ("cpu", 2 * 10**8), ("disk", 10**5), ("disk", 10**7), ("disk", 10**9)]
@@ -42,9 +42,9 @@ def measure_table(offload: str, n: int, directory: str, size: int, pool_size: in
     before = resident()
     opened = time.perf_counter()
     options = {"offload_dir": directory} if offload == "disk" else {}
-    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
+    rows = open_rows(n, 1, offload=offload, **options)
     result: dict = {"offload": offload, "n": n, "create": time.perf_counter() - opened, "seconds": {}}
-    assert isinstance(rows, OffloadedRows)
+    assert isinstance(rows, WriteBehind)
     block = torch.randn(size, 1, dtype=torch.complex128)
     store: RowStore = rows.store
 
@@ -71,8 +71,10 @@ def measure_table(offload: str, n: int, directory: str, size: int, pool_size: in
     if offload == "disk":
         rows.close()
         evict(Path(directory))
-        store = DiskStore(directory, "rows", n, 1, DESCRIPTION)
+        store = DiskStore(directory, "rows", n, 1)
         store.stale = False  # the rows are ours
+        store._map(n), store._own()
+        store._holes = 0
         cycle("evicted", pool[:COLD_BATCHES], scatter=False)
         store.close()
     return result
@@ -87,7 +89,7 @@ def evict(directory: Path) -> None:
 
 
 def main_thread(
-    rows: OffloadedRows, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
+    rows: WriteBehind, pool: list[Tensor], block: Tensor, work: Work, prefetching: bool, label: str
 ) -> dict[str, list[float]]:
     """Time what the calls cost the training thread, with work between them."""
     spent: dict[str, list[float]] = {}

@@ -14,7 +14,6 @@ from benchmarks.machine import timed
 from compopt.stores import Ticket, open_rows
 from recipes.report import quartiles
 
-DESCRIPTION = {"columns": {"log_u": [2, "float32"], "count": [2, "int32"]}}
 CPU = torch.device("cpu")
 
 
@@ -42,7 +41,7 @@ class Work:
 def measure_step(offload: str, n: int, directory: str, size: int, pool_size: int, work_ms: float, steps: int) -> dict:
     """Added wall time of a step that reads and commits a batch of rows, with and without prefetch."""
     options = {"offload_dir": directory} if offload == "disk" else {}
-    rows = open_rows(n, 1, offload=offload, description=DESCRIPTION, **options)
+    rows = open_rows(n, 1, offload=offload, **options)
     block, pool = torch.randn(size, 1, dtype=torch.complex128), batches(n, size, pool_size, 2)
     for batch in pool:
         rows.fetch(batch, batch)

@@ -26,7 +26,7 @@ def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
         if machine.time_is_up(what):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows = open_rows(n, 1, offload=offload, offload_dir=folder if offload == "disk" else None, description={})
+            rows = open_rows(n, 1, offload=offload, offload_dir=folder if offload == "disk" else None)
             rows.store.to(machine.device)
             steps = Steps(machine, rows, n, size)
             found: dict[str, list[float]] = {"bare": [], "rows": [], "rows, prefetched": [], "thread": []}
