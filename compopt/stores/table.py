@@ -58,9 +58,7 @@ class Placement:
         if self.offload != "disk":
             return open_rows(n, words, offload=self.offload)
         with doing("the construction of an estimator"):
-            return ranks.agree(
-                lambda: open_rows(n, words, offload="disk", offload_dir=self.offload_dir, name=name),
-            )
+            return ranks.agree(lambda: open_rows(n, words, offload="disk", offload_dir=self.offload_dir, name=name))
 
 
 class RowTable:
