@@ -488,18 +488,3 @@ def test_open_rows(tmp_path):
         commit_value(rows, 3)
         assert value_of(rows.fetch(torch.tensor([2]))) == 3
         rows.close()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"offload": "gpu"}, 'None, "cpu" or "disk", got \'gpu\''),
-        ({"offload": True}, "got True"),
-        ({"offload": "disk"}, "needs offload_dir="),
-        ({"offload": "cpu", "offload_dir": "x"}, "got offload='cpu'"),
-        ({"offload_dir": "x"}, "got offload=None"),
-    ],
-)
-def test_open_rows_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        open_rows(10, 1, **options)
