@@ -78,7 +78,8 @@ class DiskStore(RowStore):
         self._release = weakref.finalize(self, claim.release)
         self.stale = self.path.exists()
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with failures.named(self.path):
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._close_fd = weakref.finalize(self, os.close, self._fd)
             self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
             if self.stale:
