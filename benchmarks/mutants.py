@@ -62,6 +62,10 @@ BY_READING = {
     ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
     ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
+    ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
+    ("compopt/stores/write_behind.py", "WriteBehind._read_ahead", "statement"): ACCELERATOR,
+    ("compopt/stores/memory.py", "HostStore._zeros", "keyword"): ACCELERATOR,
+    ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs

@@ -1,4 +1,4 @@
-"""What the library asks of a device beside the CPU: streams, events, pinned memory, number formats.
+"""Streams, events, pinned memory and number formats of a device beside the CPU.
 
 Three kinds of devices exist here.
 
@@ -31,12 +31,12 @@ def _streams(device: torch.device) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Copies to and from a device can run beside its computations, and nobody waits for them."""
+    """Return True if copies to and from a device can run beside its computations, without a wait."""
     return _streams(device) is not None
 
 
 def available() -> torch.device | None:
-    """The kind of accelerator that this process can use, if any."""
+    """Return the kind of accelerator that this process can use, if any."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:  # before torch 2.6
         return torch.device("cuda") if torch.cuda.is_available() else None
@@ -44,13 +44,13 @@ def available() -> torch.device | None:
 
 
 def pins() -> bool:
-    """Host memory that a device may copy from and to is pinned in this process."""
+    """Return True if this process pins host memory that a device copies from and to."""
     device = available()
     return device is not None and has_streams(device)
 
 
 def here(device: torch.device) -> torch.device:
-    """A device with its number: another thread may have another current device."""
+    """Give a device its number: another thread may have another current device."""
     module = _streams(device)
     if module is None or device.index is not None:
         return device
@@ -61,20 +61,20 @@ def here(device: torch.device) -> torch.device:
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream beside the current one; ``None`` where there are no streams."""
+    """Make a stream beside the current one; ``None`` where there are no streams."""
     module = _streams(device)
     return None if module is None else module.Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream to which this thread gives a device's work; ``None`` where there are no streams."""
+    """Return the stream to which this thread gives a device's work; ``None`` where there are no streams."""
     module = _streams(device)
     return None if module is None else module.current_stream(device)
 
 
 @contextlib.contextmanager
 def current(device: torch.device, stream: Any = None) -> Iterator[None]:
-    """Inside, the device and one of its streams are this thread's current ones."""
+    """Make a device and one of its streams this thread's current ones."""
     module = _streams(device)
     if module is None:
         yield
@@ -84,12 +84,12 @@ def current(device: torch.device, stream: Any = None) -> Iterator[None]:
 
 
 def wait_stream(stream: Any, device: torch.device) -> None:
-    """What a stream does from here on comes after what the current one has been given so far."""
+    """Let a stream wait for what the current one has been given so far."""
     stream.wait_stream(_streams(device).current_stream(device))
 
 
 def event(device: torch.device) -> Any:
-    """What the current stream has been given so far, to wait for or to ask about; ``None`` without streams."""
+    """Record what the current stream has been given so far, to wait for or to query; ``None`` without streams."""
     module = _streams(device)
     if module is None:
         return None
@@ -119,7 +119,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; one on the host goes through pinned memory, without waiting for it."""
+    """Move a tensor to a device; one on the host goes through pinned memory, without waiting for it."""
     if tensor.device.type == "cpu" and has_streams(device):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -140,7 +140,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has a number format. MPS and some XPUs have neither float64 nor complex128."""
+    """Return True if a device has a number format. MPS and some XPUs have neither float64 nor complex128."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
     if (device, dtype) not in _FORMATS:
@@ -154,12 +154,12 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The most exact floats of a device."""
+    """Return the most exact floating-point dtype of a device."""
     return torch.float64 if supports(device, torch.float64) else torch.float32
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """State on another device, in single precision where that has no double."""
+    """Move state to another device, in single precision where that has no double."""
     if tensor.dtype == torch.float64:
         return tensor.to(device, widest(device))
     return tensor.to(device)

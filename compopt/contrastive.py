@@ -30,7 +30,8 @@ from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import Extra, PairStatistics
 from compopt.objective import Objective, Summary
-from compopt.stores.placement import Placement
+from compopt.stores import Offload
+from compopt.stores.table import Placement
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from compopt.checkpoint import manifest
-from compopt.stores import changes, table
+from compopt.stores import table
 
 WORLD = 4
 PIECES = manifest.PIECE_ROWS, manifest.CHUNK_ROWS
-BLOCK_ROWS, CHUNK_ROWS = table.BLOCK_ROWS, changes.CHUNK_ROWS
+BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30
 
 
@@ -83,7 +83,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
         task = pipe.recv()
         faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
         function, ranks, args = task
-        table.BLOCK_ROWS, changes.CHUNK_ROWS = BLOCK_ROWS, CHUNK_ROWS  # a function may make them small
+        table.BLOCK_ROWS = BLOCK_ROWS  # a function may make them small
         manifest.PIECE_ROWS, manifest.CHUNK_ROWS = PIECES
         try:
             pipe.send((function(groups[ranks], *args), None))

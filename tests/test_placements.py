@@ -128,9 +128,11 @@ def test_growing_while_rows_are_under_way(tmp_path):
 
 def test_bad_placements(tmp_path):
     for arguments, match in (
-        ({"offload": "gpu"}, "offload must be"),
+        ({"offload": "gpu"}, 'None, "cpu" or "disk", got \'gpu\''),
+        ({"offload": True}, "got True"),
         ({"offload": "disk"}, "needs offload_dir"),
-        ({"offload_dir": tmp_path}, 'needs offload="disk"'),
+        ({"offload": "cpu", "offload_dir": tmp_path}, "got offload='cpu'"),
+        ({"offload_dir": tmp_path}, 'needs offload="disk", got offload=None'),
     ):
         with pytest.raises(ValueError, match=match):
             compopt.SogCLREstimator(N, **arguments)
@@ -159,8 +161,7 @@ est.prefetch(torch.arange(3))
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-@pytest.mark.parametrize("how, code", [("break", 0), ("raise", 1)])
+@pytest.mark.parametrize("offload, how, code", [("cpu", "break", 0), ("disk", "raise", 1)])
 def test_the_interpreter_ends(offload, how, code, tmp_path):
     command = [sys.executable, "-c", LEFT_EARLY, offload, str(tmp_path), how]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True)

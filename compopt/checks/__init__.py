@@ -11,7 +11,6 @@ from torch import Tensor
 
 Mode = Literal["bimodal", "unimodal"]
 Directions = Literal["both", "forward"]
-Offload = Literal["cpu", "disk"]
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # what is computed in float32 must be a number there
 
 

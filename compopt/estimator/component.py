@@ -18,7 +18,8 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.stores.placement import Placement
+from compopt.stores import Offload
+from compopt.stores.table import Placement
 
 
 class Component(PartHooks, Estimator):
@@ -58,7 +59,7 @@ class Component(PartHooks, Estimator):
         defaults: Mapping[str, Any],
         *,
         process_group: ProcessGroup | None = None,
-        offload: str | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

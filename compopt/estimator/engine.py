@@ -27,8 +27,7 @@ from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
 from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
 from compopt.stores.layout import Column
-from compopt.stores.placement import Placement
-from compopt.stores.table import RowTable
+from compopt.stores.table import Placement, RowTable
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

@@ -22,7 +22,6 @@ from compopt.distributed.control import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
-from compopt.stores import contiguous
 from compopt.stores import table as tables
 
 try:
@@ -77,7 +76,7 @@ class Stateful:
         est._begin_saving()
         with doing("state_dict()", est.t), engine.lock.copying():
             about = states.rest(engine)
-            parts = {} if engine.table is None else contiguous.columns(engine.table)
+            parts = {} if engine.table is None else engine.table.share_dict()
         extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
         with doing("state_dict()", est.t):
             about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, parts)}
@@ -100,7 +99,7 @@ class Stateful:
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
-            states.load_state_dict(engine, state, load_rows=lambda table: contiguous.load(table, parts))
+            states.load_state_dict(engine, state, load_rows=lambda table: table.load_shares(parts))
         est._run("load_state_dict_post")
 
 
@@ -131,7 +130,7 @@ def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
     engine = est._engine
     if not parts:
         return {}
-    start = contiguous.share(est.n or 0, engine.ranks.rank, engine.ranks.size).start
+    start = 0 if engine.table is None else engine.table.share().start
     sums = torch.stack([_checksum(part, start) for part in parts.values()])
     return dict(zip(parts, _added(engine.ranks, sums).tolist(), strict=True))
 
@@ -199,7 +198,7 @@ def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, in
                 f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
                 f"load another checkpoint"
             )
-    table, ranks = est._engine.table, est._engine.ranks
+    table = est._engine.table
     if table is not None:
-        own = contiguous.share(table.n, ranks.rank, ranks.size)
+        own = table.share()
         table.check_values(parts, own.size, own.start)

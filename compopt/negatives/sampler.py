@@ -22,6 +22,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.kernel.features import zero_or_nan
 from compopt.negatives.chains import Chains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
+from compopt.stores import Offload
 from compopt.stores.layout import Column
 
 Proposals = Literal["pool", "sweep"]
@@ -118,7 +119,7 @@ class MCMCNegativeSampler(Normalizer):
         seed: int = 0,
         *,
         process_group: ProcessGroup | None = None,
-        offload: Literal["cpu", "disk"] | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

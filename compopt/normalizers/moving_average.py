@@ -19,6 +19,7 @@ from compopt.estimator.call import Call, Estimate
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, parse
 from compopt.functional import Scalar
+from compopt.stores import Offload
 from compopt.stores.layout import Column
 
 Reference = Literal["none", "positive"]
@@ -107,7 +108,7 @@ class MovingAverageEstimator(Normalizer):
         *,
         domain: Literal["log", "linear"] = "log",
         process_group: ProcessGroup | None = None,
-        offload: Literal["cpu", "disk"] | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

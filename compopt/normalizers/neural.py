@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as torch_functional
@@ -34,6 +34,7 @@ from compopt.normalizers.network import (
     on_host,
 )
 from compopt.normalizers.queue import empty_ring, push
+from compopt.stores import Offload
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
@@ -125,7 +126,7 @@ class NeuralNormalizer(Normalizer):
         n: GroupSpec | None = None,
         *,
         process_group: ProcessGroup | None = None,
-        offload: Literal["cpu", "disk"] | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

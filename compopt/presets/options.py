@@ -13,6 +13,7 @@ import torch
 from compopt.checks import Directions, Mode, Offload
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
+from compopt.stores import Offload
 
 
 class CommonOptions(TypedDict, total=False):

@@ -1,36 +1,24 @@
-"""Where rows live: stores hold rows of 16-byte words, ``RowAccess`` is how a table reads and commits them."""
+"""Places of rows: a store holds rows of 16-byte words, an access reads and commits them for a table."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal, get_args
 
 from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.disk import DiskStore
-from compopt.stores.host import HostStore
-from compopt.stores.memory import DirectRows, MemoryStore
-from compopt.stores.offloaded import OffloadedRows
-from compopt.stores.tablefile import describe
+from compopt.stores.memory import HostStore, MemoryStore
+from compopt.stores.write_behind import WriteBehind
 
-__all__ = [
-    "DirectRows",
-    "DiskStore",
-    "HostStore",
-    "MemoryStore",
-    "OffloadedRows",
-    "RowStore",
-    "RowAccess",
-    "Ticket",
-    "check_offload",
-    "describe",
-    "open_rows",
-]
+__all__ = ["DiskStore", "HostStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
+__all__ += ["check_offload", "open_rows"]
+
+Offload = Literal["cpu", "disk"]
 
 
-def check_offload(offload: str | None, offload_dir: str | os.PathLike[str] | None) -> None:
+def check_offload(offload: Offload | None, offload_dir: str | os.PathLike[str] | None) -> None:
     """Refuse a placement that does not exist, and a directory without ``offload="disk"`` or the reverse."""
-    if offload not in (None, "cpu", "disk"):
+    if offload not in (None, *get_args(Offload)):
         raise ValueError(f'offload must be None, "cpu" or "disk", got {offload!r}')
     if offload == "disk" and offload_dir is None:
         raise ValueError('offload="disk" needs offload_dir=, a directory for the table; got None')
@@ -44,12 +32,11 @@ def open_rows(
     n: int,
     words: int,
     *,
-    offload: str | None = None,
+    offload: Offload | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     name: str = "rows",
-    description: Mapping[str, Any] | None = None,
 ) -> RowAccess:
-    """The rows of one process, placed where ``offload`` says.
+    """Make the rows of one process, placed where ``offload`` says.
 
     Args:
         n: rows.
@@ -57,15 +44,12 @@ def open_rows(
         offload: ``None``: beside the features; ``"cpu"``: host memory; ``"disk"``: a file in ``offload_dir``.
         offload_dir: of the table file.
         name: of the table file.
-        description: what a row holds, for the table file; see :func:`describe`.
 
     Raises:
-        ValueError: an unknown placement, a directory missing or to no use, a table file that does not fit.
+        ValueError: an unknown placement, a directory missing or to no use, more rows than fit.
     """
     check_offload(offload, offload_dir)
-    if offload is None:
-        return DirectRows(MemoryStore(n, words))
-    if offload == "cpu":
-        return OffloadedRows(HostStore(n, words))
-    assert offload_dir is not None
-    return OffloadedRows(DiskStore(offload_dir, name, n, words, description or {}))
+    if offload == "disk":
+        assert offload_dir is not None
+        return WriteBehind(DiskStore(offload_dir, name, n, words))
+    return RowAccess(MemoryStore(n, words)) if offload is None else WriteBehind(HostStore(n, words))

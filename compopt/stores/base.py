@@ -1,55 +1,67 @@
-"""The interfaces of every placement: the rows of one process, and how a table reaches them."""
+"""The interfaces of every placement: a store holds the rows of one process, an access reads and commits them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass, field
+from time import sleep
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compopt.stores.changes import Changes
-
-
-class Keeper(Protocol):
-    """Who needs rows as they were: a checkpoint that is written beside commits."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Rows ``(R,)`` will be written."""
-
-    def wait(self) -> None:
-        """Until the store may be moved or closed."""
+from compopt import accelerator
+from compopt.stores.layout import WORD, moved
 
 
 class RowStore(ABC):
-    """``n`` rows of ``words`` 16-byte words. Rows start as zeros, which every column reads as "never seen".
+    """``n`` rows of ``words`` 16-byte words in one tensor; zeros, which every column reads as "never seen", at first.
 
-    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` writes equal values where a row occurs twice;
-    the two are the whole hot path, and neither costs more when ``n`` grows.
+    Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering rows of
+    a matrix. On a device without complex128 they are rows of a matrix of int64.
+
+    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` writes equal values where a row occurs twice; neither
+    costs more when ``n`` grows.
+
+    Attributes:
+        instant_rows: so many rows are gathered in less time than it takes to hand the work to a thread.
+        undo_log: of a save under way (``Snapshot.keep``): called with rows ``(R,)`` before they are written.
     """
 
     n: int
     words: int
-    #: Which rows were written when; whoever writes marks them.
-    changes: Changes
-    #: Whoever writes rows tells it before.
-    snapshot: Keeper | None = None
-    #: So many rows are gathered in less time than it takes to hand the work to a thread.
-    instant_rows: int = 0
+    instant_rows = 0
+    undo_log: Callable[[Tensor], None] | None = None
+    _table: Tensor
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
-        """Where gathered blocks arrive and where row numbers are expected."""
+        """Device where gathered blocks arrive and where row numbers are expected."""
+        return self._table.device
 
-    @abstractmethod
     def gather(self, rows: Tensor) -> Tensor:
-        """Rows ``(R,)`` int64 -> block ``(R, words)`` complex128."""
+        """Copy rows ``(R,)`` int64 to a block ``(R, words)``."""
+        return self._as_block(self._table.index_select(0, rows))
 
-    @abstractmethod
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows."""
+        if (log := self.undo_log) is not None:
+            log(rows)
+        self._table.index_copy_(0, rows, self._as_stored(block))
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Copy successive rows."""
+        return self._as_block(self._table[start:stop].clone())
+
+    def write_block(self, start: int, block: Tensor) -> None:
+        """Overwrite successive rows."""
+        if (log := self.undo_log) is not None:
+            log(torch.arange(start, start + len(block), device=self.device))
+        self._table[start : start + len(block)].copy_(self._as_stored(block))
 
     @abstractmethod
     def grow(self, n: int) -> None:
@@ -57,83 +69,130 @@ class RowStore(ABC):
 
     @abstractmethod
     def shrink(self, n: int) -> None:
-        """Take back what :meth:`grow` appended, whether it succeeded here or not."""
+        """Undo :meth:`grow`, also one that failed here."""
 
-    def check_process(self) -> None:
-        """Refuse to write from a fork of the process that alone may."""
+    @abstractmethod
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Reset all rows to zeros; inside, :meth:`write_block` fills them."""
 
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""
         del device
 
-    @abstractmethod
-    def block(self, start: int, stop: int) -> Tensor:
-        """A copy of a range of rows (checkpoints)."""
-
-    @abstractmethod
-    def write_block(self, start: int, block: Tensor) -> None:
-        """Overwrite a range of rows (checkpoints)."""
-
-    @abstractmethod
-    def overwriting(self) -> AbstractContextManager[None]:
-        """Forget all rows; within, :meth:`write_block` says what they are now, and the others are zeros."""
-
-    def await_snapshot(self) -> None:
-        """Wait until nobody reads the rows where they are."""
-        if (snapshot := self.snapshot) is not None:
-            snapshot.wait()
-
     def ready(self) -> None:
         """Raise if rows may not be read or written now (a table file that an earlier run left)."""
 
+    def writable(self) -> bool:
+        """True unless this is a forked process and the rows belong to its parent."""
+        return True
+
     def close(self) -> None:
-        """Give back what the store holds beside memory (files, mappings)."""
+        """Release what the store holds beside memory (files, mappings)."""
+
+    def await_snapshot(self) -> None:
+        """Wait until no save reads the rows any more."""
+        while self.undo_log is not None:
+            sleep(1e-3)
+
+    def _shape(self, n: int, kind: torch.dtype = WORD) -> tuple[int, ...]:
+        per_row = self.words * 16 // kind.itemsize
+        return (n,) if per_row == 1 else (n, per_row)
+
+    def _as_stored(self, block: Tensor) -> Tensor:
+        block = block if block.dtype == self._table.dtype else block.view(self._table.dtype)
+        return block.view(-1, *self._table.shape[1:])
+
+    def _as_block(self, rows: Tensor) -> Tensor:
+        return rows if rows.dim() == 2 else rows.view(-1, 1)
 
 
-class Ticket(ABC):
-    """Rows under way, see :meth:`RowAccess.prefetch`."""
+@dataclass(eq=False)
+class Ticket:
+    """Rows under way, see :meth:`RowAccess.prefetch`.
 
-    @abstractmethod
+    Attributes:
+        access: issued it.
+        rows: their numbers, ``(R,)`` on the CPU.
+        device: where they are wanted.
+        done: taken or dropped.
+        future: of the read ahead; ``None``: rows are read when they are taken.
+        read: what was read ahead.
+        later: commits made since the ticket was issued, oldest first.
+    """
+
+    access: RowAccess
+    rows: Tensor
+    device: torch.device
+    done: bool = False
+    future: Future[None] | None = None
+    read: Any = None
+    later: deque[Any] = field(default_factory=deque)
+
     def take(self, device: torch.device | None = None) -> Tensor:
-        """The rows' committed values as of now, ``(R, words)``; call it once.
+        """Return the rows' committed values as of now, ``(R, words)``.
 
         Args:
             device: where they are wanted, if that was not known when they were asked for; else the requested one.
+
+        Raises:
+            RuntimeError: the ticket was taken or dropped before.
         """
+        if self.done:
+            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
+        self.done = True
+        return self.access.take(self, self.device if device is None else device)
 
     def drop(self) -> None:
-        """Nobody will take it."""
+        """Give up the rows."""
+        self.done = True
+        self.expire()
+
+    def expire(self) -> None:
+        """Forget what was read ahead: :meth:`take` reads anew."""
+        self.future, self.read = None, None
+        self.later.clear()
 
 
-class RowAccess(ABC):
-    """How a table reaches a store: every read sees every commit made before it, whatever runs in between."""
+class RowAccess:
+    """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
 
-    store: RowStore
+    Every read sees every commit made before it, also where a subclass reads ahead and writes behind.
+    """
 
-    @abstractmethod
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Committed rows ``(R,)`` -> block ``(R, words)`` on the device of ``rows``, in memory of its own.
+        """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
 
         Args:
             rows: row numbers, int64.
             host_rows: the same on the CPU, if the caller has them there: spares a placement on the host the wait
                 for the accelerator.
         """
+        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
+        return moved(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
-    @abstractmethod
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         """Start fetching rows ``(R,)``, given on the CPU, to a device; returns at once."""
+        return Ticket(self, rows, device)
 
-    @abstractmethod
+    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
+        """Return the rows of a ticket, see :meth:`Ticket.take`."""
+        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
+
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can.
 
         The tensors belong to the rows from here on: the caller must not change them. A row that occurs twice has
         equal values.
         """
+        device = self.store.device
+        self.store.scatter(accelerator.to_device(rows, device), moved(block, device))
 
     def ready(self) -> None:
         """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
+        self.store.ready()
 
     def settle(self) -> None:
         """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.

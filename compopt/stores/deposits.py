@@ -16,13 +16,13 @@ from compopt.stores.layout import RowLayout
 
 @dataclass
 class Deposit:
-    """What one call would write; it holds none of the batch's features.
+    """Proposals of one call, until they are committed; it holds none of the batch's features.
 
     Attributes:
         rows: row numbers, ``(R,)`` int64, on the features' device.
         old: the committed rows as read, ``(R, words)``.
         proposals: new values by column, ``(R, width)``.
-        valid: which directions of which row were really visited, ``(R, D)``; ``None``: all.
+        valid: the directions of each row that were really visited, ``(R, D)``; ``None``: all.
         distinct: known on the host: no row occurs twice.
         host_rows: ``rows`` on the CPU, where they are known there.
     """
@@ -36,12 +36,12 @@ class Deposit:
 
     @classmethod
     def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
-        """One call's deposit.
+        """Make one call's deposit.
 
         Args:
             batch: the samples, and their rows as read.
             proposals: new values by column, ``(B, D)``.
-            valid: which directions of which sample propose anything, ``(B, D)`` or ``(B, 1)``; ``None``: all.
+            valid: the directions of each sample that propose anything, ``(B, D)`` or ``(B, 1)``; ``None``: all.
         """
         assert batch.block is not None
         if batch.rows.shape[1] == 2:  # index2: each direction writes a row of its own
@@ -57,7 +57,7 @@ class Deposit:
 
 
 def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """All deposits of a window -> ``(rows, old, new)``, ready to scatter.
+    """Merge all deposits of a window to ``(rows, old, new)``, ready to scatter.
 
     A row with several proposals gets their mean (``log_mean_exp`` for logarithms), its count grows by one, and
     it keeps its old value if any of its proposals is not finite. The reduction is a sort and a segmented sum:
@@ -65,12 +65,13 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
     several times with the same values. ``partial``: some rows have marks of parts that were never visited.
     """
     rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
+    # an occurrence of a row is a position from here on: several calls of a window, several positions in a batch
     proposals = {name: _cat([d.proposals[name] for d in deposits]) for name in deposits[0].proposals}
     valid = _joined_validity(deposits, layout[COUNT].width)
     kept: Tensor | None = None
     if not (len(deposits) == 1 and deposits[0].distinct):
         proposals = {name: value.to(layout[name].dtype) for name, value in proposals.items()}
-        rows, order = torch.sort(rows, stable=True)
+        rows, order = torch.sort(rows, stable=True)  # stable: the same sums in the same order, every time
         old, valid = old[order], None if valid is None else valid[order]
         proposals = {name: value[order] for name, value in proposals.items()}
         proposals, kept, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
@@ -78,7 +79,7 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
     if valid is not None:
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = layout.pack(proposals, base=old)
-    layout.unpack(new)[COUNT].add_(1 if valid is None else valid)
+    layout.unpack(new)[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
     read = layout.floats(old) if partial else []
     for number, values in enumerate(layout.floats(new)):
         # what was read is finite, or a mark: a value that is not was proposed
@@ -103,7 +104,7 @@ def _joined_validity(deposits: Sequence[Deposit], width: int) -> Tensor | None:
 
 
 def _finite(proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
-    """Rows all of whose (valid) proposals are finite, ``(R,)``."""
+    """Flag the rows all of whose (valid) proposals are finite, ``(R,)``."""
     finite = None
     for value in proposals.values():
         ok = value.isfinite()
@@ -149,6 +150,7 @@ def _reduce(
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
         visits = over_run(weight, "sum").clamp_(min=1)
         if layout[name].reduce == "log_mean_exp":
+            # log-mean-exp around the largest proposal, so that exp() neither overflows nor vanishes
             top = over_run(torch.where(weight > 0, x, -torch.inf), "max")
             top = torch.where(top.isfinite(), top, 0)  # an all-invalid or non-finite run is masked later
             total = over_run(torch.where(weight > 0, (x - top).exp(), 0), "sum")
@@ -160,9 +162,9 @@ def _reduce(
 
 
 def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
-    """Which proposal of each run is taken where only one can be, ``(R, width)``.
+    """Choose the proposal of each run that is taken where only one can be, as positions ``(R, width)``.
 
-    They are put in order, and a hash of row and visits says which: the same one in whatever order they came, each as
+    They are put in order, and a hash of row and visits chooses: the same one in whatever order they came, each as
     often as any other.
     """
     keys, chosen = streams((), runs.rows), []

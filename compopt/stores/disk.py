@@ -1,63 +1,64 @@
-"""Rows in a file that is mapped into memory."""
+"""Rows in a sparse file that is mapped into memory."""
 
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
-import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from compopt import files
-from compopt.stores import tablefile
-from compopt.stores.changes import Changes
+from compopt.stores.base import RowStore
 from compopt.stores.layout import WORD
-from compopt.stores.memory import TensorStore
-from compopt.stores.space import PAGE, Space, in_memory
-from compopt.stores.tablefile import LOADING, READY
 
-# A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a hole in the file some
-# microseconds, a read from a disk 50 and more) the pages of all rows are requested at once.
+PAGE = mmap.PAGESIZE
+_PAGE_BITS, _ZEROS = PAGE.bit_length() - 1, bytes(PAGE)
+# A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a read from a disk 50
+# microseconds and more) the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
 
-# By device and inode, the table that this process has loaded last: the kernel's locks do not keep it from itself.
-_contents: dict[tuple[int, int], str] = {}
+# By device and inode, what this process has made or loaded last: the kernel's locks do not keep it from itself.
+_latest: dict[tuple[int, int], object] = {}
 
 
-class DiskStore(TensorStore):
-    """The placement ``offload="disk"``: a sparse file, mapped.
+class DiskStore(RowStore):
+    """The placement ``offload="disk"``: ``<name>.rows``, a sparse file of whole pages that is scratch space of one run.
 
-    The file is scratch space of one run, not a checkpoint. A table that an earlier run left is refused at its first
-    use, because its rows belong to other weights: load a checkpoint into it, which overwrites every row. The format is
-    that of :mod:`compopt.stores.tablefile`.
+    A table that an earlier run left is refused at its first use, because its rows belong to other weights: load a
+    checkpoint into it, which overwrites every row.
 
-    A commit sets room on the disk aside before it touches a row, and on a file system in memory a read does too, see
-    :class:`compopt.stores.space.Space`. Before each use the file's length is compared: to touch a mapped page that is
-    no longer in the file ends the process.
+    A write into a hole of a mapped file on a full disk would end the process (SIGBUS). Therefore a commit first writes
+    zeros to the pages that were never written, with a call that fails instead, and touches its rows only then; and rows
+    on pages that were never written are read as zeros without touching the mapping. So the disk may be smaller than the
+    table as long as it holds the rows that were visited. File systems that write every block to a new place (btrfs,
+    ZFS), and those that compress, cannot promise that an overwrite finds room. To touch a page that is no longer in the
+    file ends the process too: before each use its length is compared.
+
+    Stores a byte per page of 4 KiB, which takes memory once rows near it were visited: 256 KiB for a GiB of the file.
 
     Args:
         directory: of the files; created if need be.
         name: of the table in it.
         n: rows.
         words: 16-byte words per row.
-        description: what a row holds, as JSON; :func:`compopt.stores.describe` makes it of a layout.
 
     Raises:
-        ValueError: the file belongs to a table of another n, width or description; the directory is no directory;
-            more rows than the file system or the address space takes.
+        ValueError: the directory is no directory; more rows than the file system or the address space takes; later: the
+            table is that of an earlier run.
         PermissionError: the directory cannot be written.
-        RuntimeError: another process writes this table; the message says which.
+        RuntimeError: another process writes this table, the message says which; later: another estimator of this
+            process has overwritten it.
         OSError: later, in any method: the disk is full, or the file was truncated by somebody else.
 
     Warns:
@@ -66,46 +67,34 @@ class DiskStore(TensorStore):
     It cannot be copied or pickled: two estimators would write one file.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], name: str, n: int, words: int, description: Mapping[str, Any]
-    ) -> None:
-        self.n, self.words = n, words
-        self._description = json.loads(json.dumps(description))
-        self._directory, self._name = Path(directory), name
-        self._overwriting, self._pid = False, os.getpid()
-        self._removed = False
-        self._open()
-        self._map()
-        self.changes = Changes(n)
-
-    # -- files -------------------------------------------------------------------------------------------------
-
-    def path(self, suffix: str = "rows") -> Path:
-        """One of the table's files."""
-        return self._directory / f"{self._name}.{suffix}"
-
-    def _bytes(self, n: int) -> int:
-        return max(1, n) * self.words * 16  # a file of no bytes cannot be mapped
-
-    def _open(self) -> None:
+    def __init__(self, directory: str | os.PathLike[str], name: str, n: int, words: int) -> None:
+        self.n, self.words, self._row_bytes = n, words, 16 * words
+        self._directory = Path(directory)
+        self.path = self._directory / f"{name}.rows"
+        self._overwriting, self._removed, self._pid = False, False, os.getpid()
         self._make_directory()
         remedy = "two runs would write one table; end that one, or name another offload_dir"
-        claim = files.Claim(self.path("lock"), self._directory, remedy)
+        claim = files.Claim(self.path.with_suffix(".lock"), self._directory, remedy)
         self._release = weakref.finalize(self, claim.release)
+        self.stale = self.path.exists()
         try:
-            self.stale = self.path().exists()
+            with files.named(self.path):
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._close_fd = weakref.finalize(self, os.close, self._fd)
+            self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
             if self.stale:
-                self._check_existing()
+                self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
             else:
-                self._create()
-            self._fd = os.open(self.path(), os.O_RDWR | os.O_CLOEXEC)
+                self._map(n)
+                self._own()
+                self._warn_of_full_disk()
         except BaseException:
+            if not self.stale:
+                self.path.unlink(missing_ok=True)
             self._release()
             raise
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._space = Space(self._fd, self.path())
-        if not self.stale:
-            self._register()
+
+    # -- the file ----------------------------------------------------------------------------------------------
 
     def _make_directory(self) -> None:
         try:
@@ -116,222 +105,188 @@ class DiskStore(TensorStore):
         if not os.access(self._directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
 
-    def _check_existing(self) -> None:
-        """The file is that of a table like this one."""
-        found = tablefile.read_json(self.path("json"))
-        for key, wanted in (("n", self.n), ("words", self.words), ("description", self._description)):
-            if found[key] != wanted:
-                raise ValueError(
-                    f"{self.path()} holds another table: {key} is {found[key]} there and {wanted} here; use another "
-                    f"offload_dir or delete {self._name}.*"
-                )
-        size, needed = self.path().stat().st_size, self._bytes(self.n)
-        if size < needed and found["state"] == LOADING:  # killed while it was emptied
-            os.truncate(self.path(), needed)
-        elif size < needed:
-            raise ValueError(f"{self.path()} has {size} bytes, needs {needed}: it was truncated; delete {self._name}.*")
-        self._id, self._state = found["id"], found["state"]
+    def _bytes(self, n: int) -> int:
+        return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
 
-    def _create(self) -> None:
-        """Description first, rows last and by renaming: a rows file is never without its description."""
-        fresh = self.path("rows.new")
+    def _map(self, n: int) -> None:
+        """Give the file room for ``n`` rows, and map it."""
+        size = self._bytes(n)
         try:
-            with open(fresh, "wb") as file:
-                file.truncate(self._bytes(self.n))
-            self._warn_of_full_disk()
+            os.ftruncate(self._fd, size)
+            mapping = mmap.mmap(self._fd, size)
         except (OSError, OverflowError, ValueError) as error:
-            fresh.unlink(missing_ok=True)
-            self._refuse_size(error)
-        self._id = secrets.token_hex(16)
-        self._describe(READY)
-        os.replace(fresh, self.path())
+            raise ValueError(
+                f"n={n} rows of {self._row_bytes} bytes ({size:,} bytes) cannot be kept in {self._directory}: {error}; "
+                f"use another offload_dir or shard=True"
+            ) from error
+        # Without it the kernel reads megabytes around every row: the first gather of a large file takes 20 to 40 s.
+        mapping.madvise(mmap.MADV_RANDOM)
+        self._table = torch.frombuffer(mapping, dtype=WORD)[: n * self.words].view(self._shape(n))
+        before, self._written = self._written, np.zeros(size // PAGE, dtype=np.bool_)
+        self._written[: len(before)] = before[: len(self._written)]
+        self._holes = int(len(self._written) - np.count_nonzero(self._written))
+        self.n = n
 
-    def _describe(self, state: str) -> None:
-        content = {"format": tablefile.FORMAT, "id": self._id, "state": state, "n": self.n, "words": self.words}
-        content |= {"row_bytes": 16 * self.words, "description": self._description}
-        with files.named(self.path("json")):
-            tablefile.write_json(self.path("json"), content)
-        self._state = state
-
-    def _refuse_size(self, error: Exception) -> NoReturn:
-        raise ValueError(
-            f"n={self.n} rows of {16 * self.words} bytes ({self._bytes(self.n):,} bytes) cannot be kept in "
-            f"{self._directory}: {error}; use another offload_dir or shard=True"
-        ) from error
+    def _own(self) -> None:
+        """Note that the file has this table from here on; its inode may have been that of another one, long removed."""
+        status = os.fstat(self._fd)
+        self._token = _latest[status.st_dev, status.st_ino] = object()
 
     def _warn_of_full_disk(self) -> None:
         usage = os.statvfs(self._directory)
-        free = usage.f_bavail * usage.f_frsize
-        if free < self._bytes(self.n):
-            what = "calls and commits fail" if in_memory(self._directory) else "commits fail"
+        free, size = usage.f_bavail * usage.f_frsize, self._bytes(self.n)
+        if free < size:
             warnings.warn(
-                f"a table of {self._bytes(self.n):,} bytes in {self._directory}, where {free:,} bytes are free: "
-                f"{what} once it is full",
+                f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail once it "
+                f"is full",
                 stacklevel=2,
             )
 
-    def _register(self) -> None:
-        """The file has this table from here on; its inode may have been that of another one, long removed."""
-        status = os.fstat(self._fd)
-        _contents[status.st_dev, status.st_ino] = self._id
-
-    def _map(self) -> None:
-        """Map the file as long as it is now."""
-        try:
-            mapping = mmap.mmap(self._fd, self._bytes(self.n))
-        except (OSError, OverflowError, ValueError) as error:
-            self._refuse_size(error)
-        # Without it the kernel reads megabytes around every row: the first gather of a large file takes 20 to 40 s.
-        mapping.madvise(mmap.MADV_RANDOM)
-        self._table = torch.frombuffer(mapping, dtype=WORD)[: self.n * self.words].view(self._shape(self.n))
-        self._space.resize(self._bytes(self.n))
-
-    # -- rows --------------------------------------------------------------------------------------------------
-
     def ready(self) -> None:
-        """Refuse rows of an earlier run."""
+        """Refuse rows of an earlier run, and a file that somebody else has changed."""
         if self.stale:
             raise ValueError(
-                f"{self.path()} already exists and holds the rows of another run: load a checkpoint into this "
-                f"estimator (which overwrites them), use another offload_dir, or delete {self._name}.* in it"
+                f"{self.path} already exists and holds the rows of another run: load a checkpoint into this estimator "
+                f"(which overwrites them), use another offload_dir, or delete {self.path.stem}.* in it"
             )
+        self._check_file()
 
     def _check_file(self) -> None:
-        """Refuse to touch pages that are no longer in the file."""
         status, needed = os.fstat(self._fd), self._bytes(self.n)
         if status.st_size < needed:
             raise OSError(
                 errno.EIO,
                 f"somebody truncated this table to {status.st_size:,} of {needed:,} bytes while it was in use: load a "
                 f"checkpoint into an estimator with another offload_dir",
-                str(self.path()),
+                str(self.path),
             )
-        if _contents.get((status.st_dev, status.st_ino), self._id) != self._id:
+        if _latest.get((status.st_dev, status.st_ino)) is not self._token:
             raise RuntimeError(
-                f"{self.path()} has rows of another estimator of this process, which has loaded them since: give each "
-                f"an offload_dir of its own"
+                f"{self.path} has rows of another estimator of this process, which has loaded them since: give each an "
+                f"offload_dir of its own"
             )
         if not status.st_nlink and not self._removed:
             self._removed = True
             warnings.warn(
-                f"{self.path()} was removed while it was in use: its rows are there until this process ends, and "
-                f"cannot be read after it; save a checkpoint",
+                f"{self.path} was removed while it was in use: its rows are there until this process ends, and cannot "
+                f"be read after it; save a checkpoint",
                 stacklevel=4,
             )
 
+    def writable(self) -> bool:
+        return self._pid == os.getpid()
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First and last page of each row."""
+        start = rows.numpy() * self._row_bytes
+        first = start >> _PAGE_BITS
+        return first, (start + self._row_bytes - 1) >> _PAGE_BITS if PAGE % self._row_bytes else first
+
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
-        self._check_file()
-        if self._space.in_memory:
-            self._space.for_rows(rows.contiguous().numpy(), 16 * self.words, "no row was read")
+        if not self._holes:
+            return self._gather_written(rows)
+        first, last = self._pages(rows)
+        there = self._written[first]
+        if last is not first:
+            there &= self._written[last]
+        if there.all():
+            return self._gather_written(rows)
+        at = torch.from_numpy(np.flatnonzero(there))
+        block = torch.zeros(len(rows), self.words, dtype=WORD, device="cpu")
+        block[at] = self._gather_written(rows[at])
+        return block
+
+    def _gather_written(self, rows: Tensor) -> Tensor:
         if len(rows) > 4 * PROBE:
             start = time.perf_counter()
             super().gather(rows[:: len(rows) // PROBE])
-            if time.perf_counter() - start > PROBE * COLD_ROW:
-                self._request(rows)
+            if time.perf_counter() - start > PROBE * COLD_ROW:  # a disk serves many requests faster than single ones
+                for page in np.unique(np.concatenate(self._pages(rows))).tolist():
+                    os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
         return super().gather(rows)
-
-    def _request(self, rows: Tensor) -> None:
-        """Ask for all pages of some rows at once: a disk serves many requests faster than one after the other."""
-        first = rows.numpy() * (16 * self.words)
-        pages = np.unique(np.concatenate([first // PAGE, (first + 16 * self.words - 1) // PAGE]))
-        for page in pages.tolist():
-            os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
-
-    def check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"{self.path()} is written by process {self._pid}; a forked copy of it only reads")
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows; on a full disk to none of them."""
         self.ready()
-        if not len(rows):
-            return
-        self.check_process()
-        self._check_file()
-        self._space.for_rows(rows.numpy(), 16 * self.words)
+        if not self.writable():
+            raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
+        first, last = self._pages(rows)
+        self._make_room(first if last is first else np.concatenate([first, last]))
         super().scatter(rows, block)
+
+    def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
+        """Write zeros to those pages that are holes: nearly as fast as a page fault, faster than posix_fallocate."""
+        holes = np.unique(pages[~self._written[pages]])
+        for page in holes.tolist():
+            self._pwrite(_ZEROS, page * PAGE)
+        self._written[holes] = True  # only when all have their place: a reader must not meet a hole
+        self._holes -= len(holes)
+
+    def _pwrite(self, content: bytes | memoryview, offset: int) -> None:
+        with files.named(self.path, "no row was written"):
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._fd, content[done:] if done else content, offset + done)
 
     # -- whole tables ------------------------------------------------------------------------------------------
 
     def block(self, start: int, stop: int) -> Tensor:
+        """Copy successive rows. The file is read, not the mapping, so that holes stay holes."""
         self.ready()
-        self._check_file()
-        return self._copied(start, stop) if self._space.in_memory else super().block(start, stop)
-
-    def _copied(self, start: int, stop: int) -> Tensor:
-        """A block that is not read through the mapping, so that holes of the file stay holes."""
-        block = torch.empty(stop - start, self.words, dtype=WORD, device="cpu")
-        raw, done = block.numpy().reshape(-1).view(np.uint8), 0
-        while done < len(raw):
-            read = os.preadv(self._fd, [raw[done:].data], start * self.words * 16 + done)
-            if not read:
-                self._check_file()
-                raise OSError(errno.EIO, "the table ends before its last row", str(self.path()))
-            done += read
+        block = torch.zeros(stop - start, self.words, dtype=WORD, device="cpu")
+        first, last = start * self._row_bytes, stop * self._row_bytes
+        if self._written[first // PAGE : -(-last // PAGE)].any():
+            raw = block.numpy().view(np.uint8).reshape(-1).data
+            while first < last:
+                count = os.preadv(self._fd, [raw[len(raw) - (last - first) :]], first)
+                if not count:
+                    raise OSError(errno.EIO, "the table ends before its last row", str(self.path))
+                first += count
         return block
 
     def write_block(self, start: int, block: Tensor) -> None:
-        if not self._overwriting:
-            self.ready()
-        self._check_file()
-        self._space.for_range(start * self.words * 16, (start + len(block)) * self.words * 16)
-        super().write_block(start, block)
+        self._check_file() if self._overwriting else self.ready()
+        first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
+        self._make_room(np.array([first, last - 1]))  # the pages that are written in part
+        if (log := self.undo_log) is not None:
+            log(torch.arange(start, start + len(block)))
+        raw = block.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        self._pwrite(raw, start * self._row_bytes)
+        self._holes -= int(np.count_nonzero(~self._written[first:last]))
+        self._written[first:last] = True
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Make an empty file of it, then this run's table.
-
-        A kill or an error in between leaves it stale.
-        """
-        former, self._id = self._id, secrets.token_hex(16)
+        """Empty the file, then fill it; an error in between leaves a table that is refused until the next load."""
+        self.stale, self._overwriting = True, True
         try:
-            self._describe(LOADING)
-        except BaseException:
-            self._id = former
-            raise
-        self._register()
-        self.changes = Changes(self.n)
-        self.stale = self._overwriting = True
-        try:
+            self._own()
             os.ftruncate(self._fd, 0)
-            os.ftruncate(self._fd, self._bytes(self.n))
-            self._space.forget()
+            self._written[:] = False
+            self._map(self.n)
             yield
         finally:
             self._overwriting = False
-        self._describe(READY)
         self.stale = False
 
     def grow(self, n: int) -> None:
-        self.n = n
-        try:
-            os.ftruncate(self._fd, self._bytes(n))
-        except (OSError, OverflowError, ValueError) as error:
-            self._refuse_size(error)
-        self._describe(self._state)
-        self.changes.grow(n)
-        self._map()
+        self._map(n)
 
     def shrink(self, n: int) -> None:
-        self.n = n
-        os.ftruncate(self._fd, self._bytes(n))
-        with suppress(OSError, ValueError):  # on a full disk: a table that says another n is refused
-            if tablefile.read_json(self.path("json"))["n"] != n:
-                self._describe(self._state)
-        self.changes.shrink(n)
-        self._map()
+        self._map(n)
 
     def close(self) -> None:
         """Unmap the file, which stays."""
         self.await_snapshot()
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         self._close_fd()
-        self._fd = -1
         self._release()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"rows in {self.path()} cannot be copied or pickled: two estimators would write one file; save a "
-            f"checkpoint and load it into an estimator with another offload_dir"
+            f"rows in {self.path} cannot be copied or pickled: two estimators would write one file; save a checkpoint "
+            f"and load it into an estimator with another offload_dir"
         )

@@ -23,12 +23,12 @@ WORD = torch.complex128
 
 
 def word(device: torch.device) -> torch.dtype:
-    """What rows are seen as on a device: 16 bytes, or 8 where there is nothing wider."""
+    """Dtype that rows are viewed as on a device: 16 bytes, or 8 where there is nothing wider."""
     return WORD if accelerator.supports(device, WORD) else torch.int64
 
 
 def moved(block: Tensor, device: torch.device) -> Tensor:
-    """Rows ``(R, words)`` on another device, in that device's words, without waiting."""
+    """Move rows ``(R, words)`` to another device, in that device's words, without waiting."""
     kind = word(device)
     if kind == torch.int64:
         return accelerator.to_device(block.view(kind), device)
@@ -59,18 +59,18 @@ class Column:
 
     @property
     def blank(self) -> float | int:
-        """Marks, in a part's first column, that the part was never visited although the sample was; never committed."""
+        """Mark, in a part's first column, that the part was never visited although the sample was; never committed."""
         return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
 
 
 def _like(flags: Tensor, value: Tensor) -> Tensor:
-    """Flags by direction for columns of another width."""
+    """Reduce flags by direction for columns of another width."""
     return flags if flags.shape == value.shape else flags.any(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where each column sits inside a row; wider types first, so that every column is aligned."""
+    """Place of each column inside a row; wider types first, so that every column is aligned."""
 
     columns: tuple[Column, ...]
     firsts: frozenset[str] = frozenset()  # of each part the column that may have a mark, see Column.blank
@@ -104,16 +104,16 @@ class RowLayout:
         return self.row_bytes // ROW_ALIGNMENT
 
     def width(self, block: Tensor) -> int:
-        """Words per row of the kind that a block consists of."""
+        """Words per row, of the dtype that a block has."""
         return self.row_bytes // block.itemsize
 
     def zeros(self, count: int, device: torch.device) -> Tensor:
-        """A block of rows that were never visited."""
+        """Make a block of rows that were never visited."""
         kind = word(device)
         return torch.zeros(count, self.row_bytes // kind.itemsize, dtype=kind, device=device)
 
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of the columns of a block: ``(R, words)`` -> ``{name: (R, width)}``."""
+        """View the columns of a block: ``(R, words)`` -> ``{name: (R, width)}``."""
         views = {}
         for column in self.columns:
             start = self.offsets[column.name] // column.dtype.itemsize
@@ -121,7 +121,7 @@ class RowLayout:
         return views
 
     def floats(self, block: Tensor) -> list[Tensor]:
-        """Views of all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
+        """View all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
         return [block.view(dtype)[:, start:stop] for dtype, start, stop in self.spans]
 
     def check_values(self, columns: Mapping[str, Tensor], n: int, first: int = 0) -> None:
@@ -143,7 +143,7 @@ class RowLayout:
             value = columns[column.name]
 
             def accepted(value: Tensor = value, column: Column = column) -> Tensor:
-                """Zeros of rows that were never visited, and marks."""
+                """Accept zeros of rows that were never visited, and marks."""
                 zero = torch.zeros_like(value, dtype=torch.bool)
                 if never is not None:
                     zero = (value == 0) & _like(never, value)
@@ -158,7 +158,7 @@ class RowLayout:
                 )
 
     def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
-        """A copy of the block ``base`` with some columns replaced."""
+        """Copy the block ``base`` with some columns replaced."""
         block = base.clone()
         views = self.unpack(block)
         for name, value in values.items():

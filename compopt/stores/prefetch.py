@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compopt.distributed.control import PREFETCH, doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores import Ticket
+from compopt.stores.base import Ticket
 from compopt.stores.table import RowTable
 
 # Batches under way at most; older ones were abandoned by a loop that was left early.
@@ -27,14 +26,19 @@ class Fetch:
     Attributes:
         number: equal on all ranks for the same batch.
         rows: this rank's row numbers, ``(b, R)``, on the CPU.
-        claim: gives the ticket for the rows that this process reads; waits until it is known which these are.
-        dropped: nobody will take it, and no read may begin for it.
+        ticket: for the rows that this process reads; on shards it is known once the ranks have told theirs.
+        dropped: no read may begin for it any more.
     """
 
     number: int
     rows: Tensor
-    claim: Callable[[], Ticket] = field(init=False)
+    ticket: Ticket | Future[Ticket] | None = None
     dropped: bool = False
+
+    def claim(self) -> Ticket:
+        """Return the ticket; waits until it is known which rows this process reads."""
+        assert self.ticket is not None
+        return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
 
 
 class Prefetcher:
@@ -53,33 +57,27 @@ class Prefetcher:
         self._issuing = threading.RLock()  # a shard's read either begins before its batch is dropped or never
         self._thread: ThreadPoolExecutor | None = None
         self._group: ProcessGroup | None = None
-        self._asked_for_group = False
 
     def start(self, rows: Tensor, device: torch.device) -> None:
         """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
-        if self._table.sharded and not self._asked_for_group:  # formed at the first use: all ranks prefetch alike
+        if self._table.sharded and self._thread is None:  # the group is formed at the first use, on all ranks alike
             with doing(PREFETCH):
-                self._group, self._asked_for_group = self._ranks.new_host_group(), True
+                self._group = self._ranks.new_host_group()
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
         if self._table.sharded and self._group is None:
             return
         self._started += 1
         fetch = Fetch(self._started, rows)
-        fetch.claim = self._begin(fetch, device)
+        if self._thread is None:
+            fetch.ticket = self._table.rows.prefetch(rows.flatten(), device)
+        else:
+            fetch.ticket = self._thread.submit(self._exchange, fetch, device)
         self._under_way.append(fetch)
         while len(self._under_way) > MOST:
             self._drop(self._under_way.popleft())
 
-    def _begin(self, fetch: Fetch, device: torch.device) -> Callable[[], Ticket]:
-        if not self._table.sharded:
-            ticket = self._table.rows.prefetch(fetch.rows.flatten(), device)
-            return lambda: ticket
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
-        future: Future[Ticket] = self._thread.submit(self._begin_sharded, fetch, device)
-        return future.result
-
-    def _begin_sharded(self, fetch: Fetch, device: torch.device) -> Ticket:
-        """Learn the global batch, read the owned part of it."""
+    def _exchange(self, fetch: Fetch, device: torch.device) -> Ticket:
+        """In the thread: learn the global batch, start reading the owned part of it."""
         rows = fetch.rows.flatten()
         sizes = self._ranks.gather_host(torch.tensor(len(rows), device="cpu"), self._group, PREFETCH).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
@@ -93,7 +91,7 @@ class Prefetcher:
             return self._table.rows.prefetch(local, device)
 
     def find(self, rows: Tensor | None) -> Fetch | None:
-        """The read that was started for these rows, if any; those started before it are dropped."""
+        """Return the read that was started for these rows, if any; those started before it are dropped."""
         if rows is None or not any(torch.equal(fetch.rows, rows) for fetch in self._under_way):
             return None
         while True:
@@ -110,5 +108,5 @@ class Prefetcher:
     def _drop(self, fetch: Fetch) -> None:
         with self._issuing:
             fetch.dropped = True
-        if not self._table.sharded:  # a shard's exchange may still wait for other ranks: let it end by itself
-            fetch.claim().drop()
+        if isinstance(fetch.ticket, Ticket):  # a shard's exchange may still wait for other ranks: let it end by itself
+            fetch.ticket.drop()

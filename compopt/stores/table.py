@@ -1,7 +1,8 @@
-"""The rows of one estimator: layout, placement, reading and committing."""
+"""The rows of one estimator: placement, layout, reading and committing."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,30 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import accelerator
+from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
-from compopt.distributed.ranks import Ranks
-from compopt.stores import RowAccess, RowStore
+from compopt.distributed.control import doing
+from compopt.distributed.ranks import Part, ProcessGroup, Ranks
+from compopt.stores import Offload, RowAccess, RowStore, check_offload, open_rows
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
-from compopt.stores.placement import Placement
 from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
 BLOCK_ROWS = 1 << 20
 Adapt = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], None]
-REMEMBERED = 4  # directories whose latest checkpoint a table knows
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint of the rows as they were at the end of a period of their store's ``changes``."""
+class Placement:
+    """The arguments of an estimator that decide where its rows are, and never what they are.
 
-    path: Any
-    t: int
-    save_id: str
-    period: int
+    Args:
+        process_group: the ranks that form the global batch; ``None``: the default group, if there is one.
+        offload: ``None``, on the features' device; ``"cpu"``, host memory; ``"disk"``, a file.
+        offload_dir: folder of that file, on a local disk.
+        shard: each of K ranks keeps ``n / K`` rows instead of all; always so with ``"disk"``.
+    """
+
+    process_group: ProcessGroup | None = None
+    offload: Offload | None = None
+    offload_dir: str | os.PathLike[str] | None = None
+    shard: bool = False
+
+    def __post_init__(self) -> None:
+        checks.flag("shard", self.shard)
+        check_offload(self.offload, self.offload_dir)
+        object.__setattr__(self, "shard", self.shard or self.offload == "disk")
+        if self.offload_dir is not None:  # a later chdir moves nothing
+            object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}  # which stays with its process
+
+    def open(self, n: int, words: int, ranks: Ranks) -> RowAccess:
+        """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
+        name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
+        if self.offload != "disk":
+            return open_rows(n, words, offload=self.offload)
+        with doing("the construction of an estimator"):
+            return ranks.agree(lambda: open_rows(n, words, offload="disk", offload_dir=self.offload_dir, name=name))
 
 
 class RowTable:
@@ -46,13 +71,12 @@ class RowTable:
         columns: of every row, ``count`` among them.
         n: rows on all ranks together; :meth:`grow` appends some.
         placement: where the rows live.
-        ranks: who shares them.
+        ranks: those that share the rows.
         firsts: the first column of each part, which alone may have :attr:`Column.blank`.
 
     Attributes:
         n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
-        saved: the latest checkpoint of these rows in each directory, oldest first.
         partial: first columns of parts that some visited samples have not visited, marked by :attr:`Column.blank`.
     """
 
@@ -66,23 +90,21 @@ class RowTable:
     ) -> None:
         self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows: RowAccess = placement.open(self._local_count(self.n), self.layout, ranks)
+        self.rows: RowAccess = placement.open(self._before(n, self.first), self.layout.words, ranks)
         self._deposits: list[Deposit] = []
-        self.saved: list[Saved] = []
         self.partial: set[str] = set()
 
     @property
     def sharded(self) -> bool:
-        """This process holds only a part of the rows, so that :meth:`state_dict` is collective."""
+        """True if this process holds only a part of the rows, so that :meth:`state_dict` is collective."""
         return self.stride > 1
 
     @property
     def store(self) -> RowStore:
-        """Where this process keeps its rows."""
+        """Store of this process's rows."""
         return self.rows.store
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A pickle or a copy; that of a shard belongs to its rank."""
         self.__dict__.update(state)
         here = (self._ranks.rank, self._ranks.size)
         if self.sharded and here != (self.first, self.stride):
@@ -91,26 +113,30 @@ class RowTable:
                 f"{here[1]}; move rows between runs with compopt.save and compopt.load"
             )
 
-    def _local_count(self, n: int) -> int:
-        return max(0, -(-(n - self.first) // self.stride))  # len(range()) ends at 2^63
+    def _before(self, row: int, first: int) -> int:
+        """Number of the rows ``first, first + stride, ...`` that come before a row."""
+        return max(0, -(-(row - first) // self.stride))  # len(range()) ends at 2^63
 
     def at_rest(self) -> RowStore:
         """Return the store once every commit is in it and no read is under way, as checkpoints need it."""
         self.rows.settle()
         return self.store
 
+    def snapshot(self) -> Snapshot:
+        """Start an undo log, so that a thread can read the rows as they are now while commits go on."""
+        return Snapshot(self.at_rest())
+
     @contextmanager
     def overwriting(self) -> Iterator[RowStore]:
         """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
         store = self.at_rest()
-        self.saved.clear()
         self.partial.clear()
         with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
             yield store
 
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
-        local, store = self._local_count(n), self.at_rest()
+        local, store = self._before(n, self.first), self.at_rest()
         before = store.n
         try:
             self._ranks.agree(lambda: store.grow(local))
@@ -122,15 +148,15 @@ class RowTable:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def owned(self, rows: Tensor) -> Tensor:
-        """Which positions of ``rows`` (on the CPU) this process holds, as positions."""
+        """Return the positions in ``rows`` (on the CPU) of the rows that this process holds."""
         return torch.nonzero(rows % self.stride == self.first).flatten()
 
     def local(self, rows: Tensor) -> Tensor:
-        """Global row numbers that this process holds -> row numbers of its store."""
+        """Convert global row numbers that this process holds to row numbers of its store."""
         return rows // self.stride
 
     def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
-        """Rows of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+        """Collect rows of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
 
         Args:
             rows: global row numbers, ``(R,)``, the same on all ranks.
@@ -143,7 +169,7 @@ class RowTable:
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Columns ``(B, D)`` of fetched blocks in the working dtype (``count`` as stored).
+        """Return columns ``(B, D)`` of fetched blocks in the working dtype (``count`` as stored).
 
         Args:
             rows: ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the first column's rows, direction 2 in the
@@ -156,10 +182,9 @@ class RowTable:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
         columns = {COUNT: views[COUNT]}
         for column in self.layout.columns:
-            if column.name == COUNT:
-                continue
-            value = views[column.name]  # integers, positions in a data set, stay exact
-            columns[column.name] = value.to(dtype) if column.dtype.is_floating_point else value
+            if column.name != COUNT:
+                value = views[column.name]  # integers, positions in a data set, stay exact
+                columns[column.name] = value.to(dtype) if column.dtype.is_floating_point else value
         return columns
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -191,39 +216,48 @@ class RowTable:
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:  # stopgap
-        """Return the rows as they are now, to be read beside commits."""
-        accelerator.synchronize(self.store.device)
-        return Snapshot(self.store)
-
-    def remember(self, checkpoint: Saved) -> None:
-        """There is a checkpoint of the rows as they were at a cut."""
-        others = [saved for saved in self.saved if saved.path.parent != checkpoint.path.parent]
-        self.saved = [*others, checkpoint][-REMEMBERED:]
+    # -- whole tables ------------------------------------------------------------------------------------------
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """A copy of every column (or of those in ``names``) of every row, ``(n, D)``. Collective on shards."""
+        """Copy every column (or those in ``names``) of every row, ``(n, D)``. Collective on shards."""
+        columns = [c for c in self.layout.columns if names is None or c.name in names]
+        return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
+
+    def share(self, rank: int | None = None) -> Part:
+        """Rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them: equal parts, rounded up."""
+        each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
+        return Part(min(self.n, rank * each), min(self.n, (rank + 1) * each))
+
+    def share_dict(self) -> dict[str, Tensor]:
+        """Copy every column of this rank's :meth:`share`, ``(share, D)``, to the CPU. Collective on shards."""
+        own = self.share()
+        return self._copy(self.layout.columns, own.start, own.stop, torch.device("cpu"))
+
+    def _copy(self, columns: Sequence[Column], start: int, stop: int, device: torch.device) -> dict[str, Tensor]:
         if self.sharded:
             self._ranks.barrier()
-        self.at_rest()
-        return self._columns([c for c in self.layout.columns if names is None or c.name in names])
-
-    def _columns(self, columns: Sequence[Column]) -> dict[str, Tensor]:
-        device = torch.device("cpu") if self.sharded else self.store.device
-        full = {c.name: torch.empty(self.n, c.width, dtype=c.dtype, device=device) for c in columns}
-        counts = [len(range(rank, self.n, self.stride)) for rank in range(self.stride)]
-        for start in range(0, counts[0], BLOCK_ROWS):
-            sizes = [max(0, min(start + BLOCK_ROWS, count) - start) for count in counts]
-            own = self.store.block(start, start + sizes[self.first])
-            block = own if not self.sharded else self._ranks.gather([own], sizes)[0]
-            for rank, part in enumerate(block.split(sizes)):
-                at = slice(start * self.stride + rank, (start + sizes[rank]) * self.stride, self.stride)
-                views = self.layout.unpack(part)
+        store = self.at_rest()
+        full = {c.name: torch.empty(stop - start, c.width, dtype=c.dtype, device=device) for c in columns}
+        first, last = (0, self.n) if self.sharded else (start, stop)  # on shards ranks give rows to each other
+        for low in range(first, last, BLOCK_ROWS):
+            high = min(low + BLOCK_ROWS, last)
+            block = self._gathered(low, high) if self.sharded else store.block(low, high)
+            a, b = max(low, start), min(high, stop)
+            if a < b:
+                views = self.layout.unpack(block)
                 for name, column in full.items():
-                    column[at].copy_(views[name])
+                    column[a - start : b - start].copy_(views[name][a - low : b - low])
         return full
+
+    def _gathered(self, start: int, stop: int) -> Tensor:
+        """Successive rows of a sharded table, from their holders."""
+        bounds = [(self._before(start, rank), self._before(stop, rank)) for rank in range(self.stride)]
+        sizes = [high - low for low, high in bounds]
+        block = self._ranks.gather([self.store.block(*bounds[self.first])], sizes)[0]
+        result = torch.empty_like(block)
+        for rank, part in enumerate(block.split(sizes)):
+            result[(rank - start) % self.stride :: self.stride] = part
+        return result
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
         """Refuse columns that cannot be loaded as they are; nothing is written.
@@ -258,7 +292,7 @@ class RowTable:
 
         Args:
             columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
-            count: how many rows these are.
+            count: number of these rows.
             first: number of the first, for the message.
         """
         for start in range(0, count, BLOCK_ROWS):
@@ -269,10 +303,57 @@ class RowTable:
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
         with self.overwriting() as store:
-            for start, values in self._blocks(columns, store):
-                count = len(values[COUNT])
-                store.write_block(start, self.layout.pack(values, self.layout.zeros(count, store.device)))
+            for start, own in self._blocks(columns, store):
+                count = len(own[COUNT])
+                store.write_block(start, self.layout.pack(own, self.layout.zeros(count, store.device)))
         self.find_partial(columns)
+
+    def load_shares(self, parts: Mapping[str, Tensor]) -> None:
+        """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
+        ranks, layout = self._ranks, self.layout
+        shares = [self.share(rank) for rank in range(ranks.size)]
+        with self.overwriting() as store:
+            for start in range(0, shares[0].size, BLOCK_ROWS):
+                pieces = [Part(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
+                own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
+                packed = layout.pack(own, layout.zeros(pieces[ranks.rank].size, torch.device("cpu")))
+                everyone = ranks.gather([packed], [piece.size for piece in pieces])[0]
+                for part, piece, block in zip(shares, pieces, everyone.split([p.size for p in pieces]), strict=True):
+                    first = part.start + piece.start
+                    mine = block[(self.first - first) % self.stride :: self.stride].contiguous()
+                    if len(mine):
+                        self.find_partial(layout.unpack(mine))
+                        store.write_block(self._before(first, self.first), mine)
+        self.agree_partial()
+
+    def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
+        """Overwrite the columns of one part in all rows that this process holds; collective on shards.
+
+        Args:
+            columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
+            first: the part's first column.
+            others: first columns of the other parts.
+            adapt: changes rows in place whose visits are others than before; gets row numbers, ``(R,)``, all columns,
+                the visits that were loaded and those before.
+        """
+        store = self.at_rest()
+        with torch.inference_mode(False):
+            for start, own in self._blocks(columns, store):
+                visits = own.pop(COUNT)
+                block = store.block(start, start + len(visits))
+                views = self.layout.unpack(block)
+                before = views[COUNT].clone()
+                views[COUNT].copy_(torch.maximum(before, visits))
+                rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
+                for name, value in own.items():
+                    views[name].copy_(torch.where(visits > 0, value, 0))
+                adapt(rows, views, visits, before)
+                views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
+                for name in others:
+                    views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
+                self.find_partial(views)
+                store.write_block(start, block)
+        self.agree_partial()
 
     def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Values of the rows that this process holds, block by block, with the block's first row."""
@@ -288,36 +369,7 @@ class RowTable:
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
-    def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
-        """Overwrite the columns of one part in all rows that this process holds; collective on shards.
-
-        Args:
-            columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
-            first: the part's first column.
-            others: first columns of the other parts.
-            adapt: changes rows in place whose visits are others than before; gets row numbers, ``(R,)``, all columns,
-                the visits that were loaded and those before.
-        """
-        store = self.at_rest()
-        with torch.inference_mode(False):
-            for start, values in self._blocks(columns, store):
-                visits = values.pop(COUNT)
-                block = store.block(start, start + len(visits))
-                views = self.layout.unpack(block)
-                before = views[COUNT].clone()
-                views[COUNT].copy_(torch.maximum(before, visits))
-                rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
-                for name, value in values.items():
-                    views[name].copy_(torch.where(visits > 0, value, 0))
-                adapt(rows, views, visits, before)
-                views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
-                for name in others:
-                    views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
-                self.find_partial(views)
-                store.write_block(start, block)
-        self.agree_partial()
-
     def agree_partial(self) -> None:
-        """Ranks read each other's shards, so that all know of the marks in any; collective on shards."""
+        """Join what all ranks know of marks, since they read each other's rows; collective on shards."""
         if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -20,6 +20,7 @@ from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.state_dict import part_state_dict
+from compopt.stores import Offload
 from compopt.stores.layout import Column
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
@@ -118,7 +119,7 @@ class TemperatureDual(Temperature):
         betas: tuple[float, float] = (0.9, 0.999),
         *,
         process_group: ProcessGroup | None = None,
-        offload: Literal["cpu", "disk"] | None = None,
+        offload: Offload | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,

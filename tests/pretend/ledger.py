@@ -20,8 +20,9 @@ NAMED = {
     "what is known on the device first: features that are not finite, a bad index there",
     "contrastive.py": "positions of further candidates",
     "negatives/sampler.py": "positions of a pool of candidates",
-    "stores/offloaded.py": "rows read without prefetch; rows committed, and their numbers, on a side stream",
-    "stores/fetched.py": "rows read ahead, and their numbers, on a side stream; of few rows when they are taken",
+    "stores/write_behind.py": "rows read and committed, and their numbers, on a side stream",
+    "stores/base.py": "few rows in memory, and their numbers, when a ticket is taken",
+    "stores/snapshot.py": "former values of rows, and their numbers, while a save reads the rows",
     "stores/table.py": "with shards: which of the batch's rows are here",
 }
 
