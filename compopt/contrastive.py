@@ -14,7 +14,7 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.arguments import Given, at_least, check_call, full_precision
 from compopt.batch import Batch
-from compopt.checks import Directions, Mode, Offload
+from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
 from compopt.checks.inputs import check_extra, check_features
 from compopt.distributed.ranks import ProcessGroup

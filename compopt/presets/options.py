@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
-from compopt.checks import Directions, Mode, Offload
+from compopt.checks import Directions, Mode
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.stores import Offload
