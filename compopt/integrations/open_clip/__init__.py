@@ -31,8 +31,6 @@ from compopt.integrations.open_clip.rows import IndexedLoader, Rows, add_index, 
 from compopt.kernel.features import with_gradients
 from compopt.schedules import CosineGamma
 
-__all__ = ["main"]
-
 # Names in open_clip_train.main that are wrapped, and parameters of train_one_epoch that are read.
 WRAPPED = ["parse_args", "create_model_and_transforms", "get_data", "train_one_epoch"]
 RELEASED = ("create_loss", ["model", "data", "epoch", "optimizer", "scaler", "args"])
