@@ -184,7 +184,6 @@ def test_bad_arguments(make, options, error, message):
         # an estimator would refuse it at the end of the epoch
         (spectral, {"n": 33, "batch_size": 32}, ValueError, "the last batch has 1 of n=33.*two.*drop_last=True"),
     ],
-    ids=str,
 )
 def test_bad_arguments_of_one_sampler(make, options, error, message):
     with pytest.raises(error, match=message):
