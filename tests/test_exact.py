@@ -13,6 +13,7 @@ N = 12
 EXACT = [info for info in DATABASE if info.exact_at_gamma_1]
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("tau", [0.005, 0.07, 1.0])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", EXACT, ids=str)
