@@ -35,24 +35,6 @@ def test_gamma_1_and_the_whole_data_set(info, mode, tau):
         near(diagnostics.global_loss(z1, z2, tau, mode=mode, **views), loss, what="diagnostics loss")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_tensor_tau_gradient_is_that_of_the_objective(mode):
-    tau = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
-    for reference in ("none", "positive"):
-        z1, z2 = features(N, 5, seed=3)
-        est = compopt.ContrastiveEstimator(
-            compopt.MovingAverageEstimator(N, gamma=1.0, reference=reference),
-            compopt.FixedTemperature(tau),
-            mode=mode,
-            dtype=torch.float64,
-        )
-        tau.grad = None
-        run(est, z1, z2, torch.arange(N))
-        got = tau.grad.clone()
-        want = torch.autograd.grad(dense_global_loss(z1, z2, tau, mode), tau)[0]
-        near(got, want, what=reference)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reference", ["none", "positive"])

@@ -1,9 +1,7 @@
 """``compopt.integrations.lightning``: Lightning's runs are the plain loop's; rows in its checkpoints."""
 
-import importlib
 import logging
 import os
-import sys
 import warnings
 from functools import partial
 from unittest import mock
@@ -263,13 +261,6 @@ def test_rows_travel_with_the_optimizer(tmp_path, where, own):
     assert [*state] == ["state", "param_groups", "compopt"] and state["compopt"]["t"] == 2
 
 
-def test_rows_that_travel_are_missed_where_the_optimizer_was_loaded_before(tmp_path):
-    fit(tmp_path, Travels("configure_optimizers"), False)
-    with pytest.warns(UserWarning, match="loaded before attach"):
-        module = fit(tmp_path, Travels("on_train_start"), False, ckpt_path=tmp_path / "step=2.ckpt")
-    assert module.seen == [0]
-
-
 # bad input ----------------------------------------------------------------------------------------
 
 
@@ -295,13 +286,6 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
         fit(tmp_path, own=own)
     said = [str(each.message) for each in caught if "was committed" in str(each.message)]
     assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
-
-
-def test_the_package_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    monkeypatch.delitem(sys.modules, "compopt.integrations.lightning", raising=False)
-    with pytest.raises(ImportError, match=r"\.\[lightning\]"):
-        importlib.import_module("compopt.integrations.lightning")
 
 
 # several processes --------------------------------------------------------------------------------
@@ -395,14 +379,6 @@ def test_deepspeed_zero_two(tmp_path, bf16):
         assert same(whole, again) and counts == (UPDATES - skips, UPDATES - skips, 2 - skips)
         for a, b in zip(whole, plain_loop(dtype=torch.float32), strict=True):
             assert bf16 or torch.allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_an_estimator_that_was_built_too_early_is_refused():
-    from compopt.integrations.refusals import refuse_ranks
-
-    refuse_ranks(estimator(), 1, "in setup()")
-    with pytest.raises(ValueError, match=r"2 processes train.*in setup\(\)"):
-        refuse_ranks(estimator(), 2, "in setup()")
 
 
 def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):

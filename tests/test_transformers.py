@@ -1,10 +1,8 @@
 """``compopt.integrations.transformers``: the Trainer's runs are the plain loop's; rows in its checkpoints."""
 
 import contextlib
-import importlib
 import os
 import shutil
-import sys
 import types
 import warnings
 
@@ -241,13 +239,6 @@ def test_the_size_of_a_step(tmp_path, accumulated, key, how):
     torch.testing.assert_close(weights(trained), weights(model), rtol=1e-12, atol=1e-12)
 
 
-def test_a_loss_that_was_scaled_by_the_user_stays_so(tmp_path):
-    with trainer(tmp_path, max_steps=1, save_strategy="no") as made:
-        made.loss_is_scaled_for_ga, made.model_accepts_loss_kwargs = True, True
-        made.train()
-        assert made.loss_is_scaled_for_ga and made.model_accepts_loss_kwargs
-
-
 # bad input ----------------------------------------------------------------------------------------
 
 
@@ -300,13 +291,6 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
         train(tmp_path, own=own, save_strategy="no")
     said = [str(each.message) for each in caught if "was committed" in str(each.message)]
     assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
-
-
-def test_the_package_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "compopt.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match=r"\.\[transformers\]"):
-        importlib.import_module("compopt.integrations.transformers")
 
 
 # several processes --------------------------------------------------------------------------------
