@@ -33,7 +33,7 @@ CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
 def test_some_steps(info, mode, tau, gamma):
     est, ref = make(info, mode, N, tau=tau, gamma=gamma)
-    for z1, z2, index in batches(N, steps=6 if info.network else 12, seed=1):
+    for z1, z2, index in batches(N, steps=5 if info.network else 8, seed=1):
         compare_forward(info, est, ref, z1, z2, index)
         est.step()
         ref.step()

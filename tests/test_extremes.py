@@ -58,7 +58,7 @@ def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
     est = compopt.ISogCLREstimator(
         2, gamma=0.5, rho=0.1, lr=1e-3, tau_init=TAU, tau_min=0.005, tau_max=0.5, optimizer=optimizer
     )
-    for _ in range(300):
+    for _ in range(100):
         loss = est(z1, z2, torch.arange(2))
         est.step()
     columns = est.read(torch.arange(2))

@@ -86,6 +86,7 @@ class Dense:
         self.count += seen
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("chunk_size", [None, 100, 388])
 @pytest.mark.parametrize("mode", MODES)

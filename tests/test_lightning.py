@@ -250,6 +250,7 @@ class Travels(DualEncoder):
         self.carry("on_train_start", self.trainer.optimizers[0])
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("own", [False, None])
 @pytest.mark.parametrize("where", ["configure_optimizers", "on_fit_start", "optimizers()"])
 def test_rows_travel_with_the_optimizer(tmp_path, where, own):

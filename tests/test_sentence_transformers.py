@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.pool import the_pool
 from tests.trainers import fresh_accelerate, same, spoil, update
 from tests.training import weights
 
-pytest.importorskip("sentence_transformers")
+pytestmark = pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="needs sentence_transformers")
 
 N, BATCH, WINDOW, UPDATES = 32, 8, 2, 4  # two updates an epoch
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()

@@ -55,6 +55,7 @@ def test_every_word_a_pair(wordnet):
     assert np.array_equal(pairs.test, whole.test) and pairs.queries[pairs.test[0]] == whole.queries[whole.test[0]]
 
 
+@pytest.mark.slow
 def test_docstrings():
     pairs = text.load()
     assert len(pairs.train) > 1000 and len(pairs.test) == 1000
