@@ -155,13 +155,6 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resum
     assert loaded(resumed, workers) == whole[left:]
 
 
-def test_nothing_of_a_share_can_be_decoded():
-    ends = pytest.raises(RuntimeError, match="nothing could be read or decoded of the share of worker 0")
-    with pytest.warns(UserWarning, match="32 such batches by now") as said, ends:
-        list(batches_of(decode=lambda batch: None))
-    assert len(said) == 6  # 1, 2, 4, ..., 32 of 33
-
-
 # refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -48,24 +48,6 @@ def test_resampling_and_skipped_samples_keep_the_rows(tmp_path):
     assert not {key for _, key in seen} & (lost | {"000020003"})
 
 
-def test_webdataset(shards):
-    wds = pytest.importorskip("webdataset")
-    index = ShardIndex.build(shards)
-    pipeline = wds.DataPipeline(
-        wds.SimpleShardList([str(shard) for shard in shards], seed=3),
-        indexed_reader(wds.tarfile_to_samples(), index),
-        wds.shuffle(8),
-        wds.decode(only="json", partial=True),
-        wds.rename(about="json"),
-        wds.to_tuple("index", "__key__"),
-    )
-    assert sorted((i, key) for i, key in pipeline) == [(k, key) for k, key in enumerate(keys_of(shards))]
-
-
-def keys_of(shards):
-    return [sample["__key__"] for shard in shards for sample in read_tar([{"url": str(shard)}])]
-
-
 # the index ----------------------------------------------------------------------------------------
 
 
