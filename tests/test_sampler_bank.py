@@ -93,6 +93,7 @@ def test_one_sample_that_is_nan_does_not_make_all_batches_random(make):
         assert [len(batch) for batch in epochs[0]] == [len(batch) for batch in make()]
 
 
+@pytest.mark.slow
 def test_a_sample_without_features_is_dealt_at_random():
     """It is with every other equally often, while these are chosen: over epochs of two clear clusters."""
     n, bad, together = 16, 5, torch.zeros(16, 16)
