@@ -122,3 +122,9 @@ def test_a_batch_is_kept_once_unless_there_are_too_few():
     assert highest(batches, losses, 3).tolist() == [0, 2, 4]
     assert len(set(highest(batches, losses, 4).tolist())) == 4
     assert set(highest(batches, losses, 4).tolist()) > {0, 2, 4}
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(spectral, "find_spec", lambda name: None if name == "sklearn" else name)
+    with pytest.raises(ImportError, match=r"scikit-learn.*\.\[samplers\]"):
+        spectral.SpectralBatchSampler(8, 2)
