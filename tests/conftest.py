@@ -1,5 +1,6 @@
 """Small tensors everywhere: one thread is fastest, and results do not depend on the machine."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         # pytest-xdist gives the first half to one worker: it alone starts the processes of tests/pool.py
         items.sort(key=lambda item: 2 - 2 * ("launch" in item.keywords) - ("distributed" in item.keywords))
+
+
+def pytest_collection_finish():
+    """Thousands of items and the modules stay: the collections of the tests need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -70,84 +70,133 @@ def group(n, tau, gamma, **more) -> list[dict]:
     return [{"n": n, "tau": tau, "gamma": gamma, **dual_options(tau), **more}]
 
 
-def leaf(tau, dtype):
-    """A temperature that requires grad."""
-    return torch.tensor(tau, dtype=dtype, requires_grad=True)
+def first_parameter(est):
+    """The learned log(1/tau)."""
+    return next(iter(est.parameters()))
 
 
-# stateless ----------------------------------------------------------------------------------------
+LEARNED = {"tau_leaf": first_parameter, "tau_chain": lambda tau: -tau, "min_tau": 0.011}  # clamped to >= 0.01 at use
 
 
-def infonce(name, include_positive, multiply_tau):
-    """InfoNCEEstimator with a constant tau."""
+def preset(make, name, normalizer, temperature=FixedReference, multiply_tau=True, **facts):
+    """A preset beside the twin of its normalizer and temperature; `make(n, tau, gamma)` returns it with arguments."""
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        kind, options = make(n, tau, gamma)
+        return kind(**options, mode=mode, dtype=dtype, **o)
+
+    def twin(mode, n, tau, gamma):
+        return Reference(group(n, tau, gamma), normalizer(), temperature(), mode, multiply_tau)
+
+    return EstimatorInfo(name, build, twin, **facts)
+
+
+def composed(
+    name,
+    normalizer,
+    twin,
+    dual=None,
+    multiply_tau=True,
+    columns=(),
+    optimizer="momentum",
+    options=None,
+    with_n=True,
+    **facts,
+):
+    """`normalizer(n, gamma)` x a temperature: fixed, individual, or global."""
+    options = {"optimizer": optimizer, **(options or {})}
+
+    def temperature(n, tau):
+        if dual is None:
+            return compopt.FixedTemperature(tau)
+        return compopt.TemperatureDual(n if with_n else None, mode=dual, **dual_options(tau), **options)
+
+    def temperature_twin(tau):
+        if dual is None:
+            return FixedReference()
+        return DualReference(**options) if dual == "individual" else GlobalDualReference(tau, **options)
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        own = normalizer(n, gamma), temperature(n, tau)
+        return compopt.ContrastiveEstimator(*own, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o)
+
+    def reference(mode, n, tau, gamma):
+        return Reference(group(n, tau, gamma), twin(), temperature_twin(tau), mode, multiply_tau)
+
+    if dual == "individual":
+        columns += ("tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ())
+    facts = {"exact_at_gamma_1": False, "global_tau": dual == "global", **facts}
+    return EstimatorInfo(name, build, reference, columns=columns, **facts)
+
+
+def tensor_tau(name, normalizer, twin, multiply_tau=True, **facts):
+    """A tensor temperature that requires grad."""
+
+    def build(mode, n, dtype, tau, gamma, **o):
+        tau = torch.tensor(tau, dtype=dtype, requires_grad=True)
+        own = normalizer(n, gamma), compopt.FixedTemperature(tau)
+        est = compopt.ContrastiveEstimator(*own, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o)
+        est.tau_leaf_for_tests = tau
+        return est
+
     return EstimatorInfo(
         name,
-        lambda mode, n, dtype, tau, gamma, **o: compopt.InfoNCEEstimator(
-            tau=tau, include_positive=include_positive, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
-        ),
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), BatchReference(include_positive), FixedReference(), mode, multiply_tau
-        ),
+        build,
+        lambda mode, n, tau, gamma: Reference(group(n, tau, gamma), twin(), FixedReference(), mode, multiply_tau),
+        tau_leaf=lambda est: est.tau_leaf_for_tests,
+        **facts,
+    )
+
+
+# the batch ----------------------------------------------------------------------------------------
+
+
+def infonce(name, include_positive, multiply_tau, learn_tau=False):
+    """InfoNCEEstimator; with learn_tau, log(1/tau) is a parameter of the user's optimizer."""
+    options = {"include_positive": include_positive, "multiply_tau": multiply_tau, "learn_tau": learn_tau}
+    return preset(
+        lambda n, tau, gamma: (compopt.InfoNCEEstimator, {"tau": tau, **options}),
+        name,
+        lambda: BatchReference(include_positive),
+        multiply_tau=multiply_tau,
         exact_at_gamma_1=not include_positive and multiply_tau,
         views="separate",
+        **(LEARNED if learn_tau else {}),
     )
 
 
 def dcl(learn_tau):
     """DCLEstimator."""
-    return EstimatorInfo(
+    return preset(
+        lambda n, tau, gamma: (compopt.DCLEstimator, {"tau": tau, "learn_tau": learn_tau}),
         "dcl" + ("-learned" if learn_tau else ""),
-        lambda mode, n, dtype, tau, gamma, **o: compopt.DCLEstimator(tau, learn_tau, mode=mode, dtype=dtype, **o),
-        lambda mode, n, tau, gamma: Reference(group(n, tau, gamma), BatchReference(False), FixedReference(), mode),
-        tau_leaf=(lambda est: list(est.parameters())[0]) if learn_tau else None,
-        tau_chain=lambda tau: -tau,
-        min_tau=0.011 if learn_tau else 0.0,
+        lambda: BatchReference(False),
         exact_at_gamma_1=not learn_tau,  # a learned one is clamped
         views="separate",
-    )
-
-
-def clip_learned(multiply_tau):
-    """CLIP: log(1/tau) is a parameter of the user's optimizer."""
-    return EstimatorInfo(
-        "clip-learned" + ("-multiplied" if multiply_tau else ""),
-        lambda mode, n, dtype, tau, gamma, **o: compopt.InfoNCEEstimator(
-            tau=tau, learn_tau=True, mode=mode, multiply_tau=multiply_tau, dtype=dtype, **o
-        ),
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), BatchReference(True), FixedReference(), mode, multiply_tau
-        ),
-        tau_leaf=lambda est: list(est.parameters())[0],
-        tau_chain=lambda tau: -tau,
-        min_tau=0.011,  # tau is clamped to >= 0.01 at use
-        exact_at_gamma_1=False,
+        **(LEARNED if learn_tau else {}),
     )
 
 
 def batch_tensor_tau(include_positive):
-    """BatchNormalizer x a tensor tau that requires grad."""
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        tau = leaf(tau, dtype)
-        est = compopt.ContrastiveEstimator(
-            compopt.BatchNormalizer(include_positive=include_positive),
-            compopt.FixedTemperature(tau),
-            mode=mode,
-            dtype=dtype,
-            **o,
-        )
-        est.tau_leaf_for_tests = tau
-        return est
-
-    return EstimatorInfo(
+    """BatchNormalizer x a tensor tau."""
+    return tensor_tau(
         f"batch-tensor-tau-{'with' if include_positive else 'no'}-positive",
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), BatchReference(include_positive), FixedReference(), mode
-        ),
-        tau_leaf=lambda est: est.tau_leaf_for_tests,
+        lambda n, gamma: compopt.BatchNormalizer(include_positive=include_positive),
+        lambda: BatchReference(include_positive),
         exact_at_gamma_1=not include_positive,
         views="separate",
+    )
+
+
+def batch_dual(name, include_positive, optimizer):
+    """BatchNormalizer x an individual dual: rows without log_u."""
+    return composed(
+        name,
+        lambda n, gamma: compopt.BatchNormalizer(include_positive=include_positive),
+        lambda: BatchReference(include_positive),
+        dual="individual",
+        optimizer=optimizer,
+        options={"betas": (0.8, 0.95)},
     )
 
 
@@ -156,278 +205,115 @@ def batch_tensor_tau(include_positive):
 
 def sogclr(name, reference="none", eps=0.0, multiply_tau=True):
     """SogCLREstimator."""
-    return EstimatorInfo(
+    options = {"reference": reference, "eps": eps, "multiply_tau": multiply_tau}
+    return preset(
+        lambda n, tau, gamma: (compopt.SogCLREstimator, {"n": n, "gamma": gamma, "tau": tau, **options}),
         name,
-        lambda mode, n, dtype, tau, gamma, **o: compopt.SogCLREstimator(
-            n,
-            gamma=gamma,
-            tau=tau,
-            reference=reference,
-            eps=eps,
-            mode=mode,
-            multiply_tau=multiply_tau,
-            dtype=dtype,
-            **o,
-        ),
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), MovingAverageReference(reference, eps), FixedReference(), mode, multiply_tau
-        ),
+        lambda: MovingAverageReference(reference, eps),
+        multiply_tau=multiply_tau,
         columns=("log_u",),
         exact_at_gamma_1=eps == 0.0 and multiply_tau,
     )
 
 
 def sogclr_tensor_tau(reference, multiply_tau):
-    """MovingAverageEstimator x a tensor tau that requires grad."""
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        tau = leaf(tau, dtype)
-        est = compopt.ContrastiveEstimator(
-            compopt.MovingAverageEstimator(n, gamma=gamma, reference=reference),
-            compopt.FixedTemperature(tau),
-            mode=mode,
-            multiply_tau=multiply_tau,
-            dtype=dtype,
-            **o,
-        )
-        est.tau_leaf_for_tests = tau
-        return est
-
-    return EstimatorInfo(
+    """MovingAverageEstimator x a tensor tau."""
+    return tensor_tau(
         f"moving-average-{reference}-tensor-tau" + ("" if multiply_tau else "-not-multiplied"),
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), MovingAverageReference(reference), FixedReference(), mode, multiply_tau
-        ),
+        lambda n, gamma: compopt.MovingAverageEstimator(n, gamma=gamma, reference=reference),
+        lambda: MovingAverageReference(reference),
+        multiply_tau,
         columns=("log_u",),
-        tau_leaf=lambda est: est.tau_leaf_for_tests,
         exact_at_gamma_1=multiply_tau,
     )
 
 
-# duals --------------------------------------------------------------------------------------------
-
-MOMENTUM_COLUMNS = ("log_u", "tau", "tau_exp_avg")
-ADAM_COLUMNS = (*MOMENTUM_COLUMNS, "tau_exp_avg_sq")
-
-
 def isogclr(name, optimizer="momentum", reference="positive", multiply_tau=True, beta=0.9):
     """ISogCLREstimator."""
-    return EstimatorInfo(
+    options = {"optimizer": optimizer, "beta": beta, "reference": reference, "multiply_tau": multiply_tau}
+    return preset(
+        lambda n, tau, gamma: (compopt.ISogCLREstimator, {"n": n, "gamma": gamma, **dual_options(tau), **options}),
         name,
-        lambda mode, n, dtype, tau, gamma, **o: compopt.ISogCLREstimator(
-            n,
-            gamma=gamma,
-            **dual_options(tau),
-            optimizer=optimizer,
-            beta=beta,
-            reference=reference,
-            mode=mode,
-            multiply_tau=multiply_tau,
-            dtype=dtype,
-            **o,
-        ),
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), MovingAverageReference(reference), DualReference(optimizer, beta), mode, multiply_tau
-        ),
-        columns=MOMENTUM_COLUMNS if optimizer == "momentum" else ADAM_COLUMNS,
-        exact_at_gamma_1=False,
-    )
-
-
-def batch_dual(name, include_positive, optimizer):
-    """BatchNormalizer x an individual dual: rows without log_u."""
-    return EstimatorInfo(
-        name,
-        lambda mode, n, dtype, tau, gamma, **o: compopt.ContrastiveEstimator(
-            compopt.BatchNormalizer(include_positive=include_positive),
-            compopt.TemperatureDual(n, **dual_options(tau), optimizer=optimizer, betas=(0.8, 0.95)),
-            mode=mode,
-            dtype=dtype,
-            **o,
-        ),
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), BatchReference(include_positive), DualReference(optimizer, 0.9, (0.8, 0.95)), mode
-        ),
-        columns=("tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ()),
+        lambda: MovingAverageReference(reference),
+        lambda: DualReference(optimizer, beta),
+        multiply_tau,
+        columns=("log_u", "tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ()),
         exact_at_gamma_1=False,
     )
 
 
 def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True):
     """One tau for all samples."""
-    stateful = normalizer == "moving-average"
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        dual = compopt.TemperatureDual(n, **dual_options(tau), mode="global", optimizer=optimizer, beta=0.7)
-        average = compopt.MovingAverageEstimator(n, gamma=gamma, reference="positive", eps=1e-14)
-        return compopt.ContrastiveEstimator(
-            average if stateful else compopt.BatchNormalizer(),
-            dual,
-            mode=mode,
-            multiply_tau=multiply_tau,
-            dtype=dtype,
-            **o,
-        )
-
-    return EstimatorInfo(
+    stateful, average = normalizer == "moving-average", {"reference": "positive", "eps": 1e-14}
+    return composed(
         name,
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma),
-            MovingAverageReference("positive", 1e-14) if stateful else BatchReference(),
-            GlobalDualReference(tau, optimizer, 0.7),
-            mode,
-            multiply_tau,
+        lambda n, gamma: (
+            compopt.MovingAverageEstimator(n, gamma=gamma, **average) if stateful else compopt.BatchNormalizer()
         ),
+        lambda: MovingAverageReference(**average) if stateful else BatchReference(),
+        dual="global",
+        multiply_tau=multiply_tau,
         columns=("log_u",) if stateful else (),
-        global_tau=True,
-        exact_at_gamma_1=False,
+        optimizer=optimizer,
+        options={"beta": 0.7},
     )
 
 
-# networks -----------------------------------------------------------------------------------------
+# networks, memories, chains -----------------------------------------------------------------------
 
 DIM = 4  # of the features that the generic tests make
+ALONE = {"views": "separate", "network": True}
 
 
 def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
-    """NeuralNormalizer x a temperature: fixed, individual, or global."""
+    """NeuralNormalizer."""
     network = {"lr": 0.2, "updates": 3, "restart_every": 3, **network}
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        duals = {
-            "individual": lambda: compopt.TemperatureDual(n, **dual_options(tau)),
-            "global": lambda: compopt.TemperatureDual(None, **dual_options(tau), mode="global", beta=0.7),
-        }
-        return compopt.ContrastiveEstimator(
-            compopt.NeuralNormalizer(DIM, prototypes, **network),
-            duals[dual]() if dual else compopt.FixedTemperature(tau),
-            mode=mode,
-            multiply_tau=multiply_tau,
-            dtype=dtype,
-            **o,
-        )
-
-    def twin(mode, n, tau, gamma):
-        temperature = {
-            None: FixedReference,
-            "individual": lambda: DualReference("momentum", 0.9),
-            "global": lambda: GlobalDualReference(tau, "momentum", 0.7),
-        }
-        return Reference(
-            group(n, tau, gamma),
-            NeuralReference(DIM, prototypes, **network),
-            temperature[dual](),
-            mode,
-            multiply_tau,
-        )
-
-    return EstimatorInfo(
+    return composed(
         name,
-        build,
-        twin,
-        columns=MOMENTUM_COLUMNS[1:] if dual == "individual" else (),
-        global_tau=dual == "global",
+        lambda n, gamma: compopt.NeuralNormalizer(DIM, prototypes, **network),
+        lambda: NeuralReference(DIM, prototypes, **network),
+        dual,
+        multiply_tau,
+        options={"beta": 0.7} if dual == "global" else {},
+        with_n=dual != "global",
         min_tau=0.07,  # below, gradients that cancel to rounding steer the network
-        exact_at_gamma_1=False,
-        views="separate",
-        network=True,
         restarts=network["restart_every"] is not None,
+        **ALONE,
     )
 
 
-def residual(name, dual=False, prototypes=15, network=None, remembers=True, **options):
-    """ResidualNormalizer x a fixed or individual temperature."""
+def residual(name, dual=None, prototypes=15, network=None, remembers=True, **options):
+    """ResidualNormalizer."""
     network = {"lr": 0.2, "updates": 2, "restart_every": 4, **(network or {})}
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        return compopt.ContrastiveEstimator(
-            compopt.ResidualNormalizer(
-                compopt.NeuralNormalizer(DIM, prototypes, **network), n if remembers else None, gamma=gamma, **options
-            ),
-            compopt.TemperatureDual(n, **dual_options(tau)) if dual else compopt.FixedTemperature(tau),
-            mode=mode,
-            dtype=dtype,
-            **o,
-        )
-
-    return EstimatorInfo(
+    return composed(
         name,
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma),
-            ResidualReference(NeuralReference(DIM, prototypes, **network), remembers=remembers, **options),
-            DualReference("momentum", 0.9) if dual else FixedReference(),
-            mode,
+        lambda n, gamma: compopt.ResidualNormalizer(
+            compopt.NeuralNormalizer(DIM, prototypes, **network), n if remembers else None, gamma=gamma, **options
         ),
-        columns=(("log_ratio",) if remembers else ()) + (MOMENTUM_COLUMNS[1:] if dual else ()),
+        lambda: ResidualReference(NeuralReference(DIM, prototypes, **network), remembers=remembers, **options),
+        dual,
+        columns=("log_ratio",) if remembers else (),
         min_tau=0.07,
-        exact_at_gamma_1=False,
-        views="separate",
-        network=True,
         restarts=True,
+        **ALONE,
     )
 
 
 def memory(name, length, dual=None, multiply_tau=True):
-    """MemoryNormalizer x a fixed, individual or global temperature."""
-    temperature = {"individual": lambda tau: DualReference("momentum", 0.9), None: lambda tau: FixedReference()}
-    temperature["global"] = lambda tau: GlobalDualReference(tau, "momentum", 0.9)
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        own = compopt.TemperatureDual(n, mode=dual, **dual_options(tau)) if dual else compopt.FixedTemperature(tau)
-        normalizer = compopt.MemoryNormalizer(DIM, length)
-        return compopt.ContrastiveEstimator(normalizer, own, mode=mode, dtype=dtype, multiply_tau=multiply_tau, **o)
-
-    return EstimatorInfo(
-        name,
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma), MemoryReference(length), temperature[dual](tau), mode, multiply_tau
-        ),
-        columns=MOMENTUM_COLUMNS[1:] if dual == "individual" else (),
-        global_tau=dual == "global",
-        exact_at_gamma_1=False,
-        views="separate",
-        network=True,
-    )
+    """MemoryNormalizer."""
+    normalizer = lambda n, gamma: compopt.MemoryNormalizer(DIM, length)  # noqa: E731
+    return composed(name, normalizer, lambda: MemoryReference(length), dual, multiply_tau, **ALONE)
 
 
 def emc2(name, dual=None, multiply_tau=True, **options):
-    """MCMCNegativeSampler x a fixed, individual or global temperature."""
-
-    def build(mode, n, dtype, tau, gamma, **o):
-        temperature = compopt.FixedTemperature(tau)
-        if dual:
-            temperature = compopt.TemperatureDual(n, mode=dual, **dual_options(tau))
-        return compopt.ContrastiveEstimator(
-            compopt.MCMCNegativeSampler(n, **options),
-            temperature,
-            mode=mode,
-            dtype=dtype,
-            multiply_tau=multiply_tau,
-            **o,
-        )
-
-    def twin(tau):
-        if dual is None:
-            return FixedReference()
-        return DualReference("momentum", 0.9) if dual == "individual" else GlobalDualReference(tau, "momentum", 0.9)
-
-    return EstimatorInfo(
+    """MCMCNegativeSampler."""
+    return composed(
         name,
-        build,
-        lambda mode, n, tau, gamma: Reference(
-            group(n, tau, gamma),
-            MCMCReference(**options),
-            twin(tau),
-            mode,
-            multiply_tau,
-        ),
-        columns=("chain", "score") + (MOMENTUM_COLUMNS[1:] if dual == "individual" else ()),
-        global_tau=dual == "global",
-        exact_at_gamma_1=False,
+        lambda n, gamma: compopt.MCMCNegativeSampler(n, **options),
+        lambda: MCMCReference(**options),
+        dual,
+        multiply_tau,
+        columns=("chain", "score"),
         views="separate",
         draws=True,
     )
@@ -439,8 +325,8 @@ DATABASE = [
     infonce("infonce-not-multiplied", include_positive=True, multiply_tau=False),
     dcl(learn_tau=False),
     dcl(learn_tau=True),
-    clip_learned(multiply_tau=False),
-    clip_learned(multiply_tau=True),
+    infonce("clip-learned", include_positive=True, multiply_tau=False, learn_tau=True),
+    infonce("clip-learned-multiplied", include_positive=True, multiply_tau=True, learn_tau=True),
     batch_tensor_tau(include_positive=True),
     batch_tensor_tau(include_positive=False),
     sogclr("sogclr"),
@@ -473,7 +359,7 @@ DATABASE = [
     neural("neural-global-dual", dual="global", prototypes=15),
     residual("residual"),
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
-    residual("residual-dual", dual=True, prototypes=6),
+    residual("residual-dual", dual="individual", prototypes=6),
     residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
     memory("memory", length=14),
     memory("memory-shorter-than-a-batch", length=4),

@@ -19,14 +19,15 @@ from compopt.stores import table
 WORLD = 4
 PIECES = manifest.PIECE_ROWS, manifest.CHUNK_ROWS
 BLOCK_ROWS = table.BLOCK_ROWS
-TIMEOUT = 30
+TIMEOUT = 30  # seconds for an answer
+START = 120  # for the first one: the processes import torch, on a machine that may be busy
 
 
 class Pool:
     """Processes that wait for functions. A function is called as `function(group, *args)` on every member."""
 
     def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
-        self.timeout = timeout
+        self.timeout, self.started = timeout, False
         context = mp.get_context("spawn")
         port = free_port()
         self.pipes, self.processes = [], []
@@ -41,13 +42,14 @@ class Pool:
         """Results by rank; an error on any rank is raised here, the first rank's first."""
         for pipe in self.pipes[:ranks]:
             pipe.send((function, ranks, args))
-        answers = []
+        answers, patience = [], self.timeout if self.started else max(self.timeout, START)
         for rank, pipe in enumerate(self.pipes[:ranks]):
-            if not pipe.poll(self.timeout):
+            if not pipe.poll(patience):
                 _pools.clear()  # the next test starts afresh
                 self.kill()
-                raise TimeoutError(f"rank {rank} of {ranks} did not answer in {self.timeout} s: {function.__name__}")
+                raise TimeoutError(f"rank {rank} of {ranks} did not answer in {patience} s: {function.__name__}")
             answers.append(pipe.recv())
+        self.started = True
         for rank, (_value, error) in enumerate(answers):
             if error is not None:
                 raise AssertionError(f"rank {rank} of {ranks}: {error}")

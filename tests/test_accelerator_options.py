@@ -7,7 +7,7 @@ import torch
 
 import compopt
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
-from tests.devices import DEVICE, HAS_STREAMS, counted, needs_accelerator, quiet
+from tests.devices import DEVICE, counted, needs_accelerator, quiet
 
 pytestmark = needs_accelerator
 SOME = ("infonce", "sogclr", "isogclr", "residual")
@@ -121,17 +121,6 @@ def test_a_scaler_that_skips_the_update(skips):
     assert bool((est.read(index)["count"].cpu() == (0 if skips else 1)).all())
 
 
-def test_a_temperature_per_sample_in_the_call():
-    tau = torch.rand(B, 1, generator=torch.Generator().manual_seed(3)) + 0.05
-
-    def call(est, z1, z2, index, device):
-        given = tau.to(device).requires_grad_()
-        return [*one_step(est, z1, z2, index, tau=given), given.grad]
-
-    on_cpu, there = BUILD["infonce"](), BUILD["infonce"]()
-    same([call(there, *batch(0, DEVICE), DEVICE)], [call(on_cpu, *batch(0), "cpu")])
-
-
 @pytest.mark.parametrize("to", ["cpu", "device"])
 @pytest.mark.parametrize("name", ["sogclr", "fastclip-v3", "neuclip", "residual", "emc2", "clip"])
 def test_a_checkpoint_goes_on_elsewhere(name, to, tmp_path):
@@ -148,17 +137,6 @@ def test_a_checkpoint_goes_on_elsewhere(name, to, tmp_path):
     if name in WITH_ROWS:
         same_rows(loaded, est)
         same_rows(restored, est)
-
-
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_a_checkpoint_of_rows_elsewhere(offload, tmp_path):
-    options = {"offload_dir": tmp_path / "rows"} if offload == "disk" else {}
-    far = compopt.ISogCLREstimator(N, rho=1.0, offload=offload, **options)
-    near = compopt.ISogCLREstimator(N, rho=1.0)
-    train(far, DEVICE, range(3))
-    compopt.save(far, tmp_path / "files")
-    compopt.load(near, tmp_path / "files")
-    same(train(near, DEVICE, range(3, 6)), train(far, DEVICE, range(3, 6)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
@@ -210,15 +188,6 @@ def test_half_precision():
     expected = compopt.SogCLREstimator(N)(*(z.detach().bfloat16() for z in (z1, z2)), index)
     torch.testing.assert_close(loss.detach().cpu(), expected.detach().cpu(), rtol=1e-3, atol=1e-4)
     assert z1.grad.dtype == torch.float32
-
-
-@pytest.mark.skipif(not HAS_STREAMS, reason="what is written is a stream's")
-def test_est_read_sees_commits_that_the_writer_has_not_written():
-    est = compopt.SogCLREstimator(N, offload="cpu")
-    near = compopt.SogCLREstimator(N)
-    train(est, DEVICE, range(3)), train(near, DEVICE, range(3))
-    same_rows(est, near)
-    same_rows(near, est)
 
 
 def test_diagnostics_on_the_device():

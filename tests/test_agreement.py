@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.database import BY_NAME, DATABASE, MODES, WITH_ROWS
+from tests.database import DATABASE, MODES, WITH_ROWS
 from tests.helpers import batches, compare_state, make, near, run
-from tests.reference import DualReference, MovingAverageReference
 
 N = 13
 SETTINGS = [(0.005, 0.3), (0.07, 0.9), (1.0, 1.0)]  # (tau, gamma)
@@ -34,7 +33,7 @@ CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
 def test_some_steps(info, mode, tau, gamma):
     est, ref = make(info, mode, N, tau=tau, gamma=gamma)
-    for z1, z2, index in batches(N, steps=6 if info.network else 12, seed=1):
+    for z1, z2, index in batches(N, steps=5 if info.network else 8, seed=1):
         compare_forward(info, est, ref, z1, z2, index)
         est.step()
         ref.step()
@@ -124,31 +123,3 @@ def test_chunks_change_nothing(info, mode, chunk_size):
         a, b = whole.read(torch.arange(N)), parts.read(torch.arange(N))
         for name in info.columns:
             near(a[name][a["count"] > 0], b[name][b["count"] > 0], 1e-11, what=name)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "name, mutate",
-    [
-        ("sogclr", {"normalizer": MovingAverageReference("none", stale_alpha=True)}),
-        ("sogclr", {"normalizer": MovingAverageReference("none", first_gamma=True)}),
-        ("sogclr", {"normalizer": MovingAverageReference("positive")}),
-        ("sogclr-positive", {"normalizer": MovingAverageReference("positive", stale_alpha=True)}),
-        ("sogclr-eps", {"normalizer": MovingAverageReference("none", eps=0.0)}),
-        ("isogclr-adam", {"temperature": DualReference("adam", global_count=True)}),
-        ("isogclr-adam", {"temperature": DualReference("momentum")}),
-        ("isogclr", {"temperature": DualReference("momentum", beta=0.1)}),
-    ],
-)
-def test_a_wrong_formula_is_noticed(name, mutate, mode):
-    """The agreement test can fail: each wrong twin is told apart."""
-    info = BY_NAME[name]
-    est, ref = make(info, mode, N, gamma=0.9)
-    for key, value in mutate.items():
-        setattr(ref, key, value)
-    with pytest.raises(AssertionError):
-        for z1, z2, index in batches(N, steps=8, seed=1):
-            compare_forward(info, est, ref, z1, z2, index)
-            est.step()
-            ref.step()
-            compare_state(est, ref, N, info)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from compopt.data import Indexed, key_index
 from compopt.samplers import SpectralBatchSampler
@@ -28,13 +28,6 @@ def test_indexed_through_a_loader():
         assert torch.equal(image.long(), index) and torch.equal(-text.long(), index)
         seen += index.tolist()
     assert sorted(seen) == list(range(10))
-
-
-def test_indexed_over_a_concatenation():
-    """The index runs over the concatenation, as sample groups do."""
-    data = Indexed(ConcatDataset([Pairs(), TensorDataset(torch.arange(5.0), torch.zeros(5))]))
-    assert len(data) == 15
-    assert float(data[12][0]) == 2.0 and int(data[12][-1]) == 12
 
 
 def test_parts_of_a_concatenation_begin_where_they_are_told():
@@ -138,9 +131,3 @@ def test_key_index_numbers_keys_in_their_order():
     assert key_index(["b/17.jpg", "a/3.jpg", "c/1.jpg"]) == {"b/17.jpg": 0, "a/3.jpg": 1, "c/1.jpg": 2}
     with pytest.raises(ValueError, match=r"key 'a' occurs twice \(positions 0 and 2\)"):
         key_index(["a", "b", "a"])
-
-
-def test_negative_positions_are_those_of_the_same_samples():
-    assert [int(Indexed(Pairs())[position][-1]) for position in (-1, 9)] == [9, 9]
-    with pytest.raises(IndexError):
-        Indexed(Pairs())[10]

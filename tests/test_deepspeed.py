@@ -165,30 +165,6 @@ def test_universal_checkpoints_have_their_rows(stage, tmp_path):
         assert torch.equal(before, after) and torch.equal(rows_before, rows_after) and (t, epoch) == (2, 1)
 
 
-def run_mistakes(group, folder):
-    from compopt.integrations import deepspeed as integration
-
-    engine, est = new(1)
-    engine.save_checkpoint(folder)
-    messages = []
-    for call in (
-        lambda: integration.load_checkpoint(engine, est, folder),
-        lambda: integration.save_checkpoint(engine, est, folder, client_state={"compopt": 1}),
-        lambda: compopt.InfoNCEEstimator().attach(engine, checkpoint=True),
-        lambda: compopt.InfoNCEEstimator().attach(engine.optimizer, checkpoint=True),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_mistakes_are_named(tmp_path):
-    for first, second, *others in ours(run_mistakes, str(tmp_path / "c")):
-        assert "without rows" in first and "'compopt'" in second
-        assert len(others) == 2 and all("DeepSpeed saves a state of its own" in each for each in others)
-
-
 def run_accelerate(group, stage, folder):
     """accelerate with a DeepSpeed plugin: the update, and the commit, happen inside accelerator.backward."""
     os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_CPU="false")
@@ -243,3 +219,27 @@ def test_under_accelerate(stage, tmp_path):
         assert commits == UPDATES
         assert_alike(trace, reference(UPDATES), 1e-4)
         assert_alike(resumed, trace[2:], 0)
+
+
+def run_mistakes(group, folder):
+    from compopt.integrations import deepspeed as integration
+
+    engine, est = new(1)
+    engine.save_checkpoint(folder)
+    messages = []
+    for call in (
+        lambda: integration.load_checkpoint(engine, est, folder),
+        lambda: integration.save_checkpoint(engine, est, folder, client_state={"compopt": 1}),
+        lambda: compopt.InfoNCEEstimator().attach(engine, checkpoint=True),
+        lambda: compopt.InfoNCEEstimator().attach(engine.optimizer, checkpoint=True),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_mistakes_are_named(tmp_path):
+    for first, second, *others in ours(run_mistakes, str(tmp_path / "c")):
+        assert "without rows" in first and "'compopt'" in second
+        assert len(others) == 2 and all("DeepSpeed saves a state of its own" in each for each in others)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import compopt
 from tests import four
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import assert_same_bits, batches, bits, features, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
 from tests.pool import the_pool
 from tests.samplers import both
 from tests.training import micro_batches
@@ -116,44 +116,6 @@ def test_samplers(make, context):
     usual = epochs()
     with context():
         assert epochs() == usual
-
-
-@elsewhere
-@pytest.mark.parametrize("name", ["sogclr", "neural", "infonce", "residual"])
-def test_diagnostics(name, context):
-    z1, z2 = features(N, 4, 0, dtype=torch.float32)
-
-    def found():
-        est = built(BY_NAME[name], "bimodal")
-        run(est, *DATA[0])
-        est.step()
-        return [
-            compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=8),
-            compopt.diagnostics.global_loss(z1, z2, 0.1),
-            *compopt.diagnostics.global_gradient(z1, z2, 0.1),
-            compopt.diagnostics.log_normalizers(z1, z2, 0.1),
-        ]
-
-    usual = found()
-    with context():
-        assert [bits(x) for x in found()] == [bits(x) for x in usual]
-
-
-@elsewhere
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_placements(offload, context, tmp_path):
-    def trained(folder):
-        place = {"offload": offload, **({"offload_dir": folder} if offload == "disk" else {})}
-        est = compopt.SogCLREstimator(N, **place)
-        for (z1, z2, index), following in zip(DATA, [*DATA[1:], DATA[0]], strict=True):
-            run(est, z1, z2, index)
-            est.prefetch(following[2])
-            est.step()
-        return est.state_dict()["rows"]
-
-    usual = trained(tmp_path / "usual")
-    with context():
-        assert_same_bits(trained(tmp_path / "elsewhere"), usual)
 
 
 def on_ranks(group, folder, context):

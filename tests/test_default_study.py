@@ -11,23 +11,9 @@ import torch.nn.functional as F
 import compopt
 from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, VARIANTS
-from benchmarks.studies.default.losses import MomentumQueue, MovedQueue, loss_of
+from benchmarks.studies.default.losses import loss_of
 
 TAU, DIM, B = 0.1, 8, 6
-
-
-@pytest.mark.parametrize("unimodal", [False, True])
-def test_a_moved_queue_of_momentum_keys_follows_their_mean(unimodal: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    moved, plain = (kind(TAU, 3 * B, 0.99, False, unimodal) for kind in (MovedQueue, MomentumQueue))
-    past: list[torch.Tensor] = []
-    for _ in range(3):
-        z, keys = (torch.randn(2, B, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-        means = keys.mean((0, 1)).expand(2, 1, DIM) if unimodal else keys.mean(1, keepdim=True)
-        moved.encoded = plain.encoded = list(keys)
-        plain.queue = [torch.cat([batch[side] + means[side] for batch in past]) for side in range(2)] if past else []
-        assert torch.allclose(moved(*z, torch.arange(B)), plain(*z, torch.arange(B)), rtol=0, atol=1e-12)
-        past.append(keys - means)
 
 
 def test_mined_batches_have_what_the_teacher_finds_close_but_not_the_closest() -> None:

@@ -25,15 +25,16 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_python_blocks_compile(page):
-    for block in blocks(page, "python"):
-        compile(block, name(page), "exec")
+def test_python_blocks_compile():
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            compile(block, name(page), "exec")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_names_of_the_library_exist(page):
-    for dotted in set(re.findall(r"\bcompopt((?:\.[A-Za-z_]\w*)+)", page.read_text())):
+def test_names_of_the_library_exist():
+    for dotted in {
+        found for page in PAGES for found in re.findall(r"\bcompopt((?:\.[A-Za-z_]\w*)+)", page.read_text())
+    }:
         value = compopt
         for part in dotted.strip(".").split("."):
             if part in ("py", "md"):
@@ -43,18 +44,17 @@ def test_names_of_the_library_exist(page):
             value = getattr(value, part)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+def test_links_lead_to_files():
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
+    inside = [(page, target) for page, target in links if not target.startswith("http")]
+    assert [(name(page), target) for page, target in inside if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_name_modules_that_exist(page):
-    for module in re.findall(r"-m ((?:recipes|benchmarks)[\w.]*\w)", page.read_text()):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+def test_commands_name_modules_that_exist():
+    for page in PAGES:
+        for module in re.findall(r"-m ((?:recipes|benchmarks)[\w.]*\w)", page.read_text()):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (name(page), module)
 
 
 def reached(page, found):

@@ -24,10 +24,10 @@ def constant(kind):
     [
         pytest.param("identical", "none", STEPS, marks=pytest.mark.slow),
         pytest.param("opposite", "positive", STEPS, marks=pytest.mark.slow),
-        ("crossed", "positive", 1000),
-        ("identical", "positive", 1000),
-        ("opposite", "none", 1000),
-        ("crossed", "none", 1000),
+        ("crossed", "positive", 300),
+        ("identical", "positive", 300),
+        ("opposite", "none", 300),
+        ("crossed", "none", 300),
     ],
 )
 def test_constant_features(kind, reference, steps):
@@ -51,45 +51,6 @@ def test_constant_features(kind, reference, steps):
     torch.testing.assert_close(loss.detach(), torch.tensor(TAU * log_ghat), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_random_features_follow_float64(mode):
-    """log u of ten thousand fp32 updates against the recurrence in float64 numpy."""
-    n, batch, dim, gamma = 12, 4, 4, 0.1
-    rng = np.random.default_rng(0)
-    bank = rng.normal(size=(2, n, dim))
-    bank /= np.linalg.norm(bank, axis=2, keepdims=True)
-    z1, z2 = (torch.tensor(b, dtype=torch.float32) for b in bank)
-    est = compopt.SogCLREstimator(n, gamma=gamma, tau=TAU, mode=mode)
-    log_u = np.full((n, 2 if mode == "bimodal" else 1), np.nan)
-    s12, s11, s22 = bank[0] @ bank[1].T, bank[0] @ bank[0].T, bank[1] @ bank[1].T
-    finite = True
-    for t in range(STEPS):
-        index = rng.permutation(n)[:batch]
-        where = torch.as_tensor(index)
-        loss = est(z1[where].requires_grad_(t % 500 == 0), z2[where], where)
-        if t % 500 == 0:
-            loss.backward()
-        finite &= bool(torch.isfinite(loss))
-        est.step()
-        new = {}
-        for i in index:
-            others = index[index != i]
-            scores = [s12[i, others], s12.T[i, others]]
-            if mode == "unimodal":
-                scores = [np.concatenate([s12[i, others], s11[i, others], s12.T[i, others], s22[i, others]])]
-            for column, s in enumerate(scores):
-                log_g = np.logaddexp.reduce(s / TAU) - np.log(len(s))
-                old = log_u[i, column]
-                first = np.isnan(old)
-                new[i, column] = log_g if first else np.logaddexp(np.log1p(-gamma) + old, np.log(gamma) + log_g)
-        for key, value in new.items():
-            log_u[key] = value
-    assert finite
-    got = est.read(torch.arange(n))["log_u"].double()
-    torch.testing.assert_close(got, torch.tensor(log_u), rtol=1e-5, atol=2e-3)
-
-
 @pytest.mark.parametrize("kind", ["identical", "opposite", "crossed"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
@@ -97,23 +58,12 @@ def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
     est = compopt.ISogCLREstimator(
         2, gamma=0.5, rho=0.1, lr=1e-3, tau_init=TAU, tau_min=0.005, tau_max=0.5, optimizer=optimizer
     )
-    for _ in range(300):
+    for _ in range(100):
         loss = est(z1, z2, torch.arange(2))
         est.step()
     columns = est.read(torch.arange(2))
     assert torch.isfinite(loss) and all(torch.isfinite(v.double()).all() for v in columns.values())
     assert columns["tau"].min() >= 0.005 - 1e-9 and columns["tau"].max() <= 0.5 + 1e-7
-
-
-@pytest.mark.parametrize("include_positive", [True, False])
-def test_infonce_at_the_smallest_tau(include_positive):
-    for kind, gap in (("identical", 0.0), ("opposite", -2.0), ("crossed", 2.0)):
-        z1, z2, _, _ = constant(kind)
-        z1.requires_grad_()
-        loss = compopt.InfoNCEEstimator(tau=TAU, include_positive=include_positive)(z1, z2, torch.arange(2))
-        (gradient,) = torch.autograd.grad(loss, z1)
-        want = np.logaddexp(0.0, gap / TAU) if include_positive else gap / TAU
-        assert abs(loss.item() - TAU * want) < 1e-5 and torch.isfinite(gradient).all()
 
 
 def test_stale_rows_do_not_overflow_the_weights():

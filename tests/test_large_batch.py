@@ -86,15 +86,8 @@ class Dense:
         self.count += seen
 
 
-@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("chunk_size", [None, 100, 388])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reference", ["none", "positive"])
-def test_moving_average(reference, mode, chunk_size, dtype, rtol):
-    est = compopt.SogCLREstimator(
-        N, gamma=0.7, tau=0.05, reference=reference, mode=mode, chunk_size=chunk_size, dtype=dtype
-    )
-    dense = Dense(mode, 0.7, 0.05, reference)
+def follow(est, dense, dtype, rtol):
+    """Loss and gradients of a few steps; -> rows and which of them were visited."""
     for t in range(3):
         z1, z2, index = batch(t, dtype)
         for got, want in zip(run(est, z1, z2, index), dense.step(z1, z2, index), strict=True):
@@ -102,7 +95,19 @@ def test_moving_average(reference, mode, chunk_size, dtype, rtol):
         est.step()
     columns = est.read(torch.arange(N))
     assert torch.equal(columns["count"].long(), dense.count)
-    seen = dense.count > 0
+    return columns, dense.count > 0
+
+
+@pytest.mark.covering()
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("chunk_size", [None, 100, 388])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reference", ["none", "positive"])
+def test_moving_average(reference, mode, chunk_size, dtype, rtol):
+    options = {"reference": reference, "mode": mode, "chunk_size": chunk_size, "dtype": dtype}
+    est = compopt.SogCLREstimator(N, gamma=0.7, tau=0.05, **options)
+    dense = Dense(mode, 0.7, 0.05, reference)
+    columns, seen = follow(est, dense, dtype, rtol)
     near(columns["log_u"][seen], dense.u[seen].log(), rtol, atol=rtol)
 
 
@@ -111,13 +116,7 @@ def test_individual_temperatures(mode):
     options = dual_options(0.1)
     est = compopt.ISogCLREstimator(N, gamma=0.7, **options, mode=mode, dtype=torch.float64)
     dense = Dense(mode, 0.7, 0.1, "positive", options)
-    for t in range(4):
-        z1, z2, index = batch(10 + t)
-        for got, want in zip(run(est, z1, z2, index), dense.step(z1, z2, index), strict=True):
-            near(got, want)
-        est.step()
-    seen = dense.count > 0
-    columns = est.read(torch.arange(N))
+    columns, seen = follow(est, dense, torch.float64, 1e-10)
     near(columns["tau"][seen], dense.tau[seen])
     near(columns["tau_exp_avg"][seen], dense.m[seen])
 

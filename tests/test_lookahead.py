@@ -34,13 +34,6 @@ def test_each_batch_is_announced_before_its_predecessor_is_handed_out():
     assert [b[0] for b in ahead] == [b[0] for b in loader]  # again from the start
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_short_loaders(count):
-    log, loader = Log(), batches(count)
-    assert [batch[0] for batch in PrefetchLoader(loader, log.announce, log.forget)] == [batch[0] for batch in loader]
-    assert log.count("forget") == 1 and len(log) == count + 1
-
-
 def test_the_loader_is_at_most_one_batch_ahead():
     taken = []
 
@@ -128,8 +121,3 @@ def test_where_the_index_is(batch, index, found):
 def test_where_it_is_not(batch, index, error, message):
     with pytest.raises(error, match=message):
         list(PrefetchLoader([batch], Log().announce, index=index))
-
-
-def test_what_cannot_be_iterated():
-    with pytest.raises(TypeError, match="got int"):
-        PrefetchLoader(5, Log().announce)

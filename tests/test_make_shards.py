@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
@@ -64,18 +63,6 @@ def test_every_sample_reads_back_with_its_own_caption_and_picture(shards, part):
         shard = int(sample["__url__"][-9:-4])
         assert by_key.index(sample) == 100 * shard + sample["index"] - SIZE * shard
     assert set(seen) <= pairs and len(set(seen)) == LIMIT and seen != sorted(seen)
-
-
-def test_sizes_are_written_beside_the_shards(shards):
-    names = [f"{shard:05d}" for shard in range(3)]
-    assert json.loads((shards / "train" / "sizes.json").read_text()) == dict(
-        zip([f"{name}.tar" for name in names], [40, 40, 20], strict=True)
-    )
-    stats = [json.loads((shards / "train" / f"{name}_stats.json").read_text())["successes"] for name in names]
-    assert stats == [40, 40, 20]
-    for name, size in zip(names, stats, strict=True):
-        with tarfile.open(shards / "train" / f"{name}.tar") as archive:
-            assert len(archive.getnames()) == 3 * size
 
 
 def test_the_same_bytes_again(shards, tmp_path):

@@ -3,7 +3,6 @@
 import statistics
 
 import pytest
-import torch
 
 from benchmarks.studies.minibatch_geometry import (
     Setting,
@@ -13,25 +12,9 @@ from benchmarks.studies.minibatch_geometry import (
     descend,
     distance,
     minimise,
-    optimum,
-    start,
 )
 
 N = 8
-
-
-@pytest.mark.parametrize("dim", [N - 1, 2 * N, N // 2])
-def test_the_optima_are_what_they_are_called(dim):
-    """From whatever Gram matrix the antipodes are read."""
-    generator = torch.Generator().manual_seed(dim)
-    gram = optimum(torch.randn(N, N, dtype=torch.float64, generator=generator), dim)
-    eigenvalues = torch.linalg.eigvalsh(gram)
-    rank = int((eigenvalues > 1e-9).sum())
-    assert torch.equal(gram, gram.T) and (gram.diagonal() == 1).all()
-    assert rank == min(dim, N - 1)
-    torch.testing.assert_close(eigenvalues[-rank:], eigenvalues[-1].expand(rank))  # a tight frame
-    if dim == N // 2:
-        assert sorted(gram[0].tolist()) == [-1.0, *[0.0] * (N - 2), 1.0]
 
 
 @pytest.mark.parametrize("dim", [2 * N, N // 2], ids=["frame", "cross-polytope"])
@@ -52,13 +35,6 @@ def test_a_subset_without_some_pair_does_not(dim, size, name):
 def test_a_block_design_reaches_the_frame():
     """A strict subset that covers all pairs equally: Theorem 5 does not exclude it."""
     assert distance(minimise(affine_blocks(), N, 2 * N, seed=0)) < 1e-3
-
-
-def test_distance_does_not_depend_on_who_is_whose_antipode():
-    half = torch.eye(4, dtype=torch.float64)
-    z = torch.cat([half, -half])[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
-    assert distance(torch.stack([z, z])) == 0.0
-    assert distance(start(8, 4, seed=0)) > 1.0
 
 
 @pytest.mark.slow

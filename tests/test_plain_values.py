@@ -11,7 +11,6 @@ import torch
 import compopt
 from tests.database import DATABASE, MODES
 from tests.helpers import batches, group_key, make
-from tests.samplers import both, filled
 
 N = 23
 
@@ -114,6 +113,7 @@ def test_a_schedule_of_numpy_functions():
     written(est.state_dict())
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_every_state_is_plain_data(info, mode):
@@ -124,21 +124,3 @@ def test_every_state_is_plain_data(info, mode):
     twin, _ = make(info, mode, N)
     twin.load_state_dict(state)
     assert twin.t == est.t
-
-
-def test_states_of_schedules_are_plain_data():
-    est = compopt.SogCLREstimator(N)
-    for schedule in (
-        compopt.schedules.Schedule(est, "gamma", lambda t: 0.5),
-        compopt.schedules.CosineGamma(est, np.int64(10), gamma_min=np.float64(0.5)),
-    ):
-        schedule.step()
-        schedule.load_state_dict(written(schedule.state_dict()))
-        assert schedule.t == 1
-
-
-@both
-def test_states_of_samplers_are_plain_data(make):
-    sampler = filled(make, batch_size=np.int64(8), tau=np.float64(0.2), seed=np.int64(3))
-    next(iter(sampler))
-    make(batch_size=8, tau=0.2, seed=3).load_state_dict(written(sampler.state_dict()))

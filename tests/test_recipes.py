@@ -86,7 +86,7 @@ def test_recommended_depends_on_the_batch_size_of_the_run(batch_size, kind):
     "batches",
     [
         {"kind": "spectral", "cluster_group": 3},
-        {"kind": "ordered", "candidates": 12, "keep": 4},
+        pytest.param({"kind": "ordered", "candidates": 12, "keep": 4}, marks=pytest.mark.slow),
     ],
     ids=["spectral", "ordered"],
 )

@@ -86,15 +86,6 @@ def test_accelerate_launch(cache, single, tmp_path):
     assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
 
 
-@pytest.mark.launch
-def test_accelerate_launch_that_starts_one_process_of_two(cache, tmp_path):
-    command = [sys.executable, "-m", *ACCELERATE, "recipes.train_clip", "--limit", "192", "--output-dir", str(tmp_path)]
-    command[command.index("--multi_gpu")] = "--cpu"
-    code, _, err = finish([*command, "--cache-dir", str(cache)])
-    assert code != 0 and "asked for several processes and started one: give it --multi_gpu" in err
-    assert not (tmp_path / "metrics.json").exists()
-
-
 def check_processes(monkeypatch, variables):
     """In the environment of a process that was not launched, with further variables, and no process group."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):

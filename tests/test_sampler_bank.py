@@ -10,7 +10,7 @@ from compopt.samplers import FeatureBank
 from compopt.samplers.pairs import batch_losses
 from tests.devices import DEVICE, PRETEND, counted, marked, needs_accelerator
 from tests.helpers import generator
-from tests.samplers import DIM, B, N, both, filled, moving, spectral, table
+from tests.samplers import DIM, N, both, filled, moving, spectral, table
 
 
 def put(bank, index, z1, z2):
@@ -40,13 +40,6 @@ def test_rows_that_are_not_finite_are_skipped():
     z1[0, 0] = float("inf")
     put(bank, [0], z1[:1], z1[:1])
     assert bank.filled and torch.equal(bank.rows, before)
-
-
-def test_observing_keeps_no_graph_and_reads_any_integer_index():
-    sampler = spectral()
-    z1, z2 = (z.requires_grad_() for z in table())
-    sampler.observe(torch.arange(N, dtype=torch.int32), z1, z2)
-    assert not sampler.bank.rows.requires_grad and sampler.bank.filled
 
 
 @marked(needs_accelerator)
@@ -100,6 +93,7 @@ def test_one_sample_that_is_nan_does_not_make_all_batches_random(make):
         assert [len(batch) for batch in epochs[0]] == [len(batch) for batch in make()]
 
 
+@pytest.mark.slow
 def test_a_sample_without_features_is_dealt_at_random():
     """It is with every other equally often, while these are chosen: over epochs of two clear clusters."""
     n, bad, together = 16, 5, torch.zeros(16, 16)
@@ -125,14 +119,6 @@ def test_nothing_changes_where_all_features_are_finite(make):
     sampler.observe(torch.tensor([17]), *(z[17:18] for z in table()))
     with warnings.catch_warnings(record=True):
         assert list(sampler) == list(plain)
-
-
-@both
-def test_nothing_but_nan_gives_random_batches(make):
-    sampler = with_nan(make, slice(None))
-    with pytest.warns(UserWarning, match="50 of n=50"):
-        batches = list(sampler)
-    assert len(batches) == len(sampler) and len({sample for batch in batches for sample in batch}) > 3 * B
 
 
 @both

@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -48,14 +47,6 @@ def test_weights_are_their_definition(batch_size, tau):
     assert torch.equal(w, w.T)
 
 
-def test_equal_labels_add_no_weight():
-    z1, z2 = unit(6, 4, seed=2)
-    labels = torch.tensor([0, 1, 0, 2, 1, 3])
-    plain, w = edge_weights(z1, z2, 0.1, 4), edge_weights(z1, z2, 0.1, 4, labels)
-    twins = labels[:, None] == labels
-    assert (w[twins] == 0).all() and torch.equal(w[~twins], plain[~twins])
-
-
 def test_losses_are_their_definition():
     z1, z2 = unit(12, 4, seed=3)
     batches = torch.randperm(12, generator=generator(0)).view(3, 4)
@@ -64,29 +55,6 @@ def test_losses_are_their_definition():
     near(got, [naive_loss(z1, z2, batch.tolist(), 0.2) for batch in batches], rtol=1e-12)
     got = batch_losses(z1[batches], z2[batches], 0.2, labels[batches])
     near(got, [naive_loss(z1, z2, batch.tolist(), 0.2, labels) for batch in batches], rtol=1e-12)
-
-
-@pytest.mark.parametrize("tau", [0.05, 0.5])
-def test_the_weights_bound_the_loss(tau):
-    """Jensen: the mean weight of a batch's pairs is at most four times its loss, and equal to it for B = 2."""
-    z1, z2 = unit(40, 6, seed=4)
-    for batch_size in (2, 8):
-        batches = torch.randperm(40, generator=generator(1)).view(-1, batch_size)
-        losses = batch_losses(z1[batches], z2[batches], tau)
-        w = edge_weights(z1, z2, tau, batch_size)
-        pairs = batch_size * (batch_size - 1)
-        bound = torch.stack([w[batch][:, batch].sum() / 2 / (2 * pairs) for batch in batches])
-        assert (bound <= losses + 1e-12).all()
-        if batch_size == 2:
-            near(bound, losses, rtol=1e-12)
-
-
-def test_the_affinity_is_normalized_as_ng_does():
-    z1, z2 = unit(9, 4, seed=5)
-    w = edge_weights(z1, z2, 0.3, 4)
-    a = torch.exp(w).fill_diagonal_(0.0)
-    d = a.sum(1).rsqrt()
-    near(normalized_affinity(w), d[:, None] * a * d, rtol=1e-12)
 
 
 def test_the_affinity_of_small_temperatures_is_finite():
@@ -145,36 +113,7 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
     assert kept(found) == pytest.approx(max(map(kept, partitions(list(range(9)), 3))), rel=1e-12)
 
 
-def test_the_assignment_is_the_cheapest_for_its_centres():
-    """Against all ways to give six points three places each, for centres that k-means finds exactly."""
-    points = np.array([[0.0], [0.1], [0.2], [0.3], [5.0], [5.1]])
-    clusters = spectral.even_clusters(points, [3, 3], seed=0)
-    centres = [points[:4].mean(), points[4:].mean()]
-    cost = {
-        mine: sum(abs(points[i, 0] - centres[0 if i in mine else 1]) for i in range(6))
-        for mine in itertools.combinations(range(6), 3)
-    }
-    best = min(cost, key=cost.get)
-    assert {frozenset(np.flatnonzero(clusters == c)) for c in (0, 1)} == {
-        frozenset(best),
-        frozenset(range(6)) - set(best),
-    }
-
-
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr(spectral, "find_spec", lambda name: None if name == "sklearn" else name)
-    with pytest.raises(ImportError, match=r"scikit-learn.*\.\[samplers\]"):
-        spectral.SpectralBatchSampler(8, 2)
-
-
 # ordered ------------------------------------------------------------------------------------------
-
-
-def test_highest_keeps_the_highest():
-    g = generator(9)
-    batches = torch.stack([torch.randperm(50, generator=g)[:4] for _ in range(30)])
-    losses = torch.rand(30, generator=g)
-    assert highest(batches, losses, 7).tolist() == sorted(losses.argsort(descending=True)[:7].tolist())
 
 
 def test_a_batch_is_kept_once_unless_there_are_too_few():
@@ -183,3 +122,9 @@ def test_a_batch_is_kept_once_unless_there_are_too_few():
     assert highest(batches, losses, 3).tolist() == [0, 2, 4]
     assert len(set(highest(batches, losses, 4).tolist())) == 4
     assert set(highest(batches, losses, 4).tolist()) > {0, 2, 4}
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(spectral, "find_spec", lambda name: None if name == "sklearn" else name)
+    with pytest.raises(ImportError, match=r"scikit-learn.*\.\[samplers\]"):
+        spectral.SpectralBatchSampler(8, 2)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import compopt.samplers.ordered as ordered_module
 from tests.pool import the_pool
-from tests.samplers import KINDS, N, both, moving, ordered, spectral, table, train
+from tests.samplers import KINDS, N, both, moving, spectral, table, train
 
 pytestmark = pytest.mark.distributed
 STEPS = 24
@@ -140,19 +140,3 @@ def test_what_one_rank_refuses_stops_all(make, where):
     found = the_pool().run(refused, 2, KINDS.index(make), where)
     assert "RuntimeError: rank 1 refused its arguments" in found[0]
     assert found[1].startswith("IndexError: index" if where == "observe" else "ValueError: index has")
-
-
-def refused_sizes(group):
-    found = []
-    for make, n, batch_size in ((spectral, N, 3), (ordered, N, 3), (spectral, N, 16)):
-        try:
-            make(n, batch_size, process_group=group)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_batch_has_a_sample_for_each_rank():
-    for few, also_few, last in the_pool().run(refused_sizes, 4):
-        assert few == also_few == "batch_size=3 counts over all ranks and must be at least world_size=4"
-        assert "the last batch has 2 of n=50 samples for world_size=4 ranks" in last

@@ -11,13 +11,6 @@ from tests.samplers import N, both, filled, loader, moving, ordered, spectral, t
 
 
 @both
-def test_the_seed_decides(make):
-    assert train(make(seed=1), 40) == train(make(seed=1), 40)
-    # epoch 1 of seed 0 is not epoch 0 of seed 1
-    assert len({str(list(sampler)) for seed in range(3) for sampler in [make(seed=seed)] for _ in range(3)}) == 9
-
-
-@both
 @pytest.mark.parametrize("stop", [0, 1, 5, 7, 9, 14])
 def test_resume_continues_bit_for_bit(make, stop):
     whole = train(make(), 26)
@@ -33,16 +26,6 @@ def test_resume_continues_bit_for_bit(make, stop):
 
 
 @both
-def test_a_state_does_not_disturb_the_run(make):
-    whole, sampler, trace = train(make(), 30), make(), []
-    for batch in (batch for _ in range(6) for batch in sampler):
-        trace.append(batch)
-        sampler.observe(torch.tensor(batch), *moving(len(trace), batch))
-        sampler.state_dict()
-    assert trace[:30] == whole
-
-
-@both
 def test_a_state_without_observations_counts_batches_handed_out(make):
     """A loop that refreshes the bank instead."""
     sampler, twin = make(), make()
@@ -53,28 +36,6 @@ def test_a_state_without_observations_counts_batches_handed_out(make):
     twin.load_state_dict(sampler.state_dict())
     assert first + list(twin) == first + list(batches)
     assert list(twin) == list(sampler)
-
-
-@both
-def test_a_loop_may_observe_several_batches_at_once(make):
-    """After each update of an accumulation window, with a loader that is ahead."""
-    sampler = filled(make)
-    handed = [torch.tensor(batch) for batch, _ in zip(sampler, range(5), strict=False)]
-    for first in (0, 2):
-        index = torch.cat(handed[first : first + 2])
-        sampler.observe(index, *moving(first, index))
-    assert sampler.state_dict()["batch"] == 4
-
-
-@both
-def test_an_abandoned_epoch_is_over(make):
-    sampler, twin = make(), make()
-    next(iter(sampler))
-    assert sampler.epoch == 0
-    second = list(sampler)
-    assert sampler.epoch == 1
-    list(twin)
-    assert second == list(twin)
 
 
 @both

@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
-import importlib
 import os
-import sys
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.pool import the_pool
 from tests.trainers import fresh_accelerate, same, spoil, update
 from tests.training import weights
 
-pytest.importorskip("sentence_transformers")
+pytestmark = pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="needs sentence_transformers")
 
 N, BATCH, WINDOW, UPDATES = 32, 8, 2, 4  # two updates an epoch
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
@@ -221,18 +220,6 @@ def test_a_last_batch_of_one_sample_is_refused_before_training(tmp_path):
         made.train()
 
 
-@pytest.mark.slow
-def test_a_loss_for_each_data_set(tmp_path):
-    """Two data sets, one estimator: the second's rows come after the first's."""
-    from datasets import DatasetDict
-
-    sets, est = losses().add_index(DatasetDict({"one": data(), "two": data(3, 16)})), estimator(N + 16)
-    with trainer(tmp_path, lambda model: loss_of(est, model), sets, callback=False) as made:
-        made.add_callback(losses().EstimatorCallback(est, made))
-        made.train()
-    assert (est.read(torch.arange(N + 16))["count"] == 2).all()
-
-
 # a call -------------------------------------------------------------------------------------------
 
 
@@ -385,13 +372,6 @@ def test_static_embeddings_cannot_be_cached():
         losses().CachedEstimatorLoss(SentenceTransformer(modules=[static], device="cpu"), estimator())
 
 
-def test_the_model_card_names_the_estimator():
-    config = loss_of(estimator()).get_config_dict()
-    assert config["estimator"] == "ISogCLREstimator" and config["directions"] == "forward"
-    assert config["sample_groups"][0]["n"] == N and config["sample_groups"][0]["rho"] == 0.5
-    assert loss_of({32: estimator()}).get_config_dict()["estimators"][32]["estimator"] == "ISogCLREstimator"
-
-
 # labels -------------------------------------------------------------------------------------------
 
 
@@ -531,10 +511,3 @@ def test_bad_arguments():
         loss_of({})
     with pytest.raises(ValueError, match="mini_batch_size"):
         loss_of(estimator(), kind="CachedEstimatorLoss", mini_batch_size=0)
-
-
-def test_the_package_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers.base.losses.gradcache", None)
-    monkeypatch.delitem(sys.modules, "compopt.integrations.sentence_transformers", raising=False)
-    with pytest.raises(ImportError, match=r"\[sentence-transformers\]"):
-        importlib.import_module("compopt.integrations.sentence_transformers")

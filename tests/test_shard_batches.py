@@ -65,14 +65,6 @@ def test_workers_give_what_one_process_gives():
         assert loaded(batches, 3) == list(batches) and len(batches) == TOTAL // batch_size - left
 
 
-def test_epochs_and_seeds_differ():
-    batches = batches_of()
-    first = read(batches)
-    batches.set_epoch(1)
-    assert read(batches) != first and sorted(sum(read(batches), [])) == sorted(sum(first, []))
-    assert read(batches_of(seed=6)) != first == read(batches_of())
-
-
 def test_a_block_is_shuffled_and_shards_have_an_order():
     whole = sum(read(batches_of(batch_size=1, shuffle=1)), [])
     starts = {sum(SIZES[:k]) for k in range(len(SIZES) + 1)}
@@ -113,14 +105,6 @@ def test_other_ranks_workers_and_batches_take_up_the_same_epoch(shuffle):
         state = batches.state_dict()
     assert set(seen.values()) == {1} and len(seen) >= TOTAL - 1
     assert batches.samples_seen == len(seen)
-
-
-def test_the_position_may_move_while_batches_are_read():
-    whole, batches, found = read(batches_of(workers=3)), batches_of(workers=3), []
-    for batch in batches:
-        found.append(rows(batch))
-        batches.advance()
-    assert found == whole and len(batches) == 0
 
 
 # samples that cannot be read or decoded ---------------------------------------------------------------------------
@@ -169,13 +153,6 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resum
         resumed.advance(left)
         assert list(resumed) == whole[left:]
     assert loaded(resumed, workers) == whole[left:]
-
-
-def test_nothing_of_a_share_can_be_decoded():
-    ends = pytest.raises(RuntimeError, match="nothing could be read or decoded of the share of worker 0")
-    with pytest.warns(UserWarning, match="32 such batches by now") as said, ends:
-        list(batches_of(decode=lambda batch: None))
-    assert len(said) == 6  # 1, 2, 4, ..., 32 of 33
 
 
 # refusals ---------------------------------------------------------------------------------------------------------
@@ -272,6 +249,20 @@ def test_lists_of_shards(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_new_layout_of_many_workers_needs_little_memory():
+    """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
+    names = [f"s3://{k}.tar" for k in range(500)]
+    sizes = ShardIndex(dict.fromkeys(names, 10_000))
+    old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))
+    old.advance(800)
+    tracemalloc.start()
+    new.load_state_dict(old.state_dict())
+    left, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 15e6 and peak < 40e6
+
+
+@pytest.mark.slow
 def test_a_long_epoch_is_resumed_without_reading_what_was_done():
     """2e8 samples: the shards before the position are not opened."""
     opened, names = [], [f"s3://{k}.tar" for k in range(20_000)]
@@ -284,17 +275,3 @@ def test_a_long_epoch_is_resumed_without_reading_what_was_done():
     batches = ShardBatches(names, stage, 256, sizes=ShardIndex(dict.fromkeys(names, 10_000)), ranks=64, rank=3)
     batches.advance(8_000)
     assert len(next(iter(batches))) == 256 and len(opened) <= 2
-
-
-@pytest.mark.slow
-def test_a_new_layout_of_many_workers_needs_little_memory():
-    """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
-    names = [f"s3://{k}.tar" for k in range(500)]
-    sizes = ShardIndex(dict.fromkeys(names, 10_000))
-    old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))
-    old.advance(800)
-    tracemalloc.start()
-    new.load_state_dict(old.state_dict())
-    left, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert left < 15e6 and peak < 40e6

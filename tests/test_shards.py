@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -49,31 +48,7 @@ def test_resampling_and_skipped_samples_keep_the_rows(tmp_path):
     assert not {key for _, key in seen} & (lost | {"000020003"})
 
 
-def test_webdataset(shards):
-    wds = pytest.importorskip("webdataset")
-    index = ShardIndex.build(shards)
-    pipeline = wds.DataPipeline(
-        wds.SimpleShardList([str(shard) for shard in shards], seed=3),
-        indexed_reader(wds.tarfile_to_samples(), index),
-        wds.shuffle(8),
-        wds.decode(only="json", partial=True),
-        wds.rename(about="json"),
-        wds.to_tuple("index", "__key__"),
-    )
-    assert sorted((i, key) for i, key in pipeline) == [(k, key) for k, key in enumerate(keys_of(shards))]
-
-
-def keys_of(shards):
-    return [sample["__key__"] for shard in shards for sample in read_tar([{"url": str(shard)}])]
-
-
 # the index ----------------------------------------------------------------------------------------
-
-
-def test_a_folder_a_pattern_and_a_list_are_one(shards):
-    folder = shards[0].parent
-    ways = [folder, str(folder / "{00000..00005}.tar"), str(folder / "*.tar"), shards, [str(s) for s in shards]]
-    assert len({ShardIndex.build(way).fingerprint for way in ways}) == 1
 
 
 def test_saved_and_loaded_on_another_machine(shards, tmp_path):
@@ -126,16 +101,6 @@ def test_sizes_that_a_writer_left_are_believed(shards, kind):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
-
-
-def test_many_shards_open_at_once(tmp_path):
-    """An index of 10,000 in tenths of a second: no look-up is linear in their number."""
-    index = ShardIndex({f"{shard:06d}.tar": 100_000 for shard in range(10_000)})
-    index.save(tmp_path / "shards.json")
-    start = time.process_time()
-    index = ShardIndex.load(tmp_path / "shards.json")
-    assert all(index.index({"__url__": f"{shard:06d}.tar"}, 0) == 100_000 * shard for shard in range(10_000))
-    assert index.n == 10**9 and time.process_time() - start < 2
 
 
 # refusals -----------------------------------------------------------------------------------------

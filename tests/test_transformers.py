@@ -1,12 +1,11 @@
 """``compopt.integrations.transformers``: the Trainer's runs are the plain loop's; rows in its checkpoints."""
 
 import contextlib
-import importlib
 import os
 import shutil
-import sys
 import types
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, fresh_accelerate, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, rows, weights
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
 def callback(*args, **options):
@@ -129,7 +128,7 @@ def test_the_best_model_has_its_rows(tmp_path):
         assert made.est.t == 2 and same((weights(made.model), rows(made.est)), plain_loop(updates=2))
 
 
-@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize("mapping", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_estimators(tmp_path, mapping):
     """One callback with a mapping, or two with names; each estimator has a folder and a line in the log."""
     results = []
@@ -178,7 +177,7 @@ def travelling(folder, own=None, late=False, **options):
         return (weights(made.accelerator.unwrap_model(made.model)), rows(made.est)), made.est.t
 
 
-@pytest.mark.parametrize("own", [False, None])
+@pytest.mark.parametrize("own", [False, pytest.param(None, marks=pytest.mark.slow)])
 def test_rows_travel_with_the_optimizer(tmp_path, own):
     whole, _ = travelling(tmp_path, own)
     again, commits = travelling(tmp_path, own, resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
@@ -202,6 +201,7 @@ class Anything(Encoders):
         return (self.est(*features),) if self.est else features
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("how", ["the class", "the callback", "compute_loss_func", "the model"])
 @pytest.mark.parametrize("key", ["labels", "index"])
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -241,13 +241,6 @@ def test_the_size_of_a_step(tmp_path, accumulated, key, how):
     torch.testing.assert_close(weights(trained), weights(model), rtol=1e-12, atol=1e-12)
 
 
-def test_a_loss_that_was_scaled_by_the_user_stays_so(tmp_path):
-    with trainer(tmp_path, max_steps=1, save_strategy="no") as made:
-        made.loss_is_scaled_for_ga, made.model_accepts_loss_kwargs = True, True
-        made.train()
-        assert made.loss_is_scaled_for_ga and made.model_accepts_loss_kwargs
-
-
 # bad input ----------------------------------------------------------------------------------------
 
 
@@ -276,6 +269,7 @@ def test_a_checkpoint_without_all_rows_is_refused(tmp_path, finished, missing):
         train(tmp_path, resume=2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_mistaken_for_this_one(tmp_path, finished):
     """Both folders have a checkpoint-2; the Trainer resumes from the other one."""
     train(tmp_path, learning_rate=1e-3, data=Items(updates=2 * UPDATES), max_steps=2)
@@ -300,13 +294,6 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
         train(tmp_path, own=own, save_strategy="no")
     said = [str(each.message) for each in caught if "was committed" in str(each.message)]
     assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
-
-
-def test_the_package_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "compopt.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match=r"\.\[transformers\]"):
-        importlib.import_module("compopt.integrations.transformers")
 
 
 # several processes --------------------------------------------------------------------------------

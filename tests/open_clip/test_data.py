@@ -2,9 +2,7 @@
 
 import io
 import tarfile
-from types import SimpleNamespace
 
-import numpy as np
 import open_clip
 import pytest
 import torch
@@ -141,14 +139,6 @@ def test_positions(tmp_path, data, workers):
     tiny.assert_alike(watch.rows(), other.rows(), 0)
 
 
-def test_identifiers(tmp_path):
-    """A sorted file."""
-    uids = np.zeros(16, dtype="u8,u8")
-    uids["f1"] = range(16)
-    np.save(tmp_path / "uids.npy", uids)
-    assert rows.open_index(str(tmp_path / "uids.npy")).index({"__key__": f"{5:032x}"}, 0) == 5
-
-
 def test_a_method_without_rows_takes_an_index_if_it_is_given(tmp_path, shards):
     """Samples that repeat in a batch are then no negatives of themselves."""
     theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
@@ -181,9 +171,3 @@ def test_both_forms_of_the_pipeline_are_edited():
     rebuilt = [read, webdataset.rename(image="png", keep=False)]
     rows.edit(rebuilt, INDEX)
     assert rebuilt[1].kw["index"] == "index"
-
-
-def test_a_loader_that_is_no_pipeline_is_refused():
-    info = SimpleNamespace(dataloader=[1, 2])
-    with pytest.raises(ValueError, match="expected a webdataset pipeline in open_clip's loader, found list"):
-        rows.add_index(info, INDEX, None)

@@ -1,13 +1,9 @@
 """A run that was stopped and goes on is the run that was not."""
 
-import json
 import resource
 import shutil
-from pathlib import Path
 
-import open_clip
 import pytest
-import torch
 
 from compopt.integrations.open_clip.rows import Rows
 from tests.open_clip import tiny
@@ -105,15 +101,6 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, data):
     refused(tmp_path, data, "no rows beside it, .*epoch_2.compopt is missing; .*--pretrained .*epoch_2.pt instead")
 
 
-def test_another_model_is_refused(tmp_path, data):
-    """By open_clip, and before any update."""
-    stopped(SOGCLR, tmp_path, data)
-    config = json.loads((Path(tiny.__file__).parent / "ViT-tiny.json").read_text())
-    (tmp_path / "ViT-smaller.json").write_text(json.dumps({**config, "embed_dim": 8}))
-    open_clip.add_model_config(tmp_path / "ViT-smaller.json")
-    refused(tmp_path, data, "size mismatch for text_projection", kind=RuntimeError, model="ViT-smaller")
-
-
 @pytest.mark.parametrize("what", ["rows", "file"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, what):
     """An unfinished file of open_clip has to be removed; the file before is there, with its rows."""
@@ -144,16 +131,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, w
     assert resumed.updates == 4
     tiny.assert_alike(resumed.weights, whole.weights, 0)
     tiny.assert_alike(resumed.rows(), whole.rows(), 0)
-
-
-def test_weights_without_rows_begin_anew_as_pretrained(tmp_path, data):
-    """As the refusal says."""
-    stopped(SOGCLR, tmp_path, data)
-    path = tmp_path / "logs" / "run" / "checkpoints" / "epoch_2.pt"
-    watch = run(SOGCLR, tmp_path, data, "anew", pretrained=path, epochs=1)
-    assert watch.est.t == 2
-    moved = watch.model.text_projection - torch.load(path)["state_dict"]["text_projection"]
-    assert moved.abs().max() < 0.01
 
 
 def test_other_options_than_the_checkpoints_are_said(tmp_path, data, caplog):

@@ -29,12 +29,10 @@ class MovingAverageReference:
 
     has_rows = True
 
-    def __init__(self, reference="none", eps=0.0, stale_alpha=False, first_gamma=False):
+    def __init__(self, reference="none", eps=0.0):
         self.reference = reference
         self.outer_positive = reference == "none"
         self.eps = eps
-        self.stale_alpha = stale_alpha  # mutant: alpha from the previous u
-        self.first_gamma = first_gamma  # mutant: gamma also multiplies the first visit
 
     def read(self, ref, row):
         """The library keeps the logarithm."""
@@ -49,7 +47,7 @@ class MovingAverageReference:
         """The new u of one column of one row."""
         gamma = ref.hyper(row, "gamma")
         if ref.visits(row, column) == 0:
-            return gamma * (self.eps + g) if self.first_gamma else self.eps + g
+            return self.eps + g
         return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * (self.eps + g)
 
     def alphas(self, ref, anchors, taus, rows):
@@ -67,11 +65,7 @@ class MovingAverageReference:
         result = []
         for a, tau in zip(anchors, taus, strict=True):
             column = a.direction if ref.columns == 2 else 0
-            u = new_u[(column, a.position)]
-            row = rows[column][a.position]
-            if self.stale_alpha and ref.visits(row, column) > 0:
-                u = ref.rows["u"][row][column]
-            alpha = math.log(u)
+            alpha = math.log(new_u[(column, a.position)])
             if self.reference == "none":
                 alpha -= a.positive.item() / tau
             result.append(alpha)

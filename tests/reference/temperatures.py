@@ -39,11 +39,10 @@ class DualReference:
     has_rows = True
     has_rho = True
 
-    def __init__(self, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), global_count=False):
+    def __init__(self, optimizer="momentum", beta=0.9, betas=(0.9, 0.999)):
         self.optimizer = optimizer
         self.beta = beta
         self.betas = betas
-        self.global_count = global_count  # mutant: bias corrected by steps, not visits
 
     def value(self, ref, row, column):
         """Committed tau; an unseen row has tau_init."""
@@ -77,7 +76,7 @@ class DualReference:
             move = m
         else:
             b1, b2 = self.betas
-            t = (ref.steps if self.global_count else seen) + 1
+            t = seen + 1
             m = b1 * m + (1.0 - b1) * gradient
             v = b2 * v + (1.0 - b2) * gradient**2
             move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
