@@ -29,8 +29,7 @@ def test_as_on_the_cpu_and_nothing_waits(name, kind):
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("name", WITH_ROWS)
-def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefetch, tmp_path, monkeypatch):
-    monkeypatch.setattr("compopt.stores.HostStore.instant_rows", 0)
+def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefetch, tmp_path):
     options = {"offload_dir": tmp_path} if offload == "disk" else {}
     mode = KINDS["unimodal" if prefetch else "bimodal"]
     near, far = BUILD[name](**mode), BUILD[name](**mode, offload=offload, **options)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.stores import HostStore
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
@@ -46,13 +45,11 @@ def in_memory(name, mode):
 
 
 @pytest.mark.covering("info offload", "offload prefetch")
-@pytest.mark.parametrize("prefetch", [False, True, "few"], ids=["plain", "prefetch", "prefetch few"])
+@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", ROWS, ids=str)
-def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path, monkeypatch):
-    if prefetch != "few":  # few rows in memory are read when they are taken, many in a thread
-        monkeypatch.setattr(HostStore, "instant_rows", 0)
+def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_path):
     data, expected, state = in_memory(info.name, mode)
     far, _ = make(info, mode, N, gamma=0.6, **options(offload, tmp_path))
     assert train(far, data, prefetch, window=2) == expected

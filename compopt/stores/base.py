@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import sleep
 from typing import Any
 
@@ -28,13 +27,13 @@ class RowStore(ABC):
     costs more when ``n`` grows.
 
     Attributes:
-        instant_rows: so many rows are gathered in less time than it takes to hand the work to a thread.
+        slow: rows may have to come from a disk, so that reading them ahead pays on every device.
         undo_log: of a save under way (``Snapshot.keep``): called with rows ``(R,)`` before they are written.
     """
 
     n: int
     words: int
-    instant_rows = 0
+    slow = False
     undo_log: Callable[[Tensor], None] | None = None
     _table: Tensor
 
@@ -116,17 +115,16 @@ class Ticket:
         device: where they are wanted.
         done: taken or dropped.
         future: of the read ahead; ``None``: rows are read when they are taken.
-        read: what was read ahead.
-        later: commits made since the ticket was issued, oldest first.
+        number, settled: the access's counts of commits and of settlements when it was issued.
     """
 
     access: RowAccess
     rows: Tensor
     device: torch.device
     done: bool = False
-    future: Future[None] | None = None
-    read: Any = None
-    later: deque[Any] = field(default_factory=deque)
+    future: Future[Any] | None = None
+    number: int = 0
+    settled: int = 0
 
     def take(self, device: torch.device | None = None) -> Tensor:
         """Return the rows' committed values as of now, ``(R, words)``.
@@ -140,17 +138,16 @@ class Ticket:
         if self.done:
             raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
         self.done = True
-        return self.access.take(self, self.device if device is None else device)
+        block = self.access.take(self, self.device if device is None else device)
+        self.future = None
+        return block
 
     def drop(self) -> None:
-        """Give up the rows."""
+        """Give up the rows; a read that has not begun never does."""
         self.done = True
-        self.expire()
-
-    def expire(self) -> None:
-        """Forget what was read ahead: :meth:`take` reads anew."""
-        self.future, self.read = None, None
-        self.later.clear()
+        if self.future is not None:
+            self.future.cancel()
+            self.future = None
 
 
 class RowAccess:

@@ -67,6 +67,8 @@ class DiskStore(RowStore):
     It cannot be copied or pickled: two estimators would write one file.
     """
 
+    slow = True
+
     def __init__(self, directory: str | os.PathLike[str], name: str, n: int, words: int) -> None:
         self.n, self.words, self._row_bytes = n, words, 16 * words
         self._directory = Path(directory)
@@ -220,43 +222,24 @@ class DiskStore(RowStore):
     def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
         """Write zeros to those pages that are holes: nearly as fast as a page fault, faster than posix_fallocate."""
         holes = np.unique(pages[~self._written[pages]])
-        for page in holes.tolist():
-            self._pwrite(_ZEROS, page * PAGE)
+        with files.named(self.path, "no row was written"):
+            for page in holes.tolist():
+                done = 0
+                while done < PAGE:
+                    done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
         self._holes -= len(holes)
-
-    def _pwrite(self, content: bytes | memoryview, offset: int) -> None:
-        with files.named(self.path, "no row was written"):
-            done = 0
-            while done < len(content):
-                done += os.pwrite(self._fd, content[done:] if done else content, offset + done)
 
     # -- whole tables ------------------------------------------------------------------------------------------
 
     def block(self, start: int, stop: int) -> Tensor:
-        """Copy successive rows. The file is read, not the mapping, so that holes stay holes."""
-        self.ready()
-        block = torch.zeros(stop - start, self.words, dtype=WORD, device="cpu")
-        first, last = start * self._row_bytes, stop * self._row_bytes
-        if self._written[first // PAGE : -(-last // PAGE)].any():
-            raw = block.numpy().view(np.uint8).reshape(-1).data
-            while first < last:
-                count = os.preadv(self._fd, [raw[len(raw) - (last - first) :]], first)
-                if not count:
-                    raise OSError(errno.EIO, "the table ends before its last row", str(self.path))
-                first += count
-        return block
+        return self.gather(torch.arange(start, stop, device="cpu"))
 
     def write_block(self, start: int, block: Tensor) -> None:
         self._check_file() if self._overwriting else self.ready()
         first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
-        self._make_room(np.array([first, last - 1]))  # the pages that are written in part
-        if (log := self.undo_log) is not None:
-            log(torch.arange(start, start + len(block)))
-        raw = block.contiguous().view(torch.uint8).numpy().reshape(-1).data
-        self._pwrite(raw, start * self._row_bytes)
-        self._holes -= int(np.count_nonzero(~self._written[first:last]))
-        self._written[first:last] = True
+        self._make_room(np.arange(first, last))
+        super().write_block(start, block)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

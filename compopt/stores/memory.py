@@ -100,8 +100,6 @@ class HostStore(MemoryStore):
         MemoryError: so much memory cannot be had.
     """
 
-    instant_rows = 2048  # measured: 20 to 100 microseconds, a hand-over 150 to 300 (benchmarks/rows.py)
-
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         if not accelerator.pins():
             return super()._zeros(n, device)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Part, ProcessGroup, Ranks
-from compopt.stores import Offload, RowAccess, RowStore, check_offload, open_rows
+from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.snapshot import Snapshot
@@ -43,22 +43,31 @@ class Placement:
     shard: bool = False
 
     def __post_init__(self) -> None:
+        offload, directory = self.offload, self.offload_dir
         checks.flag("shard", self.shard)
-        check_offload(self.offload, self.offload_dir)
-        object.__setattr__(self, "shard", self.shard or self.offload == "disk")
-        if self.offload_dir is not None:  # a later chdir moves nothing
-            object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
+        if offload not in (None, *get_args(Offload)):
+            raise ValueError(f'offload must be None, "cpu" or "disk", got {offload!r}')
+        if offload == "disk" and directory is None:
+            raise ValueError('offload="disk" needs offload_dir=, a directory for the table; got None')
+        if offload != "disk" and directory is not None:
+            raise ValueError(f'offload_dir={str(directory)!r} needs offload="disk", got offload={offload!r}')
+        if directory is not None:
+            if not isinstance(directory, (str, os.PathLike)):
+                raise TypeError(f"offload_dir must be a path, got {directory!r} of type {type(directory).__name__}")
+            object.__setattr__(self, "offload_dir", os.path.abspath(directory))  # a later chdir moves nothing
+        object.__setattr__(self, "shard", self.shard or offload == "disk")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which stays with its process
 
     def open(self, n: int, words: int, ranks: Ranks) -> RowAccess:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
+        directory = self.offload_dir
+        if directory is None:
+            return WriteBehind(HostStore(n, words)) if self.offload == "cpu" else RowAccess(MemoryStore(n, words))
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
-        if self.offload != "disk":
-            return open_rows(n, words, offload=self.offload)
         with doing("the construction of an estimator"):
-            return ranks.agree(lambda: open_rows(n, words, offload="disk", offload_dir=self.offload_dir, name=name))
+            return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
 
 
 class RowTable:
