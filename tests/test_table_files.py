@@ -38,8 +38,6 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
             use()
     with second.overwriting():
         second.write_block(0, torch.full((6, 1), 7, dtype=torch.complex128))
-        with pytest.raises(ValueError, match="already exists"):
-            second.gather(all_rows)  # half a load
         killed = DiskStore(tmp_path, "rows", 10, 1)  # a process killed there leaves it stale
         assert killed.stale
         second.write_block(8, torch.full((2, 1), 8, dtype=torch.complex128))

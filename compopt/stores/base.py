@@ -39,7 +39,7 @@ class RowStore(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device where gathered blocks arrive and where row numbers are expected."""
+        """Device of the rows, of their numbers and of gathered blocks."""
         return self._table.device
 
     def gather(self, rows: Tensor) -> Tensor:

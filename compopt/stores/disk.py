@@ -74,7 +74,13 @@ class DiskStore(RowStore):
         self._directory = Path(directory)
         self.path = self._directory / f"{name}.rows"
         self._overwriting, self._removed, self._pid = False, False, os.getpid()
-        self._make_directory()
+        try:
+            with files.named(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         claim = files.Claim(self.path.with_suffix(".lock"), self._directory, remedy)
         self._release = weakref.finalize(self, claim.release)
@@ -97,15 +103,6 @@ class DiskStore(RowStore):
             raise
 
     # -- the file ----------------------------------------------------------------------------------------------
-
-    def _make_directory(self) -> None:
-        try:
-            with files.named(self._directory):
-                self._directory.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
-        if not os.access(self._directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
 
     def _bytes(self, n: int) -> int:
         return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
@@ -146,14 +143,11 @@ class DiskStore(RowStore):
 
     def ready(self) -> None:
         """Refuse rows of an earlier run, and a file that somebody else has changed."""
-        if self.stale:
+        if self.stale and not self._overwriting:
             raise ValueError(
                 f"{self.path} already exists and holds the rows of another run: load a checkpoint into this estimator "
                 f"(which overwrites them), use another offload_dir, or delete {self.path.stem}.* in it"
             )
-        self._check_file()
-
-    def _check_file(self) -> None:
         status, needed = os.fstat(self._fd), self._bytes(self.n)
         if status.st_size < needed:
             raise OSError(
@@ -172,7 +166,7 @@ class DiskStore(RowStore):
             warnings.warn(
                 f"{self.path} was removed while it was in use: its rows are there until this process ends, and cannot "
                 f"be read after it; save a checkpoint",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def writable(self) -> bool:
@@ -236,7 +230,7 @@ class DiskStore(RowStore):
         return self.gather(torch.arange(start, stop, device="cpu"))
 
     def write_block(self, start: int, block: Tensor) -> None:
-        self._check_file() if self._overwriting else self.ready()
+        self.ready()
         first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
         self._make_room(np.arange(first, last))
         super().write_block(start, block)
