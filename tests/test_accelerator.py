@@ -59,15 +59,6 @@ def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():
     train(est, DEVICE, range(1))  # and the estimator goes on
 
 
-def test_an_index_on_the_device_waits_for_nobody():
-    est = compopt.ISogCLREstimator(N, rho=1.0)
-    train(est, DEVICE, range(2))
-    z1, z2, index = batch(3, DEVICE)
-    index = index.to(DEVICE)
-    with quiet():
-        one_step(est, z1, z2, index)
-
-
 def test_features_that_are_not_finite_are_warned_of_later():
     est = compopt.SogCLREstimator(N)
     train(est, DEVICE, range(1))

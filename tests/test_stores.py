@@ -152,14 +152,6 @@ def test_rows_start_unseen_and_stay_on_the_host(tmp_path):
         assert store.device == CPU
 
 
-def test_empty_tables(tmp_path):
-    for kind in ("host", "disk"):
-        store = make_store(kind, 0, 1, tmp_path)
-        assert store.gather(torch.empty(0, dtype=torch.int64)).shape == (0, 1)
-        store.grow(3)
-        assert store.block(0, 3).shape == (3, 1)
-
-
 def test_more_rows_than_memory():
     for n in (10**14, 10**19):
         with pytest.raises(MemoryError, match=f"n={n} rows.*offload_dir="):

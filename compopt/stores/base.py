@@ -23,8 +23,8 @@ class RowStore(ABC):
     Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering rows of
     a matrix. On a device without complex128 they are rows of a matrix of int64.
 
-    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` writes equal values where a row occurs twice; neither
-    costs more when ``n`` grows.
+    Row numbers and blocks are on the store's device. Neither :meth:`gather` nor :meth:`scatter` costs more when ``n``
+    grows.
 
     Attributes:
         slow: rows may have to come from a disk, so that reading them ahead pays on every device.
@@ -39,7 +39,6 @@ class RowStore(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the rows, of their numbers and of gathered blocks."""
         return self._table.device
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ class RowStore(ABC):
         return self._as_block(self._table.index_select(0, rows))
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows."""
+        """Write a block to rows; a row that occurs twice has equal values."""
         if (log := self.undo_log) is not None:
             log(rows)
         self._table.index_copy_(0, rows, self._as_stored(block))
@@ -127,10 +126,7 @@ class Ticket:
     settled: int = 0
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``.
-
-        Args:
-            device: where they are wanted, if that was not known when they were asked for; else the requested one.
+        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one.
 
         Raises:
             RuntimeError: the ticket was taken or dropped before.
@@ -162,16 +158,13 @@ class RowAccess:
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
 
-        Args:
-            rows: row numbers, int64.
-            host_rows: the same on the CPU, if the caller has them there: spares a placement on the host the wait
-                for the accelerator.
+        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
         """
         rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
         return moved(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device; returns at once."""
+        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
         return Ticket(self, rows, device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
@@ -179,11 +172,7 @@ class RowAccess:
         return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can.
-
-        The tensors belong to the rows from here on: the caller must not change them. A row that occurs twice has
-        equal values.
-        """
+        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
         device = self.store.device
         self.store.scatter(accelerator.to_device(rows, device), moved(block, device))
 

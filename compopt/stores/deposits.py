@@ -100,7 +100,7 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Runs:
-    """Runs of equal rows in a sorted list ``(R,)``: of each member the run's first position and its length, ``(R,)``."""
+    """Runs of equal rows in a sorted list; ``first`` and ``length`` are those of each member's run, ``(R,)``."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.first = rows, torch.searchsorted(rows, rows)

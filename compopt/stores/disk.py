@@ -36,7 +36,7 @@ class DiskStore(RowStore):
     """The placement ``offload="disk"``: ``<name>.rows``, a sparse file of whole pages that is scratch space of one run.
 
     A table that an earlier run left is refused at its first use, because its rows belong to other weights: load a
-    checkpoint into it, which overwrites every row.
+    checkpoint into it, which overwrites every row. It cannot be copied or pickled: two estimators would write one file.
 
     A write into a hole of a mapped file on a full disk would end the process (SIGBUS). Therefore a commit first writes
     zeros to the pages that were never written, with a call that fails instead, and touches its rows only then; and rows
@@ -50,8 +50,6 @@ class DiskStore(RowStore):
     Args:
         directory: of the files; created if need be.
         name: of the table in it.
-        n: rows.
-        words: 16-byte words per row.
 
     Raises:
         ValueError: the directory is no directory; more rows than the file system or the address space takes; later: the
@@ -63,8 +61,6 @@ class DiskStore(RowStore):
 
     Warns:
         UserWarning: the disk has less room than the whole table takes; later, that the file was removed.
-
-    It cannot be copied or pickled: two estimators would write one file.
     """
 
     slow = True
@@ -95,7 +91,14 @@ class DiskStore(RowStore):
             else:
                 self._map(n)
                 self._own()
-                self._warn_of_full_disk()
+                usage = os.statvfs(self._directory)
+                free, size = usage.f_bavail * usage.f_frsize, self._bytes(n)
+                if free < size:
+                    warnings.warn(
+                        f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail "
+                        f"once it is full",
+                        stacklevel=2,
+                    )
         except BaseException:
             if not self.stale:
                 self.path.unlink(missing_ok=True)
@@ -127,19 +130,9 @@ class DiskStore(RowStore):
         self.n = n
 
     def _own(self) -> None:
-        """Note that the file has this table from here on; its inode may have been that of another one, long removed."""
+        """Note that this object has the file; its inode may have been that of another one, long removed."""
         status = os.fstat(self._fd)
         self._token = _latest[status.st_dev, status.st_ino] = object()
-
-    def _warn_of_full_disk(self) -> None:
-        usage = os.statvfs(self._directory)
-        free, size = usage.f_bavail * usage.f_frsize, self._bytes(self.n)
-        if free < size:
-            warnings.warn(
-                f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail once it "
-                f"is full",
-                stacklevel=2,
-            )
 
     def ready(self) -> None:
         """Refuse rows of an earlier run, and a file that somebody else has changed."""
@@ -175,7 +168,7 @@ class DiskStore(RowStore):
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First and last page of each row."""
+        """First and last page of each row; one array where no row lies on two pages."""
         start = rows.numpy() * self._row_bytes
         first = start >> _PAGE_BITS
         return first, (start + self._row_bytes - 1) >> _PAGE_BITS if PAGE % self._row_bytes else first
@@ -185,9 +178,7 @@ class DiskStore(RowStore):
         if not self._holes:
             return self._gather_written(rows)
         first, last = self._pages(rows)
-        there = self._written[first]
-        if last is not first:
-            there &= self._written[last]
+        there = self._written[first] if last is first else self._written[first] & self._written[last]
         if there.all():
             return self._gather_written(rows)
         at = torch.from_numpy(np.flatnonzero(there))

@@ -23,7 +23,7 @@ class MemoryStore(RowStore):
     """The default placement (``offload=None``): one tensor beside the features.
 
     Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
-    training call and then stays.
+    training call.
 
     Raises:
         MemoryError: so much memory cannot be had.
@@ -107,7 +107,7 @@ class HostStore(MemoryStore):
             return torch.zeros(self._shape(n), dtype=WORD, device="cpu", pin_memory=True)
 
     def to(self, device: torch.device) -> None:
-        """Do nothing: the rows stay on the host."""
+        """Stay on the host."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

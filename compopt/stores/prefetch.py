@@ -36,7 +36,7 @@ class Fetch:
     dropped: bool = False
 
     def claim(self) -> Ticket:
-        """Return the ticket; waits until it is known which rows this process reads."""
+        """Return the ticket, once it is known which rows this process reads."""
         assert self.ticket is not None
         return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
 

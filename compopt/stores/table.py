@@ -105,12 +105,11 @@ class RowTable:
 
     @property
     def sharded(self) -> bool:
-        """True if this process holds only a part of the rows, so that :meth:`state_dict` is collective."""
+        """True if this process holds only a part of the rows."""
         return self.stride > 1
 
     @property
     def store(self) -> RowStore:
-        """Store of this process's rows."""
         return self.rows.store
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,40 +160,28 @@ class RowTable:
         return torch.nonzero(rows % self.stride == self.first).flatten()
 
     def local(self, rows: Tensor) -> Tensor:
-        """Convert global row numbers that this process holds to row numbers of its store."""
+        """Convert numbers of rows that this process holds to those of its store."""
         return rows // self.stride
 
     def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
-        """Collect rows of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+        """Collect rows ``(R,)`` of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
 
-        Args:
-            rows: global row numbers, ``(R,)``, the same on all ranks.
-            device: where the features are.
-            owned: positions of the rows that this process holds, on the CPU.
-            mine: their blocks.
+        ``mine`` are the blocks of the positions ``owned``, given on the CPU, that this process holds.
         """
         block = self.layout.zeros(len(rows), device)
         block[accelerator.to_device(owned, device)] = mine
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return columns ``(B, D)`` of fetched blocks in the working dtype (``count`` as stored).
+        """Return columns ``(B, D)`` of a block ``(B * R, words)`` in the working dtype (integers as stored).
 
-        Args:
-            rows: ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the first column's rows, direction 2 in the
-                second's.
-            block: ``(B * R, words)``.
-            dtype: of the returned columns.
+        ``rows`` is ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the rows of the first column, direction 2 in those
+        of the second.
         """
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
-        columns = {COUNT: views[COUNT]}
-        for column in self.layout.columns:
-            if column.name != COUNT:
-                value = views[column.name]  # integers, positions in a data set, stay exact
-                columns[column.name] = value.to(dtype) if column.dtype.is_floating_point else value
-        return columns
+        return {name: view.to(dtype) if view.is_floating_point() else view for name, view in views.items()}
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -216,7 +203,6 @@ class RowTable:
         self._deposits.clear()
 
     def discard(self) -> None:
-        """Drop what was deposited."""
         self._deposits.clear()
 
     def _pick_owned(self, rows: Tensor) -> Tensor:
@@ -228,7 +214,7 @@ class RowTable:
     # -- whole tables ------------------------------------------------------------------------------------------
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Copy every column (or those in ``names``) of every row, ``(n, D)``. Collective on shards."""
+        """Copy every column (or those in ``names``), ``(n, D)``. Collective on shards."""
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
