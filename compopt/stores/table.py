@@ -181,7 +181,8 @@ class RowTable:
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
-        return {name: view.to(dtype) if view.is_floating_point() else view for name, view in views.items()}
+        columns = {COUNT: views.pop(COUNT)}
+        return columns | {name: v.to(dtype) if v.is_floating_point() else v for name, v in views.items()}
 
     # -- writing -----------------------------------------------------------------------------------------------
 
