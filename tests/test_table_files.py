@@ -56,28 +56,6 @@ def test_a_stale_table_of_any_size_can_be_emptied(n, tmp_path):
     assert store.gather(torch.arange(n)).abs().max() == 0 and store.block(0, n).shape == (n, 1)
 
 
-def test_a_kill_while_a_table_is_emptied_leaves_it_to_a_load(tmp_path, monkeypatch):
-    store = DiskStore(tmp_path, "rows", 10, 1)
-    store.scatter(torch.arange(10), torch.ones(10, 1, dtype=torch.complex128))
-    truncate = os.ftruncate
-
-    def killed(fd, size):
-        truncate(fd, size)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "ftruncate", killed)
-    with pytest.raises(KeyboardInterrupt), store.overwriting():
-        pass
-    monkeypatch.undo()
-    assert (tmp_path / "rows.rows").stat().st_size == 0
-    again = DiskStore(tmp_path, "rows", 10, 1)
-    with pytest.raises(ValueError, match="load a checkpoint"):
-        again.gather(torch.arange(10))
-    with again.overwriting():
-        again.write_block(0, torch.full((5, 1), 2, dtype=torch.complex128))
-    assert again.gather(torch.arange(10)).real.flatten().tolist() == [2.0] * 5 + [0.0] * 5
-
-
 def test_bad_places_and_sizes(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="not a directory"):

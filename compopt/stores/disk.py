@@ -105,8 +105,6 @@ class DiskStore(RowStore):
             self._release()
             raise
 
-    # -- the file ----------------------------------------------------------------------------------------------
-
     def _bytes(self, n: int) -> int:
         return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
 
@@ -165,8 +163,6 @@ class DiskStore(RowStore):
     def writable(self) -> bool:
         return self._pid == os.getpid()
 
-    # -- rows --------------------------------------------------------------------------------------------------
-
     def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First and last page of each row; one array where no row lies on two pages."""
         start = rows.numpy() * self._row_bytes
@@ -214,8 +210,6 @@ class DiskStore(RowStore):
                     done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
         self._holes -= len(holes)
-
-    # -- whole tables ------------------------------------------------------------------------------------------
 
     def block(self, start: int, stop: int) -> Tensor:
         return self.gather(torch.arange(start, stop, device="cpu"))

@@ -123,12 +123,9 @@ class RowLayout:
         """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
 
         Args:
-            columns: columns of successive rows, ``(R, width)``.
+            columns: of successive rows, ``(R, width)``.
             n: number of samples.
             first: number of the first row, for the message.
-
-        Raises:
-            ValueError: with column, row and value.
         """
         never = columns[COUNT] == 0 if COUNT in columns else None
         for column in self.columns:

@@ -44,7 +44,7 @@ class MemoryStore(RowStore):
 
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
-        """Where memory cannot be had, say how much was asked for and what to do."""
+        """Say how much memory was asked for, and what to do, where it cannot be had."""
         try:
             yield
         except (*NO_MEMORY, RuntimeError) as error:

@@ -122,11 +122,11 @@ class RowTable:
             )
 
     def _before(self, row: int, first: int) -> int:
-        """Number of the rows ``first, first + stride, ...`` that come before a row."""
+        """Count the rows ``first, first + stride, ...`` that come before a row."""
         return max(0, -(-(row - first) // self.stride))  # len(range()) ends at 2^63
 
     def at_rest(self) -> RowStore:
-        """Return the store once every commit is in it and no read is under way, as checkpoints need it."""
+        """Return the store once every commit is in it and no read is under way."""
         self.rows.settle()
         return self.store
 
@@ -136,7 +136,7 @@ class RowTable:
 
     @contextmanager
     def overwriting(self) -> Iterator[RowStore]:
-        """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
+        """Reset all rows of the store, which is at rest, to zeros; what is written inside remains."""
         store = self.at_rest()
         self.partial.clear()
         with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
@@ -152,8 +152,6 @@ class RowTable:
             store.shrink(before)
             raise
         self.n = n
-
-    # -- reading -----------------------------------------------------------------------------------------------
 
     def owned(self, rows: Tensor) -> Tensor:
         """Return the positions in ``rows`` (on the CPU) of the rows that this process holds."""
@@ -184,8 +182,6 @@ class RowTable:
         columns = {COUNT: views.pop(COUNT)}
         return columns | {name: v.to(dtype) if v.is_floating_point() else v for name, v in views.items()}
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     def deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
         """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""
         self._deposits.append(Deposit.of(batch, proposals, valid))
@@ -207,12 +203,10 @@ class RowTable:
         self._deposits.clear()
 
     def _pick_owned(self, rows: Tensor) -> Tensor:
-        """Positions of the rows that this process holds; their number is known on the host, so nothing waits."""
+        """Return the positions of the rows that this process holds, counted on the host, so that nothing waits."""
         count = sum(len(self.owned(d.host_rows)) for d in self._deposits if d.host_rows is not None)
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
-
-    # -- whole tables ------------------------------------------------------------------------------------------
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copy every column (or those in ``names``), ``(n, D)``. Collective on shards."""
@@ -220,7 +214,7 @@ class RowTable:
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
     def share(self, rank: int | None = None) -> Part:
-        """Rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them: equal parts, rounded up."""
+        """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
         each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
         return Part(min(self.n, rank * each), min(self.n, (rank + 1) * each))
 
@@ -246,7 +240,7 @@ class RowTable:
         return full
 
     def _gathered(self, start: int, stop: int) -> Tensor:
-        """Successive rows of a sharded table, from their holders."""
+        """Collect successive rows of a sharded table from their holders."""
         bounds = [(self._before(start, rank), self._before(stop, rank)) for rank in range(self.stride)]
         sizes = [high - low for low, high in bounds]
         block = self._ranks.gather([self.store.block(*bounds[self.first])], sizes)[0]
@@ -256,16 +250,11 @@ class RowTable:
         return result
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns that cannot be loaded as they are; nothing is written.
-
-        Args:
-            columns: all rows of every column, ``(n, width)``.
-            names: the columns that there must be; ``None``: all.
+        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
 
         Raises:
             TypeError: a column that is no tensor.
-            ValueError: other columns, another shape or dtype, with both; a tensor that has no values; values that no
-                run writes, see :meth:`RowLayout.check_values`.
+            ValueError: other columns, shapes or dtypes; values that no run writes.
         """
         own = [c.name for c in self.layout.columns if names is None or c.name in names]
         for name in columns:
@@ -286,10 +275,7 @@ class RowTable:
     def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
         """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
 
-        Args:
-            columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
-            count: number of these rows.
-            first: number of the first, for the message.
+        ``columns`` are those of ``count`` rows from row ``first`` on: tensors, or what gives them where it is sliced.
         """
         for start in range(0, count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, count)
@@ -352,7 +338,7 @@ class RowTable:
         self.agree_partial()
 
     def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Values of the rows that this process holds, block by block, with the block's first row."""
+        """Yield the rows that this process holds block by block, with the number of the first in the store."""
         for start in range(0, store.n, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, store.n)
             at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
@@ -360,12 +346,12 @@ class RowTable:
             yield start, {name: columns[name].detach()[at].to(store.device) for name in own}
 
     def find_partial(self, columns: Mapping[str, Tensor]) -> None:
-        """Note which of these columns have marks of a part that was never visited."""
+        """Note which columns have marks of a part that was never visited."""
         for name in self.layout.firsts & set(columns):
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
     def agree_partial(self) -> None:
-        """Join what all ranks know of marks, since they read each other's rows; collective on shards."""
+        """Join what all ranks of shards know of marks, since they read each other's rows. Collective on shards."""
         if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -89,8 +89,6 @@ class WriteBehind(RowAccess):
         self._changed = threading.Condition()
         self._sides: dict[torch.device, Any] = {}
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         self.check()
         # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
@@ -142,8 +140,6 @@ class WriteBehind(RowAccess):
             self._sides[device] = accelerator.new_stream(device)
         return self._sides[device]
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     def commit(self, rows: Tensor, block: Tensor) -> None:
         self.ready()
         if not self.store.writable():
@@ -189,8 +185,6 @@ class WriteBehind(RowAccess):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    # -- lifetime ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         self.check()
