@@ -238,24 +238,6 @@ def test_ranks_that_differ_are_told_so(what, value):
         assert "the ranks differ in" in message and ("tau" in message) == (what == "tau")
 
 
-def changing(group):
-    """A hyper-parameter that changes alike everywhere is fine; on one rank alone it is not."""
-    est = compopt.SogCLREstimator(N, process_group=group)
-    est.sample_groups[0]["gamma"] = 0.5
-    train(est, group, 1)
-    if dist.get_rank(group) == 1:
-        est.sample_groups[0]["gamma"] = 0.6
-    with pytest.raises(ValueError, match="sample_groups"):
-        train(est, group, 1)
-    est.sample_groups[0]["gamma"] = 0.6
-    return train(est, group, 1)
-
-
-def test_a_schedule_on_one_rank_only():
-    first, second = on_two(changing)
-    assert first == second
-
-
 # a load beside prefetching -------------------------------------------------------------------------
 
 
