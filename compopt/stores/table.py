@@ -295,6 +295,7 @@ class RowTable:
         ranks, layout = self._ranks, self.layout
         shares = [self.share(rank) for rank in range(ranks.size)]
         with self.overwriting() as store:
+            # In each round every rank sends the next piece of its share, so that all have the same work.
             for start in range(0, shares[0].size, BLOCK_ROWS):
                 pieces = [Part(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
                 own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
