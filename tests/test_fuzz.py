@@ -74,7 +74,7 @@ def test_calls_are_refused_or_right():
     results = fuzz_calls.calls(seed=1, count=150)
     assert results["findings"] == [] and results["trials"] == 150
     counts = results["counts"].values()
-    assert min(sum(count.get(key, 0) for count in counts) for key in ("refused", "agreed", "nan")) > 2
+    assert min(sum(count.get(key, 0) for count in counts) for key in ("refused", "agreed", "nan")) > 1
     assert "| all | " in fuzz.calls_page(results)
 
 

@@ -43,32 +43,26 @@ def in_rows(**options):
     return est
 
 
-PLACED = {
-    "composed": build,
-    "average": in_rows,
-}
-
-
-def train(est, steps, step=None):
+def train(est, steps):
     """Commit `steps` times."""
     if not isinstance(est, compopt.ContrastiveEstimator):
         index = torch.arange(est.n or 8)
         for t in range(steps):
             four.call(est, torch.full((len(index), four.DIM), float(t)), index)
-            (step or est.step)()
+            est.step()
         return
     z1, z2 = features(64, 4, 0, dtype=torch.float32)
     for _ in range(steps):
         est(z1.requires_grad_(), z2.requires_grad_(), torch.arange(64) * (N // 64)).backward()
-        (step or est.step)()
+        est.step()
 
 
 def commits(state):
     """How many commits each piece of a state has seen."""
     seen = {"t": state["t"]}
-    count = state["rows"].get("count", torch.full((1, 1), state["t"]))
-    visited = count if len(count) == int((count > 0).any(1).sum()) else count[count.any(1)]
-    seen |= {"least": int(visited.min()), "most": int(visited.max())} if len(visited) else {"least": 0, "most": 0}
+    count = state["rows"]["count"]
+    visited = count[count.any(1)] if count.any() else count
+    seen |= {"least": int(visited.min()), "most": int(visited.max())}
     for role, extra in state["extra"].items():
         if "updates" in extra:
             seen[f"{role} updates"] = int(extra["updates"])
@@ -78,7 +72,7 @@ def commits(state):
     return seen
 
 
-def beside(est, action, step=None):
+def beside(est, action):
     """Results of an action that a thread repeats while this one trains."""
     found, errors, stop = [], [], threading.Event()
 
@@ -94,7 +88,7 @@ def beside(est, action, step=None):
     try:
         while not found and not errors:
             threading.Event().wait(1e-3)
-        train(est, STEPS, step)
+        train(est, STEPS)
     finally:
         stop.set()
         thread.join(60)
@@ -103,10 +97,10 @@ def beside(est, action, step=None):
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-@pytest.mark.parametrize("kind", PLACED)
-def test_state_dict_in_a_thread(kind, offload, tmp_path):
+@pytest.mark.parametrize("make", [build, in_rows])
+def test_state_dict_in_a_thread(make, offload, tmp_path):
     place = {"offload": offload} if offload else {}
-    est = PLACED[kind](**place, **({"offload_dir": tmp_path} if offload == "disk" else {}))
+    est = make(**place, **({"offload_dir": tmp_path} if offload == "disk" else {}))
     torn = [seen for seen in map(commits, beside(est, est.state_dict)) if len(set(seen.values())) > 1]
     assert not torn, torn[:3]
 
