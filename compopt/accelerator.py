@@ -11,6 +11,7 @@ Three kinds of devices exist here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,12 +19,10 @@ import torch
 from torch import Tensor
 
 _NEEDED = ("Event", "Stream", "current_device", "current_stream", "device", "stream", "synchronize")
-# Asked of a device once: a format that it lacks stays lacking.
-_FORMATS: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def _streams(device: torch.device) -> Any:
-    """The module of a device with streams; ``None`` for the CPU and for devices without any."""
+    """Return the module of a device with streams; ``None`` for the CPU and for devices without any."""
     if device.type in ("cpu", "meta"):
         return None
     module = getattr(torch, device.type, None)
@@ -31,7 +30,7 @@ def _streams(device: torch.device) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if copies to and from a device can run beside its computations, without a wait."""
+    """Return True if copies to and from a device can run beside its computations."""
     return _streams(device) is not None
 
 
@@ -141,16 +140,16 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if a device has a number format. MPS and some XPUs have neither float64 nor complex128."""
-    if device.type in ("cpu", "cuda", "meta"):
-        return True
-    if (device, dtype) not in _FORMATS:
-        try:
-            torch.zeros(1, dtype=dtype, device=device).add_(1)
-        except (TypeError, RuntimeError):  # what MPS and XPU raise
-            _FORMATS[device, dtype] = False
-        else:
-            _FORMATS[device, dtype] = True
-    return _FORMATS[device, dtype]
+    return device.type in ("cpu", "cuda", "meta") or _computes(device, dtype)
+
+
+@functools.cache  # asked of a device once: a format that it lacks stays lacking
+def _computes(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=dtype, device=device).add_(1)
+    except (TypeError, RuntimeError):  # what MPS and XPU raise
+        return False
+    return True
 
 
 def widest(device: torch.device) -> torch.dtype:

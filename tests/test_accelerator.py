@@ -29,8 +29,7 @@ def test_as_on_the_cpu_and_nothing_waits(name, kind):
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("name", WITH_ROWS)
-def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefetch, tmp_path, monkeypatch):
-    monkeypatch.setattr("compopt.stores.HostStore.instant_rows", 0)
+def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefetch, tmp_path):
     options = {"offload_dir": tmp_path} if offload == "disk" else {}
     mode = KINDS["unimodal" if prefetch else "bimodal"]
     near, far = BUILD[name](**mode), BUILD[name](**mode, offload=offload, **options)
@@ -58,15 +57,6 @@ def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():
     with pytest.raises(IndexError, match="earlier call"):
         est(*batch(2, DEVICE))
     train(est, DEVICE, range(1))  # and the estimator goes on
-
-
-def test_an_index_on_the_device_waits_for_nobody():
-    est = compopt.ISogCLREstimator(N, rho=1.0)
-    train(est, DEVICE, range(2))
-    z1, z2, index = batch(3, DEVICE)
-    index = index.to(DEVICE)
-    with quiet():
-        one_step(est, z1, z2, index)
 
 
 def test_features_that_are_not_finite_are_warned_of_later():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compopt import accelerator
-from tests.devices import DEVICE, PRETEND
+from tests.devices import PRETEND
 
 CPU = torch.device("cpu")
 
@@ -32,11 +32,6 @@ def test_before_torch_2_6_cuda_alone_is_asked_for(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert accelerator.available() == (torch.device("cuda") if there else None)
         assert accelerator.pins() == there
-
-
-@pytest.mark.skipif(DEVICE is not None, reason="there is one")
-def test_without_one_nothing_is_pinned():
-    assert accelerator.available() is None and not accelerator.pins()
 
 
 def test_formats():

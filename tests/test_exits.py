@@ -7,15 +7,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import compopt
 from compopt.distributed import collectives
-from tests.pool import the_pool
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,55 +46,6 @@ def test_it_does_not_wait_for_ever(monkeypatch):
     collectives._await_lent()
     assert time.monotonic() - start < 0.7
     thread.join()
-
-
-def test_no_python_code_runs_where_a_tensor_is_dropped():
-    """Between two of its instructions the interpreter could begin to end."""
-    calls = []
-    held = [collectives._lend(torch.zeros(3))]
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    held.clear()
-    sys.setprofile(before)
-    assert calls == [] and not collectives._still_lent()
-
-
-def test_what_is_remembered_does_not_grow():
-    for _ in range(5 * collectives.MANY):
-        collectives._lend(torch.zeros(3))
-    assert len(collectives._lent) <= collectives.MANY
-
-
-def what_collectives_get(group):
-    """Every collective of a call, a read and a state is given an alias that nobody else refers to."""
-    seen = []
-
-    def recording(original):
-        def call(*tensors, **options):
-            lent = [held() for held in list(collectives._lent)]
-            seen.extend(any(tensor is alias for alias in lent) for tensor in tensors)
-            return original(*tensors, **options)
-
-        return call
-
-    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    with (
-        mock.patch.object(dist, gather, recording(getattr(dist, gather))),
-        mock.patch.object(dist, "all_reduce", recording(dist.all_reduce)),
-        mock.patch.object(dist, "all_to_all_single", recording(dist.all_to_all_single)),
-    ):
-        est = compopt.SogCLREstimator(20, shard=True, process_group=group)
-        z1, z2 = torch.randn(2, 4, 3, requires_grad=True).unbind()
-        est(z1, z2, torch.arange(4)).backward()
-        est.step()
-        est.state_dict()
-    return seen
-
-
-@pytest.mark.distributed
-def test_every_collective_lends():
-    for seen in the_pool(2, timeout=120).run(what_collectives_get, 2):
-        assert len(seen) > 6 and all(seen)
 
 
 SCRIPT = """

@@ -29,22 +29,6 @@ def test_killed_ranks_recover(blocking, tmp_path):
     assert outcome.kills >= 2 and outcome.ends >= 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
-    few = [faults.Setting(n=1000, steps=4), faults.Setting(n=1000, steps=4, blocking=False)]
-    monkeypatch.setattr(faults, "settings", lambda: few)
-    runs = tmp_path / "runs.jsonl"
-    for saved in ([True], [True, False]):
-        # A round may have more kills than it was to have: it ends with its run.
-        kills = 1 + sum(run["outcome"]["kills"] for run in faults.read_runs(runs))
-        faults.carry_out(runs, kills, per_round=1, minutes=5, seed=0, root=tmp_path / "work")
-        assert [run["setting"]["blocking"] for run in faults.read_runs(runs)] == saved
-        assert sum(run["outcome"]["kills"] for run in faults.read_runs(runs)) >= kills
-    faults.report(faults.environment(), runs, tmp_path / "page.md")
-    assert "| all |" in (tmp_path / "page.md").read_text()
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_the_harness_notices_a_wrong_state(tmp_path, monkeypatch):
     setting = faults.Setting(n=1000, steps=3)

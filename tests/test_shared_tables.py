@@ -1,6 +1,5 @@
 """Ranks with a part of the rows each, on slow disks; ranks that differ; ranks of which one fails: nobody waits."""
 
-import copy
 import io
 import threading
 import time
@@ -174,37 +173,6 @@ def test_a_bad_read_of_a_shard_is_refused_everywhere():
     assert "99" in first and "rank 0 failed: IndexError" in second and zeros == [0, 0, 0]
 
 
-def failing_hook(group, folder):
-    est = compopt.SogCLREstimator(N, process_group=group)
-
-    def hook(est):
-        raise KeyError("mine")
-
-    if dist.get_rank(group) == 1:
-        est.register_state_dict_pre_hook(hook)
-    with pytest.raises((KeyError, RuntimeError)) as caught:
-        compopt.save(est, folder)
-    return str(caught.value)
-
-
-def test_a_hook_that_raises_on_one_rank_stops_save_everywhere(tmp_path):
-    first, second = on_two(failing_hook, str(tmp_path / "c"))
-    assert "rank 1 failed: KeyError" in first and "mine" in second
-
-
-def copying(group):
-    """A copy on one rank alone communicates nothing; prefetch still works on both afterwards."""
-    est = compopt.SogCLREstimator(N, shard=True, process_group=group, offload="cpu")
-    twin = copy.deepcopy(est) if dist.get_rank(group) == 0 else None
-    est.prefetch(torch.arange(4) + 4 * dist.get_rank(group))
-    train(est, group, 1)
-    return twin is None or twin.n == N
-
-
-def test_a_copy_of_a_shard_needs_no_other_rank():
-    assert on_two(copying) == [True, True]
-
-
 def pickled(group):
     est = compopt.SogCLREstimator(N, shard=True, process_group=group)
     file = io.BytesIO()
@@ -221,67 +189,53 @@ def test_a_pickled_shard_is_refused_elsewhere():
 # ranks that differ --------------------------------------------------------------------------------
 
 
-def differing(group, what):
+def per_anchor(value=0.2, shape=(4,), dtype=torch.float32):
+    return torch.full(shape, value, dtype=dtype)
+
+
+DIFFERENT = {  # arguments of rank 0, and of rank 1
+    "gamma": ({"gamma": 0.8}, {"gamma": 0.5}),
+    "dtype": ({"dtype": torch.float32}, {"dtype": torch.float64}),
+    "n": ({"n": N}, {"n": N + 1}),
+    "mode": ({"mode": "bimodal"}, {"mode": "unimodal"}),
+    "shard": ({"shard": False}, {"shard": True}),
+}
+DIFFERENT_TAU = {
+    "value": (0.1, 1.1),
+    "kind": (0.2, per_anchor()),
+    "shape": (per_anchor(), per_anchor(shape=(4, 2))),
+    "dtype": (per_anchor(), per_anchor(dtype=torch.float64)),
+    "grad": (torch.tensor(0.2), torch.tensor(0.2, requires_grad=True)),
+    "given": (None, 0.2),
+}
+
+
+def differing(group, what, value):
     """Rank 0 and rank 1 were built, or are called, in different ways."""
-    second = dist.get_rank(group) == 1
-    options = {"gamma": 0.5 if second and what == "gamma" else 0.8, "process_group": group}
-    if what == "dtype":
-        options["dtype"] = torch.float64 if second else torch.float32
-    if what == "n":
-        options["n"] = N + second
-    if what == "mode":
-        options["mode"] = "unimodal" if second else "bimodal"
-    if what == "shard":
-        options["shard"] = second
-    est = compopt.SogCLREstimator(**{"n": N, "tau": 0.2, **options})
-    tau = {
-        "tau": 0.1 + second,
-        "tau kind": torch.full((4,), 0.2) if second else 0.2,
-        "tau shape": torch.full((4, 2) if second else (4,), 0.2),
-        "tau dtype": torch.full((4,), 0.2, dtype=torch.float64 if second else torch.float32),
-        "tau grad": torch.tensor(0.2, requires_grad=second),
-        "tau given": 0.2 if second else None,
-    }.get(what)
+    second = dist.get_rank(group)
+    arguments = DIFFERENT[value][second] if what == "options" else {}
+    est = compopt.SogCLREstimator(**{"n": N, "tau": 0.2, "process_group": group, **arguments})
+    call = {"index": torch.arange(4) + 4 * second}
+    if what == "tau":
+        call["tau"] = DIFFERENT_TAU[value][second]
     if what == "index":
-        est = compopt.MemoryEstimator(5, process_group=group)
+        est, call = compopt.MemoryEstimator(5, process_group=group), {} if second else call
     if what == "encode":
         est = compopt.EMC2Estimator(N, process_group=group)
-    index = None if what == "index" and second else torch.arange(4) + 4 * second
-    encode = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if what == "encode" and second else None
-    z1, z2 = torch.randn(2, 4, 5)
-    try:
-        est(z1, z2, index, encode=encode, tau=tau)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+        call["encode"] = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if second else None
+    with pytest.raises(ValueError) as caught:
+        est(*torch.randn(2, 4, 5), **call)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["gamma", "dtype", "n", "mode", "shard", "index", "encode"]
-    + ["tau", "tau kind", "tau shape", "tau dtype", "tau grad", "tau given"],
+    ("what", "value"),
+    [*(("options", name) for name in DIFFERENT), *(("tau", name) for name in DIFFERENT_TAU)]
+    + [("index", ""), ("encode", "")],
 )
-def test_ranks_that_differ_are_told_so(what):
-    for message in on_two(differing, what):
-        assert "the ranks differ in" in message and ("tau" in message) == what.startswith("tau")
-
-
-def changing(group):
-    """A hyper-parameter that changes alike everywhere is fine; on one rank alone it is not."""
-    est = compopt.SogCLREstimator(N, process_group=group)
-    est.sample_groups[0]["gamma"] = 0.5
-    train(est, group, 1)
-    if dist.get_rank(group) == 1:
-        est.sample_groups[0]["gamma"] = 0.6
-    with pytest.raises(ValueError, match="sample_groups"):
-        train(est, group, 1)
-    est.sample_groups[0]["gamma"] = 0.6
-    return train(est, group, 1)
-
-
-def test_a_schedule_on_one_rank_only():
-    first, second = on_two(changing)
-    assert first == second
+def test_ranks_that_differ_are_told_so(what, value):
+    for message in on_two(differing, what, value):
+        assert "the ranks differ in" in message and ("tau" in message) == (what == "tau")
 
 
 # a load beside prefetching -------------------------------------------------------------------------

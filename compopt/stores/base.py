@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import sleep
 from typing import Any
 
@@ -24,23 +23,22 @@ class RowStore(ABC):
     Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering rows of
     a matrix. On a device without complex128 they are rows of a matrix of int64.
 
-    Contract: :meth:`gather` returns fresh memory; :meth:`scatter` writes equal values where a row occurs twice; neither
-    costs more when ``n`` grows.
+    Row numbers and blocks are on the store's device. Neither :meth:`gather` nor :meth:`scatter` costs more when ``n``
+    grows.
 
     Attributes:
-        instant_rows: so many rows are gathered in less time than it takes to hand the work to a thread.
+        slow: rows may have to come from a disk, so that reading them ahead pays on every device.
         undo_log: of a save under way (``Snapshot.keep``): called with rows ``(R,)`` before they are written.
     """
 
     n: int
     words: int
-    instant_rows = 0
+    slow = False
     undo_log: Callable[[Tensor], None] | None = None
     _table: Tensor
 
     @property
     def device(self) -> torch.device:
-        """Device where gathered blocks arrive and where row numbers are expected."""
         return self._table.device
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ class RowStore(ABC):
         return self._as_block(self._table.index_select(0, rows))
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows."""
+        """Write a block to rows; a row that occurs twice has equal values."""
         if (log := self.undo_log) is not None:
             log(rows)
         self._table.index_copy_(0, rows, self._as_stored(block))
@@ -116,23 +114,19 @@ class Ticket:
         device: where they are wanted.
         done: taken or dropped.
         future: of the read ahead; ``None``: rows are read when they are taken.
-        read: what was read ahead.
-        later: commits made since the ticket was issued, oldest first.
+        number, settled: the access's counts of commits and of settlements when it was issued.
     """
 
     access: RowAccess
     rows: Tensor
     device: torch.device
     done: bool = False
-    future: Future[None] | None = None
-    read: Any = None
-    later: deque[Any] = field(default_factory=deque)
+    future: Future[Any] | None = None
+    number: int = 0
+    settled: int = 0
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``.
-
-        Args:
-            device: where they are wanted, if that was not known when they were asked for; else the requested one.
+        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one.
 
         Raises:
             RuntimeError: the ticket was taken or dropped before.
@@ -140,17 +134,16 @@ class Ticket:
         if self.done:
             raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
         self.done = True
-        return self.access.take(self, self.device if device is None else device)
+        block = self.access.take(self, self.device if device is None else device)
+        self.future = None
+        return block
 
     def drop(self) -> None:
-        """Give up the rows."""
+        """Give up the rows; a read that has not begun never does."""
         self.done = True
-        self.expire()
-
-    def expire(self) -> None:
-        """Forget what was read ahead: :meth:`take` reads anew."""
-        self.future, self.read = None, None
-        self.later.clear()
+        if self.future is not None:
+            self.future.cancel()
+            self.future = None
 
 
 class RowAccess:
@@ -165,16 +158,13 @@ class RowAccess:
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
 
-        Args:
-            rows: row numbers, int64.
-            host_rows: the same on the CPU, if the caller has them there: spares a placement on the host the wait
-                for the accelerator.
+        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
         """
         rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
         return moved(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device; returns at once."""
+        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
         return Ticket(self, rows, device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
@@ -182,11 +172,7 @@ class RowAccess:
         return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; returns at once if it can.
-
-        The tensors belong to the rows from here on: the caller must not change them. A row that occurs twice has
-        equal values.
-        """
+        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
         device = self.store.device
         self.store.scatter(accelerator.to_device(rows, device), moved(block, device))
 

@@ -65,11 +65,16 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
     several times with the same values. ``partial``: some rows have marks of parts that were never visited.
     """
     rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
-    # an occurrence of a row is a position from here on: several calls of a window, several positions in a batch
+    # An occurrence of a row is a position from here on: several calls of a window, several positions in a batch.
     proposals = {name: _cat([d.proposals[name] for d in deposits]) for name in deposits[0].proposals}
-    valid = _joined_validity(deposits, layout[COUNT].width)
+    valid = None
+    if any(d.valid is not None for d in deposits):
+        all_of_row = torch.ones(1, layout[COUNT].width, dtype=torch.bool, device=rows.device)
+        valid = torch.cat([all_of_row.expand(len(d.rows), -1) if d.valid is None else d.valid for d in deposits])
     kept: Tensor | None = None
     if not (len(deposits) == 1 and deposits[0].distinct):
+        # Rows may repeat. The device alone may know if they do, and to ask it would wait; for the same reason repeated
+        # rows stay where they are: the host does not know how many would be left.
         proposals = {name: value.to(layout[name].dtype) for name, value in proposals.items()}
         rows, order = torch.sort(rows, stable=True)  # stable: the same sums in the same order, every time
         old, valid = old[order], None if valid is None else valid[order]
@@ -80,9 +85,11 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = layout.pack(proposals, base=old)
     layout.unpack(new)[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
+    # One value that is not finite withholds its whole row: columns are proposed together and must agree. The packed
+    # row is looked at, since a proposal can leave the range of the stored dtype.
     read = layout.floats(old) if partial else []
     for number, values in enumerate(layout.floats(new)):
-        # what was read is finite, or a mark: a value that is not was proposed
+        # What was read is finite, or a mark: a value that is not was proposed.
         finite = (values.isfinite() | (values == read[number])).all(dim=1) if partial else all_finite(values, dim=1)
         kept = finite if kept is None else kept & finite
     return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
@@ -92,73 +99,49 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _joined_validity(deposits: Sequence[Deposit], width: int) -> Tensor | None:
-    if all(d.valid is None for d in deposits):
-        return None
-    return torch.cat(
-        [
-            torch.ones(len(d.rows), width, dtype=torch.bool, device=d.rows.device) if d.valid is None else d.valid
-            for d in deposits
-        ]
-    )
-
-
-def _finite(proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
-    """Flag the rows all of whose (valid) proposals are finite, ``(R,)``."""
-    finite = None
-    for value in proposals.values():
-        ok = value.isfinite()
-        ok = (ok if valid is None else ok | ~valid).all(dim=1)
-        finite = ok if finite is None else finite & ok
-    assert finite is not None
-    return finite
-
-
 class Runs:
-    """Runs of equal rows in a sorted list.
-
-    Attributes:
-        rows: the list, ``(R,)``.
-        first, length: of the run that each member belongs to, ``(R,)``.
-    """
+    """Runs of equal rows in a sorted list; ``first`` and ``length`` are those of each member's run, ``(R,)``."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.first = rows, torch.searchsorted(rows, rows)
         self.length = torch.searchsorted(rows, rows, right=True) - self.first
+        # As many segments as members, so that their number is known on the host: all but a run's first are empty.
         starts = self.first == torch.arange(len(rows), device=rows.device)
         self._lengths = torch.where(starts, self.length, 0)
 
     def over(self, x: Tensor, kind: str) -> Tensor:
         """Reduce ``(R, D)`` over runs; every member receives its run's result."""
+        # `unsafe` leaves out the check of the lengths, which would wait for the device.
         return torch.segment_reduce(x.contiguous(), kind, lengths=self._lengths, axis=0, unsafe=True)[self.first]
 
 
 def _reduce(
     rows: Tensor, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None, layout: RowLayout
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Reduce runs of equal (sorted) rows; every member of a run receives the run's result."""
+    """Reduce runs of equal (sorted) rows to values, flags of finite runs, and flags of visited directions."""
     runs = Runs(rows)
-    over_run = runs.over
     alike = {name: x for name, x in proposals.items() if layout[name].reduce == "one"}
     chosen = _choice(runs, count, alike, valid) if alike else None
-    finite = over_run(_finite(proposals, valid).to(torch.float32)[:, None], "min")[:, 0] > 0
+    finite = torch.ones_like(rows, dtype=torch.bool)
     reduced = {}
     for name, x in proposals.items():
+        finite &= (x.isfinite() if valid is None else x.isfinite() | ~valid).all(dim=1)
         if chosen is not None and name in alike:
             reduced[name] = x.gather(0, chosen)
             continue
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
-        visits = over_run(weight, "sum").clamp_(min=1)
+        visits = runs.over(weight, "sum").clamp_(min=1)
         if layout[name].reduce == "log_mean_exp":
             # log-mean-exp around the largest proposal, so that exp() neither overflows nor vanishes
-            top = over_run(torch.where(weight > 0, x, -torch.inf), "max")
+            top = runs.over(torch.where(weight > 0, x, -torch.inf), "max")
             top = torch.where(top.isfinite(), top, 0)  # an all-invalid or non-finite run is masked later
-            total = over_run(torch.where(weight > 0, (x - top).exp(), 0), "sum")
+            total = runs.over(torch.where(weight > 0, (x - top).exp(), 0), "sum")
             reduced[name] = top + total.log() - visits.log()
         else:
-            reduced[name] = over_run(torch.where(weight > 0, x, 0), "sum") / visits
-    any_valid = None if valid is None else over_run(valid.to(torch.float32), "max") > 0
-    return reduced, finite, any_valid
+            reduced[name] = runs.over(torch.where(weight > 0, x, 0), "sum") / visits
+    kept = runs.over(finite.to(torch.float32)[:, None], "min")[:, 0] > 0
+    any_valid = None if valid is None else runs.over(valid.to(torch.float32), "max") > 0
+    return reduced, kept, any_valid
 
 
 def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ class DiskStore(RowStore):
     """The placement ``offload="disk"``: ``<name>.rows``, a sparse file of whole pages that is scratch space of one run.
 
     A table that an earlier run left is refused at its first use, because its rows belong to other weights: load a
-    checkpoint into it, which overwrites every row.
+    checkpoint into it, which overwrites every row. It cannot be copied or pickled: two estimators would write one file.
 
     A write into a hole of a mapped file on a full disk would end the process (SIGBUS). Therefore a commit first writes
     zeros to the pages that were never written, with a call that fails instead, and touches its rows only then; and rows
@@ -50,8 +50,6 @@ class DiskStore(RowStore):
     Args:
         directory: of the files; created if need be.
         name: of the table in it.
-        n: rows.
-        words: 16-byte words per row.
 
     Raises:
         ValueError: the directory is no directory; more rows than the file system or the address space takes; later: the
@@ -63,16 +61,22 @@ class DiskStore(RowStore):
 
     Warns:
         UserWarning: the disk has less room than the whole table takes; later, that the file was removed.
-
-    It cannot be copied or pickled: two estimators would write one file.
     """
+
+    slow = True
 
     def __init__(self, directory: str | os.PathLike[str], name: str, n: int, words: int) -> None:
         self.n, self.words, self._row_bytes = n, words, 16 * words
         self._directory = Path(directory)
         self.path = self._directory / f"{name}.rows"
         self._overwriting, self._removed, self._pid = False, False, os.getpid()
-        self._make_directory()
+        try:
+            with files.named(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         claim = files.Claim(self.path.with_suffix(".lock"), self._directory, remedy)
         self._release = weakref.finalize(self, claim.release)
@@ -87,23 +91,19 @@ class DiskStore(RowStore):
             else:
                 self._map(n)
                 self._own()
-                self._warn_of_full_disk()
+                usage = os.statvfs(self._directory)
+                free, size = usage.f_bavail * usage.f_frsize, self._bytes(n)
+                if free < size:
+                    warnings.warn(
+                        f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail "
+                        f"once it is full",
+                        stacklevel=2,
+                    )
         except BaseException:
             if not self.stale:
                 self.path.unlink(missing_ok=True)
             self._release()
             raise
-
-    # -- the file ----------------------------------------------------------------------------------------------
-
-    def _make_directory(self) -> None:
-        try:
-            with files.named(self._directory):
-                self._directory.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
-        if not os.access(self._directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
 
     def _bytes(self, n: int) -> int:
         return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
@@ -128,30 +128,17 @@ class DiskStore(RowStore):
         self.n = n
 
     def _own(self) -> None:
-        """Note that the file has this table from here on; its inode may have been that of another one, long removed."""
+        """Note that this object has the file; its inode may have been that of another one, long removed."""
         status = os.fstat(self._fd)
         self._token = _latest[status.st_dev, status.st_ino] = object()
 
-    def _warn_of_full_disk(self) -> None:
-        usage = os.statvfs(self._directory)
-        free, size = usage.f_bavail * usage.f_frsize, self._bytes(self.n)
-        if free < size:
-            warnings.warn(
-                f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail once it "
-                f"is full",
-                stacklevel=2,
-            )
-
     def ready(self) -> None:
         """Refuse rows of an earlier run, and a file that somebody else has changed."""
-        if self.stale:
+        if self.stale and not self._overwriting:
             raise ValueError(
                 f"{self.path} already exists and holds the rows of another run: load a checkpoint into this estimator "
                 f"(which overwrites them), use another offload_dir, or delete {self.path.stem}.* in it"
             )
-        self._check_file()
-
-    def _check_file(self) -> None:
         status, needed = os.fstat(self._fd), self._bytes(self.n)
         if status.st_size < needed:
             raise OSError(
@@ -170,16 +157,14 @@ class DiskStore(RowStore):
             warnings.warn(
                 f"{self.path} was removed while it was in use: its rows are there until this process ends, and cannot "
                 f"be read after it; save a checkpoint",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def writable(self) -> bool:
         return self._pid == os.getpid()
 
-    # -- rows --------------------------------------------------------------------------------------------------
-
     def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First and last page of each row."""
+        """First and last page of each row; one array where no row lies on two pages."""
         start = rows.numpy() * self._row_bytes
         first = start >> _PAGE_BITS
         return first, (start + self._row_bytes - 1) >> _PAGE_BITS if PAGE % self._row_bytes else first
@@ -189,9 +174,7 @@ class DiskStore(RowStore):
         if not self._holes:
             return self._gather_written(rows)
         first, last = self._pages(rows)
-        there = self._written[first]
-        if last is not first:
-            there &= self._written[last]
+        there = self._written[first] if last is first else self._written[first] & self._written[last]
         if there.all():
             return self._gather_written(rows)
         at = torch.from_numpy(np.flatnonzero(there))
@@ -220,43 +203,22 @@ class DiskStore(RowStore):
     def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
         """Write zeros to those pages that are holes: nearly as fast as a page fault, faster than posix_fallocate."""
         holes = np.unique(pages[~self._written[pages]])
-        for page in holes.tolist():
-            self._pwrite(_ZEROS, page * PAGE)
+        with files.named(self.path, "no row was written"):
+            for page in holes.tolist():
+                done = 0
+                while done < PAGE:
+                    done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
         self._holes -= len(holes)
 
-    def _pwrite(self, content: bytes | memoryview, offset: int) -> None:
-        with files.named(self.path, "no row was written"):
-            done = 0
-            while done < len(content):
-                done += os.pwrite(self._fd, content[done:] if done else content, offset + done)
-
-    # -- whole tables ------------------------------------------------------------------------------------------
-
     def block(self, start: int, stop: int) -> Tensor:
-        """Copy successive rows. The file is read, not the mapping, so that holes stay holes."""
-        self.ready()
-        block = torch.zeros(stop - start, self.words, dtype=WORD, device="cpu")
-        first, last = start * self._row_bytes, stop * self._row_bytes
-        if self._written[first // PAGE : -(-last // PAGE)].any():
-            raw = block.numpy().view(np.uint8).reshape(-1).data
-            while first < last:
-                count = os.preadv(self._fd, [raw[len(raw) - (last - first) :]], first)
-                if not count:
-                    raise OSError(errno.EIO, "the table ends before its last row", str(self.path))
-                first += count
-        return block
+        return self.gather(torch.arange(start, stop, device="cpu"))
 
     def write_block(self, start: int, block: Tensor) -> None:
-        self._check_file() if self._overwriting else self.ready()
+        self.ready()
         first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
-        self._make_room(np.array([first, last - 1]))  # the pages that are written in part
-        if (log := self.undo_log) is not None:
-            log(torch.arange(start, start + len(block)))
-        raw = block.contiguous().view(torch.uint8).numpy().reshape(-1).data
-        self._pwrite(raw, start * self._row_bytes)
-        self._holes -= int(np.count_nonzero(~self._written[first:last]))
-        self._written[first:last] = True
+        self._make_room(np.arange(first, last))
+        super().write_block(start, block)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

@@ -63,11 +63,6 @@ class Column:
         return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
 
 
-def _like(flags: Tensor, value: Tensor) -> Tensor:
-    """Reduce flags by direction for columns of another width."""
-    return flags if flags.shape == value.shape else flags.any(dim=1, keepdim=True)
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """Place of each column inside a row; wider types first, so that every column is aligned."""
@@ -128,12 +123,9 @@ class RowLayout:
         """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
 
         Args:
-            columns: columns of successive rows, ``(R, width)``.
+            columns: of successive rows, ``(R, width)``.
             n: number of samples.
             first: number of the first row, for the message.
-
-        Raises:
-            ValueError: with column, row and value.
         """
         never = columns[COUNT] == 0 if COUNT in columns else None
         for column in self.columns:
@@ -144,10 +136,10 @@ class RowLayout:
 
             def accepted(value: Tensor = value, column: Column = column) -> Tensor:
                 """Accept zeros of rows that were never visited, and marks."""
-                zero = torch.zeros_like(value, dtype=torch.bool)
+                found = torch.zeros_like(value, dtype=torch.bool)
                 if never is not None:
-                    zero = (value == 0) & _like(never, value)
-                return zero | (value == column.blank) if column.name in self.firsts else zero
+                    found = (value == 0) & (never if never.shape == value.shape else never.any(dim=1, keepdim=True))
+                return found | (value == column.blank) if column.name in self.firsts else found
 
             place = allowed.first_outside(value, n, accepted)
             if place is not None:

@@ -23,7 +23,7 @@ class MemoryStore(RowStore):
     """The default placement (``offload=None``): one tensor beside the features.
 
     Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
-    training call and then stays.
+    training call.
 
     Raises:
         MemoryError: so much memory cannot be had.
@@ -44,7 +44,7 @@ class MemoryStore(RowStore):
 
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
-        """Where memory cannot be had, say how much was asked for and what to do."""
+        """Say how much memory was asked for, and what to do, where it cannot be had."""
         try:
             yield
         except (*NO_MEMORY, RuntimeError) as error:
@@ -100,8 +100,6 @@ class HostStore(MemoryStore):
         MemoryError: so much memory cannot be had.
     """
 
-    instant_rows = 2048  # measured: 20 to 100 microseconds, a hand-over 150 to 300 (benchmarks/rows.py)
-
     def _zeros(self, n: int, device: torch.device) -> Tensor:
         if not accelerator.pins():
             return super()._zeros(n, device)
@@ -109,7 +107,7 @@ class HostStore(MemoryStore):
             return torch.zeros(self._shape(n), dtype=WORD, device="cpu", pin_memory=True)
 
     def to(self, device: torch.device) -> None:
-        """Do nothing: the rows stay on the host."""
+        """Stay on the host."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

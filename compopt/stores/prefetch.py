@@ -21,22 +21,15 @@ MOST = 4
 
 @dataclass
 class Fetch:
-    """One batch under way.
+    """One batch under way."""
 
-    Attributes:
-        number: equal on all ranks for the same batch.
-        rows: this rank's row numbers, ``(b, R)``, on the CPU.
-        ticket: for the rows that this process reads; on shards it is known once the ranks have told theirs.
-        dropped: no read may begin for it any more.
-    """
-
-    number: int
-    rows: Tensor
-    ticket: Ticket | Future[Ticket] | None = None
-    dropped: bool = False
+    number: int  # equal on all ranks for the same batch
+    rows: Tensor  # this rank's row numbers, (b, R), on the CPU
+    ticket: Ticket | Future[Ticket] | None = None  # on shards it is known once the ranks have told their rows
+    dropped: bool = False  # no read may begin for it any more
 
     def claim(self) -> Ticket:
-        """Return the ticket; waits until it is known which rows this process reads."""
+        """Return the ticket, once it is known which rows this process reads."""
         assert self.ticket is not None
         return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
 
@@ -54,7 +47,9 @@ class Prefetcher:
         self._table, self._ranks = table, ranks
         self._started = 0
         self._under_way: deque[Fetch] = deque()
-        self._issuing = threading.RLock()  # a shard's read either begins before its batch is dropped or never
+        # Held while a read begins or a batch is dropped: after `drop_all`, which precedes a load, the exchange of a
+        # shard that ends late begins no read of rows that are being overwritten.
+        self._issuing = threading.RLock()
         self._thread: ThreadPoolExecutor | None = None
         self._group: ProcessGroup | None = None
 

@@ -40,9 +40,14 @@ class Snapshot:
         accelerator.synchronize(store.device)  # commits on other streams belong to the moment
         self._store, self._left = store, 0  # rows before `_left` have been read
         self._stream, self._side = accelerator.current_stream(store.device), accelerator.new_stream(store.device)
-        self._new: deque[tuple[Tensor, Tensor, Any]] = deque()  # logged, on their way to the host
-        self._log: list[Run] = []  # oldest first, each at least twice as long as the next
-        self._unsorted, self._lock = 0, threading.Lock()
+        # Logged by commits and not sorted yet; on a device with streams on its way to the host, there after the event.
+        # A commit appends without a lock, which a deque allows, so that it never waits for the reader.
+        self._new: deque[tuple[Tensor, Tensor, Any]] = deque()
+        self._unsorted = 0
+        # Sorted, oldest first, each at least twice as long as the next: a value is merged a logarithmic number of
+        # times, and a read looks into few runs. Written under the lock.
+        self._log: list[Run] = []
+        self._lock = threading.Lock()
         self._error: Exception | None = None
         store.undo_log = self.keep
 
@@ -74,10 +79,12 @@ class Snapshot:
         Ranges ascend and do not overlap.
         """
         device = self._store.device
+        # The copy before the log: on the CPU a write that the copy meets was logged before the write began. On a
+        # device with streams the copy is queued on the commits' stream, so that it meets whole commits only.
         with accelerator.current(device, self._stream):
             there = self._store.block(start, stop)
             event = accelerator.event(device)
-        with accelerator.current(device, self._side):
+        with accelerator.current(device, self._side):  # the wait below is for the copy, not for training's later work
             accelerator.wait_event(event, device, (there,))
             block = there.cpu().view(WORD)
         with self._lock:
@@ -88,7 +95,6 @@ class Snapshot:
                 low, high = np.searchsorted(rows, [start, stop])
                 block.numpy()[rows[low:high] - start] = values[low:high]
             self._left = stop
-            self._log = [run for run in map(self._trimmed, self._log) if len(run[0])]
         return block
 
     def release(self) -> None:
@@ -98,31 +104,25 @@ class Snapshot:
 
     def _sort(self, wait: bool) -> None:
         """Move what was logged into the sorted runs; without ``wait`` only what has arrived on the host."""
-        arrived = []
+        arrived: list[Run] = []
         while self._new and (wait or self._new[0][2] is None or self._new[0][2].query()):
             rows, block, event = self._new.popleft()
             if event is not None:
                 event.synchronize()
             arrived.append((rows.numpy(), block.view(WORD).numpy()))
         self._unsorted = 0
-        if not arrived:
-            return
-        run = self._trimmed(_oldest(arrived))
-        while self._log and len(self._log[-1][0]) < 2 * len(run[0]):
-            run = _oldest([self._log.pop(), run])
-        self._log.append(run)
-
-    def _trimmed(self, run: Run) -> Run:
-        """Free the rows that have been read, once they are half of a run."""
-        gone = int(np.searchsorted(run[0], self._left))
-        return run if 2 * gone < len(run[0]) else (run[0][gone:].copy(), run[1][gone:].copy())
+        if arrived:
+            run = _oldest(arrived, self._left)
+            while self._log and len(self._log[-1][0]) < 2 * len(run[0]):
+                run = _oldest([self._log.pop(), run], self._left)
+            self._log.append(run)
 
 
-def _oldest(runs: Sequence[Run]) -> Run:
-    """Merge runs, oldest first, into one that has the oldest value of each row; they need not be sorted."""
+def _oldest(runs: Sequence[Run], left: int) -> Run:
+    """Merge runs, oldest first, into the oldest value of each row from ``left`` on; they need not be sorted."""
     rows = np.concatenate([run[0] for run in runs])
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
-    first = np.ones(len(rows), dtype=bool)
-    first[1:] = rows[1:] != rows[:-1]
+    first = rows >= left
+    first[1:] &= rows[1:] != rows[:-1]
     return rows[first], np.concatenate([run[1] for run in runs])[order[first]]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.control import doing
 from compopt.distributed.ranks import Part, ProcessGroup, Ranks
-from compopt.stores import Offload, RowAccess, RowStore, check_offload, open_rows
+from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.snapshot import Snapshot
@@ -43,22 +43,31 @@ class Placement:
     shard: bool = False
 
     def __post_init__(self) -> None:
+        offload, directory = self.offload, self.offload_dir
         checks.flag("shard", self.shard)
-        check_offload(self.offload, self.offload_dir)
-        object.__setattr__(self, "shard", self.shard or self.offload == "disk")
-        if self.offload_dir is not None:  # a later chdir moves nothing
-            object.__setattr__(self, "offload_dir", os.path.abspath(self.offload_dir))
+        if offload not in (None, *get_args(Offload)):
+            raise ValueError(f'offload must be None, "cpu" or "disk", got {offload!r}')
+        if offload == "disk" and directory is None:
+            raise ValueError('offload="disk" needs offload_dir=, a directory for the table; got None')
+        if offload != "disk" and directory is not None:
+            raise ValueError(f'offload_dir={str(directory)!r} needs offload="disk", got offload={offload!r}')
+        if directory is not None:
+            if not isinstance(directory, (str, os.PathLike)):
+                raise TypeError(f"offload_dir must be a path, got {directory!r} of type {type(directory).__name__}")
+            object.__setattr__(self, "offload_dir", os.path.abspath(directory))  # a later chdir moves nothing
+        object.__setattr__(self, "shard", self.shard or offload == "disk")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which stays with its process
 
     def open(self, n: int, words: int, ranks: Ranks) -> RowAccess:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
+        directory = self.offload_dir
+        if directory is None:
+            return WriteBehind(HostStore(n, words)) if self.offload == "cpu" else RowAccess(MemoryStore(n, words))
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
-        if self.offload != "disk":
-            return open_rows(n, words, offload=self.offload)
         with doing("the construction of an estimator"):
-            return ranks.agree(lambda: open_rows(n, words, offload="disk", offload_dir=self.offload_dir, name=name))
+            return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
 
 
 class RowTable:
@@ -96,12 +105,11 @@ class RowTable:
 
     @property
     def sharded(self) -> bool:
-        """True if this process holds only a part of the rows, so that :meth:`state_dict` is collective."""
+        """True if this process holds only a part of the rows."""
         return self.stride > 1
 
     @property
     def store(self) -> RowStore:
-        """Store of this process's rows."""
         return self.rows.store
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,11 +122,11 @@ class RowTable:
             )
 
     def _before(self, row: int, first: int) -> int:
-        """Number of the rows ``first, first + stride, ...`` that come before a row."""
+        """Count the rows ``first, first + stride, ...`` that come before a row."""
         return max(0, -(-(row - first) // self.stride))  # len(range()) ends at 2^63
 
     def at_rest(self) -> RowStore:
-        """Return the store once every commit is in it and no read is under way, as checkpoints need it."""
+        """Return the store once every commit is in it and no read is under way."""
         self.rows.settle()
         return self.store
 
@@ -128,7 +136,7 @@ class RowTable:
 
     @contextmanager
     def overwriting(self) -> Iterator[RowStore]:
-        """The store at rest, all of whose rows are forgotten; those that are not written within are zeros."""
+        """Reset all rows of the store, which is at rest, to zeros; what is written inside remains."""
         store = self.at_rest()
         self.partial.clear()
         with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
@@ -145,49 +153,34 @@ class RowTable:
             raise
         self.n = n
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     def owned(self, rows: Tensor) -> Tensor:
         """Return the positions in ``rows`` (on the CPU) of the rows that this process holds."""
         return torch.nonzero(rows % self.stride == self.first).flatten()
 
     def local(self, rows: Tensor) -> Tensor:
-        """Convert global row numbers that this process holds to row numbers of its store."""
+        """Convert numbers of rows that this process holds to those of its store."""
         return rows // self.stride
 
     def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
-        """Collect rows of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+        """Collect rows ``(R,)`` of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
 
-        Args:
-            rows: global row numbers, ``(R,)``, the same on all ranks.
-            device: where the features are.
-            owned: positions of the rows that this process holds, on the CPU.
-            mine: their blocks.
+        ``mine`` are the blocks of the positions ``owned``, given on the CPU, that this process holds.
         """
         block = self.layout.zeros(len(rows), device)
         block[accelerator.to_device(owned, device)] = mine
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return columns ``(B, D)`` of fetched blocks in the working dtype (``count`` as stored).
+        """Return columns ``(B, D)`` of a block ``(B * R, words)`` in the working dtype (integers as stored).
 
-        Args:
-            rows: ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the first column's rows, direction 2 in the
-                second's.
-            block: ``(B * R, words)``.
-            dtype: of the returned columns.
+        ``rows`` is ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the rows of the first column, direction 2 in those
+        of the second.
         """
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
-        columns = {COUNT: views[COUNT]}
-        for column in self.layout.columns:
-            if column.name != COUNT:
-                value = views[column.name]  # integers, positions in a data set, stay exact
-                columns[column.name] = value.to(dtype) if column.dtype.is_floating_point else value
-        return columns
-
-    # -- writing -----------------------------------------------------------------------------------------------
+        columns = {COUNT: views.pop(COUNT)}
+        return columns | {name: v.to(dtype) if v.is_floating_point() else v for name, v in views.items()}
 
     def deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
         """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""
@@ -207,24 +200,21 @@ class RowTable:
         self._deposits.clear()
 
     def discard(self) -> None:
-        """Drop what was deposited."""
         self._deposits.clear()
 
     def _pick_owned(self, rows: Tensor) -> Tensor:
-        """Positions of the rows that this process holds; their number is known on the host, so nothing waits."""
+        """Return the positions of the rows that this process holds, counted on the host, so that nothing waits."""
         count = sum(len(self.owned(d.host_rows)) for d in self._deposits if d.host_rows is not None)
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
-    # -- whole tables ------------------------------------------------------------------------------------------
-
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Copy every column (or those in ``names``) of every row, ``(n, D)``. Collective on shards."""
+        """Copy every column (or those in ``names``), ``(n, D)``. Collective on shards."""
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
     def share(self, rank: int | None = None) -> Part:
-        """Rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them: equal parts, rounded up."""
+        """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
         each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
         return Part(min(self.n, rank * each), min(self.n, (rank + 1) * each))
 
@@ -250,7 +240,7 @@ class RowTable:
         return full
 
     def _gathered(self, start: int, stop: int) -> Tensor:
-        """Successive rows of a sharded table, from their holders."""
+        """Collect successive rows of a sharded table from their holders."""
         bounds = [(self._before(start, rank), self._before(stop, rank)) for rank in range(self.stride)]
         sizes = [high - low for low, high in bounds]
         block = self._ranks.gather([self.store.block(*bounds[self.first])], sizes)[0]
@@ -260,16 +250,11 @@ class RowTable:
         return result
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns that cannot be loaded as they are; nothing is written.
-
-        Args:
-            columns: all rows of every column, ``(n, width)``.
-            names: the columns that there must be; ``None``: all.
+        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
 
         Raises:
             TypeError: a column that is no tensor.
-            ValueError: other columns, another shape or dtype, with both; a tensor that has no values; values that no
-                run writes, see :meth:`RowLayout.check_values`.
+            ValueError: other columns, shapes or dtypes; values that no run writes.
         """
         own = [c.name for c in self.layout.columns if names is None or c.name in names]
         for name in columns:
@@ -290,10 +275,7 @@ class RowTable:
     def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
         """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
 
-        Args:
-            columns: every column of ``count`` successive rows: tensors, or what gives them where it is sliced.
-            count: number of these rows.
-            first: number of the first, for the message.
+        ``columns`` are those of ``count`` rows from row ``first`` on: tensors, or what gives them where it is sliced.
         """
         for start in range(0, count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, count)
@@ -313,6 +295,7 @@ class RowTable:
         ranks, layout = self._ranks, self.layout
         shares = [self.share(rank) for rank in range(ranks.size)]
         with self.overwriting() as store:
+            # In each round every rank sends the next piece of its share, so that all have the same work.
             for start in range(0, shares[0].size, BLOCK_ROWS):
                 pieces = [Part(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
                 own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
@@ -356,7 +339,7 @@ class RowTable:
         self.agree_partial()
 
     def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Values of the rows that this process holds, block by block, with the block's first row."""
+        """Yield the rows that this process holds block by block, with the number of the first in the store."""
         for start in range(0, store.n, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, store.n)
             at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
@@ -364,12 +347,12 @@ class RowTable:
             yield start, {name: columns[name].detach()[at].to(store.device) for name in own}
 
     def find_partial(self, columns: Mapping[str, Tensor]) -> None:
-        """Note which of these columns have marks of a part that was never visited."""
+        """Note which columns have marks of a part that was never visited."""
         for name in self.layout.firsts & set(columns):
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
     def agree_partial(self) -> None:
-        """Join what all ranks know of marks, since they read each other's rows; collective on shards."""
+        """Join what all ranks of shards know of marks, since they read each other's rows. Collective on shards."""
         if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,19 +17,15 @@ from compopt import accelerator
 from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.layout import WORD, moved
 
-# Commits that wait for the store before a commit waits for them; also what a ticket that nobody takes keeps alive.
+# Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
+# Commits that are remembered after they were written: a ticket for which more were made reads anew.
+REMEMBERED = 8
 
 
 @dataclass(eq=False)
 class Commit:
-    """Rows that the store may not hold yet.
-
-    Attributes:
-        number: 1, 2, ... in the order of the commits.
-        rows, block: ``(R,)`` and ``(R, words)``, where the features are.
-        host: the same on the CPU, there after ``event``.
-    """
+    """Rows and their values: on the features' device, and on the CPU after ``event``; commits are numbered 1, 2, ..."""
 
     number: int
     rows: Tensor
@@ -52,29 +47,16 @@ class Commit:
         return accelerator.to_device(rows, device), moved(block, device)
 
 
-@dataclass(frozen=True)
-class ReadAhead:
-    """Rows of a ticket on their device: those that commit ``number`` and the ones before it left."""
-
-    block: Tensor
-    rows: Tensor
-    event: Any
-    number: int
-
-
 class WriteBehind(RowAccess):
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
 
     *Write-behind.* A commit is appended to the pending ones, on the features' device, and is done; one thread copies it
     to the host and scatters it. A read gathers from the store and lays over it, on the features' device, every commit
-    that was pending when it began: it sees all commits made before it, whatever the thread has done. When
-    :data:`PENDING_LIMIT` commits are pending, the next one waits.
+    that was pending when it began: it sees all commits made before it, whatever the thread has done. When ``limit``
+    commits are pending, the next one waits.
 
-    *Read-ahead.* The same thread gathers the rows of tickets (unless they are few and in memory, see ``instant_rows``).
-    It works in order, so that it has written all commits made before a ticket when it reads its rows. Those made later
-    are kept with the ticket and laid over when it is taken. On the CPU the thread reads the rows of tickets under way
-    again after each write, which leaves the interpreter to others where laying over does not. A ticket that sees too
-    many commits, or whose rows were loaded or grown meanwhile, reads anew.
+    *Read-ahead.* The same thread gathers the rows of tickets and sends them to a device with streams. On other devices
+    it only brings rows from the disk to memory, where taking the ticket reads them.
 
     On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
     that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
@@ -90,70 +72,67 @@ class WriteBehind(RowAccess):
 
     def __init__(self, store: RowStore, limit: int = PENDING_LIMIT) -> None:
         super().__init__(store)
-        self._limit, self._committed = limit, 0
-        self._pending: deque[Commit] = deque()
+        self._limit = limit
+        # Commits `_written` + 1 to `_committed` are pending. `_commits` has these, and some that were written before.
+        self._commits: deque[Commit] = deque()
+        self._committed = self._written = self._settled = 0
         self._error: BaseException | None = None
         self._start()
 
     def _start(self) -> None:
         self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-rows")
-        self._last: Future[None] | None = None  # the latest that the thread was given
-        # Shards prefetch in a thread of their own: a ticket and the commits must agree on which came first.
+        self._last: Future[Any] | None = None
+        # Guards the counters and `_commits`. It is held while work is handed to the thread, so that numbers and the
+        # thread's queue agree on which of a ticket and a commit came first (shards prefetch in a thread of their own).
+        # It is never held while rows are read or written.
         self._changed = threading.Condition()
-        self._tickets: list[weakref.ref[Ticket]] = []
         self._sides: dict[torch.device, Any] = {}
-
-    # -- reading -----------------------------------------------------------------------------------------------
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         self.check()
+        # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
+        # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
         with self._changed:
-            pending = list(self._pending)  # before the gather, which may meet any part of them
+            pending = self._since(self._written)
         block = moved(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
+
+    def _since(self, number: int) -> list[Commit]:
+        return [commit for commit in self._commits if commit.number > number]
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         self.ready()
         device = accelerator.here(device)  # the thread may have another current device
         ticket = Ticket(self, rows.clone(), device)  # a loader may reuse its buffer
-        if device.type == "cpu" and len(rows) <= self.store.instant_rows:
+        if not (self.store.slow or accelerator.has_streams(device)):
             return ticket
         with self._changed:
-            reference = weakref.ref(ticket)
-            self._tickets = [*(ref for ref in self._tickets if ref() is not None), reference]
-            ticket.future = self._thread.submit(self._read_ahead, reference, self._side(device), self._committed)
-            self._last = ticket.future
+            ticket.number, ticket.settled = self._committed, self._settled
+            ticket.future = self._last = self._thread.submit(self._read_ahead, ticket.rows, device, self._side(device))
         return ticket
 
-    def _read_ahead(self, reference: weakref.ref[Ticket], side: Any, number: int) -> None:
-        """In the thread: gather the rows of a ticket and send them to its device."""
-        ticket = reference()
-        if ticket is None:
-            return
-        block = self.store.gather(ticket.rows)
+    def _read_ahead(self, rows: Tensor, device: torch.device, side: Any) -> tuple[Tensor, Tensor, Any] | None:
+        """In the thread, which has written all commits made before the ticket and none made after it."""
+        block = self.store.gather(rows)
         if side is None:
-            ticket.read = ReadAhead(block, ticket.rows, None, number)
-            return
-        with accelerator.current(ticket.device, side):
-            there = moved(block, ticket.device), accelerator.to_device(ticket.rows, ticket.device)
-            ticket.read = ReadAhead(*there, accelerator.event(ticket.device), number)
+            return None
+        with accelerator.current(device, side):
+            return moved(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
         self.check()
-        if (future := ticket.future) is None:
+        if ticket.future is None or ticket.settled != self._settled:
             return super().take(ticket, device)
-        future.result()
-        read: ReadAhead = ticket.read  # the thread replaces it, and never changes it
-        if read.block.device.type != device.type:  # no streams, or the device was not known when rows were asked for
-            read = ReadAhead(moved(read.block, device), accelerator.to_device(ticket.rows, device), None, read.number)
-        accelerator.wait_event(read.event, device, (read.block, read.rows))
-        later = [commit for commit in ticket.later if commit.number > read.number]
-        ticket.expire()
-        return overlay(read.block, read.rows, later)
-
-    def _under_way(self) -> list[Ticket]:
-        return [ticket for ref in self._tickets if (ticket := ref()) is not None and ticket.future is not None]
+        read = ticket.future.result()
+        with self._changed:
+            later = self._since(ticket.number)
+            complete = len(later) == self._committed - ticket.number
+        if read is None or not complete or ticket.device.type != device.type:
+            return super().take(ticket, device)
+        block, rows, event = read
+        accelerator.wait_event(event, device, (block, rows))
+        return overlay(block, rows, later)
 
     def _side(self, device: torch.device) -> Any:
         """Stream on which copies to and from a device run; ``None`` where there are no streams."""
@@ -161,71 +140,58 @@ class WriteBehind(RowAccess):
             self._sides[device] = accelerator.new_stream(device)
         return self._sides[device]
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     def commit(self, rows: Tensor, block: Tensor) -> None:
         self.ready()
         if not self.store.writable():
             raise RuntimeError("these rows are written by the parent of this forked process, which only reads them")
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or len(self._pending) < self._limit)
+            self._changed.wait_for(lambda: self._error is not None or self._committed - self._written < self._limit)
         self.check()
         host, event = self._to_host(rows, block)
         with self._changed:
             self._committed += 1
             commit = Commit(self._committed, rows, block, host, event)
-            self._pending.append(commit)
-            for ticket in self._under_way():
-                while ticket.later and ticket.read and ticket.later[0].number <= ticket.read.number:
-                    ticket.later.popleft()
-                ticket.later.append(commit)
-                if len(ticket.later) > self._limit:
-                    ticket.expire()
+            self._commits.append(commit)
             self._last = self._thread.submit(self._write, commit)
 
     def _to_host(self, rows: Tensor, block: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Start copying a commit to pinned host memory, behind the work that computes it."""
+        """Start copying a commit to pinned host memory."""
         device = rows.device
         side = self._side(device)
         if side is None:
             return (rows.cpu(), block.cpu().view(WORD)), None
+        # The copy waits on the device for the work that computes the commit, and the thread for the copy's event: the
+        # host does not wait.
         accelerator.wait_stream(side, device)
         with accelerator.current(device, side):
             host = accelerator.to_host(rows), accelerator.to_host(block).view(WORD)
             event = accelerator.event(device)
-        for tensor in (rows, block):
+        for tensor in (rows, block):  # else the allocator could give their memory away while the side stream reads it
             tensor.record_stream(side)
         return host, event
 
     def _write(self, commit: Commit) -> None:
-        """In the thread: scatter one commit, then read the rows of tickets under way again.
-
-        Few and large calls: each gives the interpreter back, and the main thread gets it only while one lasts.
-        """
+        """In the thread: scatter one commit, in one large call, which leaves the interpreter to the main thread."""
         if self._error is not None:
             return
         try:
             self.store.scatter(*commit.on_host())
             with self._changed:
-                self._pending.popleft()
-                tickets = [t for t in self._under_way() if t.device.type == "cpu" and t.read is not None]
+                self._written = commit.number
+                while self._commits and self._commits[0].number <= self._written - REMEMBERED:
+                    self._commits.popleft()
                 self._changed.notify_all()
-            for ticket in tickets:
-                ticket.read = ReadAhead(self.store.gather(ticket.rows), ticket.rows, None, commit.number)
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    # -- lifetime ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         self.check()
         if self._last is not None:
             wait([self._last])  # and with it all before it
         with self._changed:
-            for ticket in self._under_way():
-                ticket.expire()
+            self._settled += 1  # the caller may write the store: tickets from before read anew
         self.check()
 
     def close(self) -> None:
@@ -240,10 +206,9 @@ class WriteBehind(RowAccess):
         if self._pid != os.getpid():
             self._restart()
         if self._error is not None:
-            written = self._committed - len(self._pending)
             raise RuntimeError(
-                f"commit {written + 1} of {self._committed} could not be written ({type(self._error).__name__}: "
-                f"{self._error}); the rows end with commit {written}: load a checkpoint into a new estimator"
+                f"commit {self._written + 1} of {self._committed} could not be written ({type(self._error).__name__}: "
+                f"{self._error}); the rows end with commit {self._written}: load a checkpoint into a new estimator"
             ) from self._error
 
     def ready(self) -> None:
@@ -255,11 +220,10 @@ class WriteBehind(RowAccess):
 
         Where only the parent writes, it stays pending here and is laid over what is read.
         """
-        for ticket in self._under_way():
-            ticket.expire()
+        self._settled += 1  # the thread that read ahead is the parent's
         self._start()
         if self.store.writable():
-            for commit in self._pending:
+            for commit in self._since(self._written):
                 self._last = self._thread.submit(self._write, commit)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,6 @@ own. Operations are computed at once, in the order of the program; what makes a 
 """
 
 from tests.pretend.backend import NAME, install
-from tests.pretend.ledger import LEDGER, NAMED, Transfer, Wait
+from tests.pretend.ledger import LEDGER, Wait
 
-__all__ = ["LEDGER", "NAME", "NAMED", "Transfer", "Wait", "install"]
+__all__ = ["LEDGER", "NAME", "Wait", "install"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,21 +27,19 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waited for the device."""
+    """The host waited for the device, perhaps in a thread of the library."""
 
-    phase: str
     what: str
     line: str
+    background: bool
 
 
 @dataclass(frozen=True)
 class Transfer:
     """A copy between host and device."""
 
-    phase: str
-    way: str  # "to device" or "to host"
-    pinned: bool
     line: str
+    pinned: bool
 
 
 @dataclass
@@ -51,42 +47,29 @@ class Ledger:
     """Counts since the last :meth:`clear`; of the library alone, unless it is told otherwise.
 
     Attributes:
-        phase: what the program is in, for the counts; threads of the library are in ``"background"``.
         everything: also what no line of the library caused.
     """
 
-    phase: str = "-"
     everything: bool = False
     waits: Counter[Wait] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
-    transferred: Counter[Transfer] = field(default_factory=Counter)  # bytes
     operations: Counter[str] = field(default_factory=Counter)
     races: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
-        for counts in (self.waits, self.transfers, self.transferred, self.operations, self.races):
+        for counts in (self.waits, self.transfers, self.operations, self.races):
             counts.clear()
-
-    @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Count under another name."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
 
     def wait(self, what: str) -> None:
         where = cause()
         if where or self.everything:
-            self.waits[Wait(self._now(), what, where or "user")] += 1
+            background = threading.current_thread().name.startswith(BACKGROUND)
+            self.waits[Wait(what, where or "user", background)] += 1
 
-    def transfer(self, way: str, pinned: bool, size: int) -> None:
+    def transfer(self, pinned: bool) -> None:
         where = cause()
         if where or self.everything:
-            one = Transfer(self._now(), way, pinned, where or "user")
-            self.transfers[one] += 1
-            self.transferred[one] += size
+            self.transfers[Transfer(where or "user", pinned)] += 1
 
     def operation(self, name: str) -> None:
         self.operations[name] += 1
@@ -94,16 +77,13 @@ class Ledger:
     def race(self, what: str) -> None:
         self.races.append(f"{what} at {cause() or 'a line of the user'}")
 
-    def _now(self) -> str:
-        return "background" if threading.current_thread().name.startswith(BACKGROUND) else self.phase
-
     def unforeseen(self) -> list[Transfer]:
         """Copies that the library should not make, or not from this memory."""
         return [copy for copy in self.transfers if not copy.pinned or copy.line.split(":")[0] not in NAMED]
 
     def waits_of_training(self) -> list[Wait]:
         """Those outside the library's own threads."""
-        return [wait for wait in self.waits.elements() if wait.phase != "background"]
+        return [wait for wait in self.waits.elements() if not wait.background]
 
 
 LEDGER = Ledger()

@@ -115,7 +115,7 @@ def copy(target: Tensor, source: Tensor, blocking: bool) -> Tensor:
     there, host = (target, source) if isinstance(target, PretendTensor) else (source, target)
     assert isinstance(there, PretendTensor)
     pinned, way = is_pinned(host), "to device" if there is target else "to host"
-    LEDGER.transfer(way, pinned, there.numel() * there.element_size())
+    LEDGER.transfer(pinned)
     stream = current_stream()
     number = stream.launch()
     in_time = there.memory.write(stream, number) if there is target else there.memory.read(stream, number)
@@ -220,7 +220,7 @@ def check_devices(name: str, args: Any, kwargs: Any) -> None:
         if isinstance(x, Tensor) and not isinstance(x, PretendTensor) and x.dim():
             if not name.startswith(("index", "_index_put")):
                 raise RuntimeError(f"{name}: expected all tensors to be on {device()}, got one on {x.device}")
-            LEDGER.transfer("to device", False, x.numel() * x.element_size())
+            LEDGER.transfer(False)
             LEDGER.wait("an index on the host")
 
 
