@@ -29,6 +29,7 @@ from compopt.estimator.save_handle import SaveHandle
 from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
 
+StrPath = str | os.PathLike[str]
 CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name a new one for every save
 
 
@@ -40,33 +41,18 @@ def save(
 
 @overload
 def save(
-    est: Estimator, directory: str, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
 ) -> Path | str: ...
 
 
 @overload
 def save(
-    est: Estimator,
-    directory: str | os.PathLike[str],
-    keep: int = ...,
-    incremental: bool = ...,
-    *,
-    blocking: Literal[False],
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., *, blocking: Literal[False]
 ) -> SaveHandle: ...
 
 
-@overload
 def save(
-    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
-) -> Path | str | SaveHandle: ...
-
-
-def save(
-    est: Estimator,
-    directory: str | os.PathLike[str],
-    keep: int = 2,
-    incremental: bool = True,
-    blocking: bool = True,
+    est: Estimator, directory: StrPath, keep: int = 2, incremental: bool = True, blocking: bool = True
 ) -> Path | str | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
@@ -75,9 +61,9 @@ def save(
     leaves the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
 
     Every save reads and hashes all rows. Chunks of 8,192 rows that were never visited are not written. A file that is
-    equal to the one at its place in the newest checkpoint of the same directory is not written again: it becomes a
-    hard link. That helps where few pieces of 2^18 rows change between two saves, as in large data sets that are read
-    shard by shard. Each checkpoint is complete by itself: earlier ones may be removed.
+    equal to the one at its place in the newest checkpoint of the same directory becomes a hard link to it. That helps
+    where few pieces of 2^18 rows change between two saves, as in large data sets that are read shard by shard. Each
+    checkpoint is complete by itself: earlier ones may be removed.
 
     *URLs.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes ``pip install -e
     ".[remote]"`` and the driver that fsspec names. Each file is written to the local temporary directory, put and
@@ -85,21 +71,19 @@ def save(
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given and the state
     that is not rows is copied; a thread of each rank writes. What is committed meanwhile is not part of the checkpoint:
-    a commit copies the former values of rows that are not yet written into an undo log, which takes memory for these
-    values. The next save waits for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end
-    of the interpreter; call ``wait()`` before ``torch.distributed.destroy_process_group()``. What goes wrong is raised
-    by ``wait()`` of the handle or, if nobody called that, by the next save; the next commit only warns, because a rank
-    that raises alone would leave the others waiting.
+    a commit copies the former values of rows that are not yet written into an undo log in memory. The next save waits
+    for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end of the interpreter; call
+    ``wait()`` before ``torch.distributed.destroy_process_group()``. An error is raised by ``wait()`` of the handle or,
+    if nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave
+    the others waiting.
 
-    One rank may also save in a thread of its own beside training: what is written is the state between two commits,
-    and without ``blocking=False`` the next commit waits until it is written. Several ranks save in the thread that
-    calls the estimator; elsewhere that is refused.
+    One rank may also save in a thread of its own beside training: without ``blocking=False`` the next commit waits
+    until the state is written. Several ranks must save in the thread that calls the estimator.
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. One directory
-            serves one estimator of one run: two that save there would remove each other's checkpoints, and a load
-            would take one's rows for the other's. One that was loaded from the directory goes on there.
+        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. It serves one
+            estimator of one run; another one may go on there once it was loaded from it.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
             damage to it is damage to all of them.
@@ -115,10 +99,9 @@ def save(
         ImportError: fsspec or the driver for a URL is missing.
         TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
             False.
-        RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
-            another process saves into the directory: the message says which, on which machine, since when; or another
-            estimator of this process does, from which this one was not loaded; or ``est`` is a part of another
-            estimator.
+        RuntimeError: another process saves into the directory (the message says which, on which machine, since when),
+            or another estimator of this process, from which this one was not loaded; ``est`` is a part of another
+            estimator; with several ranks, one does something else, or this is not the thread that calls.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
@@ -145,17 +128,10 @@ def save(
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
         with engine.lock.copying(), root.naming():
-            job, ranks = _prepare(est, root, blocking)
-            job.keep, job.incremental = keep, incremental
+            job = _prepare(est, root, keep, incremental, blocking)
             if blocking:
-                return job.run(ranks)
-            t, abandon = est.t, None if job.snapshot is None else job.snapshot.release
-
-            def run() -> None:
-                with doing("compopt.save()", t):
-                    job.run(ranks)
-
-            engine.saving = SaveHandle(job.place, run, abandon)
+                return job.run()
+            engine.saving = SaveHandle(job.place, job.run, job.release)
             return engine.saving
 
 
@@ -171,7 +147,7 @@ def check_estimator(est: Any) -> None:
 # -- between two commits -------------------------------------------------------------------------------------------
 
 
-def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
+def _begin(est: Estimator, directory: StrPath) -> Directory:
     engine, root = est._engine, open_directory(directory)
     engine.await_save()
     before, engine.saving = engine.saving, None
@@ -181,7 +157,7 @@ def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
     return root
 
 
-def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ranks]:
+def _prepare(est: Estimator, root: Directory, keep: int, incremental: bool, blocking: bool) -> _Job:
     """Make the directory of the new save and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
@@ -196,7 +172,7 @@ def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ran
     made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
     target = root.of_first_rank(ranks, made)
     snapshot = None if table is None else table.snapshot()
-    return _Job(target, root, content, state, table, snapshot), writers
+    return _Job(target, root, writers, content, state, table, snapshot, keep, incremental)
 
 
 def _describe(est: Estimator) -> dict[str, Any]:
@@ -240,64 +216,60 @@ def _ranks_beside(engine: Engine) -> Ranks:
 
 @dataclass
 class _Job:
-    """One rank's part of a save, as of one moment between two commits.
-
-    Attributes:
-        target: directory of the checkpoint.
-        root: directory of the run.
-        content: of the manifest.
-        state: state that is not rows.
-        snapshot: reads the rows; ``None`` for an estimator without rows.
-        known: files of the checkpoint ``base`` before this one.
-    """
+    """One rank's part of a save, as of one moment between two commits."""
 
     target: Checkpoint
     root: Directory
-    content: Mapping[str, Any]
-    state: Mapping[str, Tensor]
+    ranks: Ranks
+    content: Mapping[str, Any]  # of the manifest
+    state: Mapping[str, Tensor]  # that is not rows
     table: RowTable | None
     snapshot: Snapshot | None
-    keep: int = 2
-    incremental: bool = True
-    base: Path = Path()
-    known: set[File] = field(default_factory=set)
+    keep: int
+    incremental: bool
+    base: Path = Path()  # the checkpoint before this one
+    known: set[File] = field(default_factory=set)  # files of that
 
     @property
     def place(self) -> Path | str:
-        """Directory of the checkpoint, for the user."""
         return self.root.at(self.target.path)
 
-    def run(self, ranks: Ranks) -> Path | str:
+    def release(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+    def run(self) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
-        try:
-            own = ranks.agree(lambda: self._write_files(ranks))
-            everyone = [file for each in ranks.gather_objects(own) for file in each]
-            ranks.agree(lambda: self._write_manifest(everyone) if ranks.rank == 0 else None)
-        except Exception:  # on every rank: nobody writes any more
-            with suppress(OSError):
-                if ranks.rank == 0 and not self.root.is_complete(self.target):  # else it may be loaded already
-                    self.root.remove(self.target)
-            raise
-        ranks.agree(lambda: self._prune() if ranks.rank == 0 else None)
+        ranks, is_first = self.ranks, self.ranks.rank == 0
+        with doing("compopt.save()", self.target.t):
+            try:
+                own = ranks.agree(self._write_files)
+                everyone = [file for each in ranks.gather_objects(own) for file in each]
+                ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
+            except Exception:  # on every rank: nobody writes any more
+                with suppress(OSError):
+                    if is_first and not self.root.is_complete(self.target):  # else it may be loaded already
+                        self.root.remove(self.target)
+                raise
+            finally:
+                self.release()
+            ranks.agree(lambda: self._prune() if is_first else None)
         return self.place
 
-    def _write_files(self, ranks: Ranks) -> list[File]:
-        own = []
-        try:
-            if self.incremental and self.root.shared:
-                before = manifest.complete(self.root.local)
-                with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
-                    self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
-            if self.table is not None and self.snapshot is not None:
-                table, rows = self.table, self.table.store.n
-                for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
-                    if table.sharded or number % ranks.size == ranks.rank:
-                        block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
-                        own += self._write_rows(table, number, start, block)
-        finally:
-            if self.snapshot is not None:
-                self.snapshot.release()
-        return [*own, self._write(STATE, self.state)] if ranks.rank == 0 else own
+    def _write_files(self) -> list[File]:
+        if self.incremental and self.root.shared:
+            before = manifest.complete(self.root.local)
+            with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
+                self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
+        own = [self._write(STATE, self.state)] if self.ranks.rank == 0 else []
+        if self.table is not None and self.snapshot is not None:
+            table, rows = self.table, self.table.store.n
+            for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
+                if table.sharded or number % self.ranks.size == self.ranks.rank:
+                    block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
+                    own += self._write_rows(table, number, start, block)
+        self.release()
+        return own
 
     def _write_rows(self, table: RowTable, number: int, start: int, block: Tensor) -> list[File]:
         """Write one piece, if there is anything in it."""
@@ -308,21 +280,14 @@ class _Job:
             block = torch.cat([block[low:high] for low, high in spans])
         name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
         local = tuple((start + low, start + high) for low, high in spans)
-        return [self._write(name, table.layout.unpack(block), table.first, table.stride, local)]
+        return [self._write(name, table.layout.unpack(block), first=table.first, stride=table.stride, spans=local)]
 
-    def _write(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        first: int = 0,
-        stride: int = 1,
-        spans: tuple[tuple[int, int], ...] = (),
-    ) -> File:
+    def _write(self, name: str, tensors: Mapping[str, Tensor], **place: Any) -> File:
         """Write one file, or link it to an equal one of the checkpoint before."""
         from safetensors.torch import save as to_bytes
 
         content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
-        file = File(name, len(content), hashlib.sha256(content).hexdigest(), first, stride, spans)
+        file = File(name, len(content), hashlib.sha256(content).hexdigest(), **place)
         path = self.target.path / name
         with files.named(path, manifest.KEPT):
             if file not in self.known or not self._link(file, path):
@@ -360,9 +325,9 @@ class _Job:
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
-# By estimator: the directories that it saves into, the latest last, with the lock of this process where there is one;
-# and the directory that it was loaded from, until another one saves there.
+# By estimator: the directories that it saves into, the latest last, with the lock of this process where there is one.
 _claims: WeakKeyDictionary[Estimator, dict[Path | str, files.Claim | None]] = WeakKeyDictionary()
+# By estimator: the directory that it was loaded from, until another one saves there.
 _loaded: WeakKeyDictionary[Estimator, Path | str] = WeakKeyDictionary()
 
 
@@ -402,7 +367,7 @@ def _claim(est: Estimator, root: Directory, has_checkpoints: bool) -> None:
             remedy = "two runs that save there remove each other's checkpoints"
             claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
     for other in others():
-        _claims[other].pop(directory, None)
+        del _claims[other][directory]
     for loaded in [other for other, from_where in list(_loaded.items()) if from_where == directory]:
         del _loaded[loaded]
     own[directory] = claim
