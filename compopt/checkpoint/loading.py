@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -82,10 +81,9 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
             for left in reversed(range(RETRIES + 1)):
                 source = source or _attempt(est, root, t, last=not left)
     assert source is not None  # the last attempt raises
-    place = root.at(source.path)
-    note_load(est, place.resolve().parent if isinstance(place, Path) else place.rpartition("/")[0])
+    note_load(est, source)
     est._run("load_state_dict_post")
-    return place
+    return root.at(source.path)
 
 
 def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Checkpoint | None:
@@ -150,14 +148,8 @@ def _fill(est: Estimator, source: Checkpoint, content: Mapping[str, Any], rows: 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Local rows ``[start, stop)`` of the writer, which a file has from its row ``offset`` on."""
-
-    file: File
-    start: int
-    stop: int
-    offset: int
+# Local rows [start, stop) of the writer, which a file has from its row `offset` on: file, start, stop, offset.
+_Span = tuple[File, int, int, int]
 
 
 def _may_have_rows_of(file: File, table: RowTable) -> bool:
@@ -175,7 +167,7 @@ def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
             block = table.layout.zeros(min(size, store.n - first), _HOST)
             columns = table.layout.unpack(block)
             for span in spans[number]:
-                _copy(table, span, opened(source.path / span.file.name), columns, first, len(block))
+                _copy(table, span, opened(source.path / span[0].name), columns, first, len(block))
             table.find_partial(columns)
             for start, stop in manifest.nonzero_spans(block):  # a sparse table on the disk stays sparse
                 store.write_block(first + start, block[start:stop])
@@ -183,23 +175,24 @@ def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
 
 
 def _spans_by_block(table: RowTable, found: list[File], size: int) -> dict[int, list[_Span]]:
-    """Return the spans of files that have rows of each block of ``size`` local rows, in the order of the manifest."""
+    """Return the spans that have rows of each block of ``size`` local rows, in the order of the manifest."""
     blocks: dict[int, list[_Span]] = {}
     for file in found:
         offset = 0
         for start, stop in file.spans if _may_have_rows_of(file, table) else ():
             first, last = ((file.first + file.stride * row - table.first) // table.stride for row in (start, stop - 1))
             for number in range(max(0, first) // size, last // size + 1):
-                blocks.setdefault(number, []).append(_Span(file, start, stop, offset))
+                blocks.setdefault(number, []).append((file, start, stop, offset))
             offset += stop - start
     return blocks
 
 
 def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tensor], first: int, count: int) -> None:
     """Copy what a span has of the local rows ``[first, first + count)`` into their columns."""
-    begin = table.first + table.stride * first - span.file.first  # the first row, counted from the writer's first
-    end, stride = begin + table.stride * (count - 1), span.file.stride
-    low, high = max(span.start, -(-begin // stride)), min(span.stop, end // stride + 1)
+    file, start, stop, offset = span
+    begin = table.first + table.stride * first - file.first  # the first row, counted from the writer's first
+    end, stride = begin + table.stride * (count - 1), file.stride
+    low, high = max(start, -(-begin // stride)), min(stop, end // stride + 1)
     if low >= high:
         return
     place: Any = slice(low - begin // stride, high - begin // stride)
@@ -209,7 +202,7 @@ def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tenso
         mine = rows % table.stride == 0
         place = rows[mine] // table.stride
     for name, column in columns.items():
-        part = opened.get_slice(name)[low - span.start + span.offset : high - span.start + span.offset]
+        part = opened.get_slice(name)[low - start + offset : high - start + offset]
         column[place] = part[mine]
 
 
@@ -227,7 +220,6 @@ def _open(path: Path) -> Any:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in a refusal of its values."""
     try:
         yield
     except (ValueError, TypeError) as error:

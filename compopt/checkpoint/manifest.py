@@ -79,7 +79,6 @@ class File:
 
     @property
     def rows(self) -> int:
-        """Number of rows in the file."""
         return sum(stop - start for start, stop in self.spans)
 
 
@@ -109,7 +108,6 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """True once the manifest is written."""
         return (self.path / MANIFEST).is_file()
 
 
@@ -137,11 +135,7 @@ def complete(directory: Path) -> list[Checkpoint]:
 
 
 def prepare(directory: Path, config: Mapping[str, Any]) -> None:
-    """Make the directory of a run.
-
-    Raises:
-        ValueError: it is itself a checkpoint, or has checkpoints of an estimator of another configuration.
-    """
+    """Make the directory of a run; refuse one that is a checkpoint, or has those of another configuration."""
     if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
     with files.named(directory, KEPT):
@@ -181,11 +175,7 @@ def outdated(directory: Path, keep: int) -> list[Checkpoint]:
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
-    """Return the newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one.
-
-    Raises:
-        FileNotFoundError: there is none; the message lists those there are.
-    """
+    """Return the newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one."""
     real = directory.resolve()
     own = parse(real) if real.is_dir() else None
     if own is None and (real / MANIFEST).is_file():  # a copy under another name
@@ -233,11 +223,7 @@ def body_crc(body: Mapping[str, Any]) -> int:
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
-    """Return the content and the files of a manifest, which anybody may have written.
-
-    Raises:
-        ValueError: it is damaged or of a newer version; the message names it.
-    """
+    """Return the content and the files of a manifest, which anybody may have written."""
     path = checkpoint.path / MANIFEST
     with _damage(path):
         content = _load(path)
@@ -271,7 +257,6 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Parse the text of a manifest."""
     size = path.stat().st_size
     if size > _MOST:
         raise ValueError(f"it has {size} bytes, {_MOST} at most are read")
@@ -296,10 +281,7 @@ def _upgrade(content: dict[str, Any]) -> None:
 
 
 def _check(what: str, value: Any, wanted: Any) -> None:
-    """Refuse a value of another kind than a manifest has, before anything is made of it.
-
-    Sizes are compared with those of the estimator later: here nothing is known of it.
-    """
+    """Refuse a value of another kind than a manifest has, before anything is made of it."""
     kind = str if isinstance(wanted, re.Pattern) else wanted if isinstance(wanted, type) else type(wanted)
     given = type(value)
     if given is not kind:  # a bool is an int to isinstance

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -191,8 +191,14 @@ def _copy_state(est: Estimator) -> dict[str, Tensor]:
 def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
     root.list()
     manifest.prepare(root.local, config)
-    _claim(est, root, bool(manifest.complete(root.local)))
-    return manifest.new(root.local, est.t)
+    for newest in manifest.complete(root.local)[-1:]:
+        _check_rows(est, root.at(root.local), newest)
+    if root.shared:
+        _lock(est, root.local.resolve())
+    made = manifest.new(root.local, est.t)
+    note_load(est, made)
+    _writers[made.save_id] = est
+    return made
 
 
 _beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
@@ -261,7 +267,7 @@ class _Job:
             before = manifest.complete(self.root.local)
             with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
                 self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
-        own = [self._write(STATE, self.state)] if self.ranks.rank == 0 else []
+        own: list[File] = []
         if self.table is not None and self.snapshot is not None:
             table, rows = self.table, self.table.store.n
             for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
@@ -269,10 +275,9 @@ class _Job:
                     block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
                     own += self._write_rows(table, number, start, block)
         self.release()
-        return own
+        return [*own, self._write(STATE, self.state)] if self.ranks.rank == 0 else own
 
     def _write_rows(self, table: RowTable, number: int, start: int, block: Tensor) -> list[File]:
-        """Write one piece, if there is anything in it."""
         spans = manifest.nonzero_spans(block)
         if not spans:
             return []
@@ -296,7 +301,6 @@ class _Job:
         return file
 
     def _link(self, file: File, path: Path) -> bool:
-        """Try to make a hard link; return False where the file is gone or there are no links."""
         source = os.path.realpath(self.base / file.name)  # the file, not a symbolic link to it
         try:
             if os.stat(source).st_size != file.bytes:
@@ -325,51 +329,41 @@ class _Job:
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
-# By estimator: the directories that it saves into, the latest last, with the lock of this process where there is one.
-_claims: WeakKeyDictionary[Estimator, dict[Path | str, files.Claim | None]] = WeakKeyDictionary()
-# By estimator: the directory that it was loaded from, until another one saves there.
-_loaded: WeakKeyDictionary[Estimator, Path | str] = WeakKeyDictionary()
+# By estimator: the latest directories that it saved into, with the lock of this process where there is one; and the
+# checkpoints (by save_id) whose rows it has had.
+_locks: WeakKeyDictionary[Estimator, dict[Path, files.Claim]] = WeakKeyDictionary()
+_had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
+_writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
-def note_load(est: Estimator, directory: Path | str) -> None:
-    """Note that an estimator has the state of a directory, and may go on to save there."""
-    _loaded[est] = directory
+def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
+    """Note that an estimator has the rows of a checkpoint, and may go on to save beside it."""
+    _had.setdefault(est, set()).add(checkpoint.save_id)
 
 
-def _claim(est: Estimator, root: Directory, has_checkpoints: bool) -> None:
-    """Make this the estimator that saves into a directory, until it is collected or the process ends.
-
-    An estimator that was loaded from the directory takes it over from the one that saved there before. Other processes
-    do not see a claim on a URL.
-
-    Raises:
-        RuntimeError: another estimator, of this process or of another one, saves there.
-    """
-    place = root.at(root.local)
-    directory = place.resolve() if isinstance(place, Path) else place
-
-    def others() -> list[Estimator]:
-        return [other for other, claimed in list(_claims.items()) if directory in claimed and other is not est]
-
-    if has_checkpoints and _loaded.get(est) != directory and others():
+def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
+    """Refuse a directory whose newest checkpoint has rows of another estimator of this process."""
+    if newest.save_id in _had.get(est, ()):
+        return
+    if _writers.get(newest.save_id) is not None:
         gc.collect()  # one that nothing uses any more may be part of a cycle
-        if others():
-            raise RuntimeError(
-                f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
-                f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
-                f"from those checkpoints, compopt.load them first; or delete the other estimator"
-            )
-    own = _claims.setdefault(est, {})
+    if _writers.get(newest.save_id) is not None:
+        raise RuntimeError(
+            f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
+            f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
+            f"from those checkpoints, compopt.load them first; or delete the other estimator"
+        )
+
+
+def _lock(est: Estimator, directory: Path) -> None:
+    """Keep other processes from saving into a directory until the estimator is collected."""
+    own = _locks.setdefault(est, {})
     claim = own.pop(directory, None)
-    if isinstance(directory, Path) and (claim is None or not claim.valid):  # not if somebody removed the lock file
+    if claim is None or not claim.valid:  # somebody may have removed the lock file
         path = lock_file(directory)
         with files.named(path, manifest.KEPT):
             remedy = "two runs that save there remove each other's checkpoints"
             claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
-    for other in others():
-        del _claims[other][directory]
-    for loaded in [other for other, from_where in list(_loaded.items()) if from_where == directory]:
-        del _loaded[loaded]
     own[directory] = claim
     while len(own) > CLAIMS:
         del own[next(iter(own))]
