@@ -133,7 +133,7 @@ def test_damage_is_named(damage, which, url):
 # -- kills and failures --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["put_file", "get_file", "rm_file", "rm", "isdir", "ls", "mkdir"])
+@pytest.mark.parametrize("operation", ["put_file", "get_file", "rm_file", "ls"])
 def test_a_failure_at_any_operation_leaves_the_old_or_the_new(operation, monkeypatch):
     """As a kill at the k-th operation, for every k."""
     old, new = trained(), trained()

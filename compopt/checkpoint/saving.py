@@ -131,7 +131,8 @@ def save(
             job = _prepare(est, root, keep, incremental, blocking)
             if blocking:
                 return job.run()
-            engine.saving = SaveHandle(job.place, job.run, job.release)
+            abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
+            engine.saving = SaveHandle(job.place, job.run, abandon)
             return engine.saving
 
 

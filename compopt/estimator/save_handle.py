@@ -24,7 +24,9 @@ class SaveHandle:
         path: that directory; the checkpoint counts once :attr:`done` is true and :meth:`wait` does not raise.
     """
 
-    def __init__(self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None] | None = None
+    ) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
         self._ended = threading.Event()
         self._result: list[BaseException | None] = []  # empty until the save has ended
@@ -103,7 +105,8 @@ class SaveHandle:
         if not self._result:
             self._result.append(RuntimeError(f"{self.path} is written by the process of which this one is a fork"))
             self._told.append("raised")
-            self._abandon()
+            if self._abandon is not None:
+                self._abandon()
 
     def __repr__(self) -> str:
         return f"SaveHandle({str(self.path)!r}, done={self.done})"
