@@ -131,7 +131,8 @@ class Remote(Directory):
             if "/" not in parent.strip("/"):  # a bucket
                 raise
             self._make(parent)
-            self._store.mkdir(path, create_parents=False)
+            with suppress(FileExistsError):  # another rank makes it too
+                self._store.mkdir(path, create_parents=False)
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
         with self._named(checkpoint.path) as path:
