@@ -278,29 +278,19 @@ def put(tensors, name, value):
 
 
 @pytest.mark.parametrize(
-    "build, name, value, match",
-    [
-        (compopt.ISogCLREstimator, "log_u", float("nan"), "column 'log_u' of the checkpoint must be finite, row 0 has"),
-        (compopt.ISogCLREstimator, "tau", 0.0, "column 'tau' .* > 0, row 0"),
-        (compopt.ISogCLREstimator, "tau", -0.1, "column 'tau'"),
-        (compopt.ISogCLREstimator, "count", -1, "column 'count' .* >= 0, row 0"),
-        (compopt.EMC2Estimator, "chain", 10**12, f"column 'chain' .* <= {N - 1}, row 0"),
-    ],
+    "name, value, match",
+    [("log_u", float("nan"), "finite, row 0 has"), ("tau", -0.1, "> 0, row 0"), ("count", -1, ">= 0, row 0")],
 )
-def test_rows_that_no_run_writes(build, name, value, match, tmp_path):
+def test_rows_that_no_run_writes(name, value, match, tmp_path):
     """The same check as for load_state_dict, of files whose checksums fit."""
-
-    def visited():
-        est = build(N)
-        run(est, *features(N, 4, 5, dtype=torch.float32), torch.arange(N))
-        est.step()
-        return est
-
-    path = compopt.save(visited(), tmp_path)
+    est = compopt.ISogCLREstimator(N)
+    run(est, *features(N, 4, 5, dtype=torch.float32), torch.arange(N))
+    est.step()
+    path = compopt.save(est, tmp_path)
     file = sorted(path.glob("rows-*"))[0]
     tensors = load_file(file)
     put(tensors, name, value)
-    refused(tmp_path, f"{replace(path, file.name, tensors)}: {match}", visited())
+    refused(tmp_path, f"{replace(path, file.name, tensors)}: column '{name}' of the checkpoint must be .*{match}", est)
 
 
 @pytest.mark.parametrize(
