@@ -139,6 +139,7 @@ def test_a_table_that_cannot_be_loaded_into_is_refused_until_the_next_load(tmp_p
     saved = compopt.save(source, tmp_path / "checkpoints")
     est = on_disk(tmp_path / "rows")
     visit(est, spread(1))
+    est.state_dict()  # waits until the commit is written
     full_after(monkeypatch, "pwrite", 1)
     with pytest.raises(OSError, match=r"No space left.*rows\.rows"):
         compopt.load(est, saved)
