@@ -36,16 +36,9 @@ _REMEDIES = {
 
 @contextmanager
 def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
-    """Add a path and a remedy to an ``OSError``; its class and ``errno`` stay.
+    """Add a path, a remedy and what was ``kept`` unchanged to an ``OSError``; its class and ``errno`` stay.
 
-    Blocks nest: an error that an inner block has explained passes unchanged, because that block knows the path best.
-
-    Args:
-        path: what is written.
-        kept: what the failure left unchanged, for the message.
-
-    Raises:
-        OSError: from the original one.
+    Blocks nest: an error that an inner block has explained passes unchanged.
     """
     try:
         yield
@@ -114,10 +107,10 @@ _guard = threading.RLock()
 
 
 class _Lock:
-    """A locked file, shared by the claims of this process; the last one that is dropped gives it back.
+    """A locked file, shared by the claims of this process.
 
-    The kernel releases a flock when the process ends, however it ends, and when every copy of the descriptor is
-    closed. Forked children close theirs at once, so that a DataLoader's worker that outlives its run holds nothing.
+    The kernel releases a flock when every copy of the descriptor is closed, as at the end of the process. Forked
+    children close theirs at once, so that a DataLoader's worker that outlives its run holds nothing.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -197,7 +190,6 @@ def _acquire(path: Path, what: Path, remedy: str) -> _Lock | None:
 
 
 def _flock(descriptor: int) -> OSError | None:
-    """Try to lock; return the error of the kernel."""
     if sys.platform == "win32":
         return OSError(errno.ENOSYS, "no POSIX locks on this system")
     try:
@@ -225,7 +217,6 @@ def _holder(descriptor: int) -> str:
 
 
 def _close_in_child() -> None:
-    """Close copies of the parent's descriptors after a fork."""
     global _guard
     _guard = threading.RLock()
     for lock in list(_locks.values()):

@@ -30,7 +30,7 @@ def through_a_file(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    return torch.load(buffer)
+    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.covering()
@@ -111,18 +111,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(what):
     assert_same_bits(before, snapshot(target, N))
 
 
-def test_another_reference_is_refused_or_travels():
-    """log u with and without the positive are different numbers: never mix them."""
-    source, target = builder(rho=0.3), builder(rho=0.3, reference="none")
-    train(source, batches(N, 2, seed=75, dtype=torch.float32))
-    try:
-        target.load_state_dict(source.state_dict())
-    except (ValueError, RuntimeError):
-        return
-    more = batches(N, 2, seed=76, dtype=torch.float32)
-    assert train(target, more) == train(source, more)
-
-
 @pytest.mark.parametrize("broken", [{}, {"version": 1}, 3, None])
 def test_junk_is_refused_and_changes_nothing(broken):
     est = builder()
@@ -131,29 +119,6 @@ def test_junk_is_refused_and_changes_nothing(broken):
     with pytest.raises((ValueError, KeyError, TypeError, RuntimeError, AttributeError)):
         est.load_state_dict(broken)
     assert_same_bits(before, snapshot(est, N))
-
-
-@pytest.mark.parametrize("key", ["version", "config", "sample_groups", "rows", "extra"])
-def test_a_missing_part_is_named(key):
-    est = builder()
-    state = est.state_dict()
-    assert key in state
-    del state[key]
-    with pytest.raises((ValueError, KeyError, RuntimeError), match=key):
-        est.load_state_dict(state)
-
-
-@pytest.mark.parametrize("own, other", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-def test_loading_never_changes_the_dtype(own, other):
-    """A checkpoint of another precision is refused or converted; the rows keep their dtype."""
-    source, target = builder(dtype=other), builder(dtype=own)
-    train(source, batches(N, 2, seed=77, dtype=torch.float32))
-    try:
-        target.load_state_dict(source.state_dict())
-    except (ValueError, TypeError, RuntimeError) as error:
-        assert "float32" in str(error) and "float64" in str(error)
-    columns = target.read(torch.arange(N))
-    assert columns["log_u"].dtype == columns["tau"].dtype == own
 
 
 def test_the_learned_temperature_travels():
@@ -320,35 +285,22 @@ IMPOSSIBLE = {
     "rows on the meta device": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to("meta")), ValueError, "'log_u'.*meta"),
     "sparse rows": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to_sparse()), ValueError, "'log_u'.*dense"),
     "rows of float64": ("fastclip", at((*ROWS, "log_u"), lambda x: x.double()), ValueError, "float64.*float32"),
-    "a column that is None": ("fastclip", at((*ROWS, "log_u"), lambda x: None), TypeError, "'log_u'.*NoneType"),
     "a column that is a list": ("fastclip", at((*ROWS, "log_u"), Tensor.tolist), TypeError, "'log_u'.*list"),
     "an unknown column": ("fastclip", at((*ROWS, "other"), lambda x: torch.zeros(N, 2)), ValueError, "'other'"),
-    "rows of an estimator without": ("memory", at((*ROWS, "log_u"), lambda x: torch.zeros(N, 2)), ValueError, "log_u"),
     # values of rows
     "NaN rows": ("fastclip", at((*ROWS, "log_u"), put(math.nan, 7)), ValueError, "'log_u'.*finite, row 3 has.*nan"),
-    "infinite rows": ("fastclip", at((*ROWS, "log_u"), put(math.inf, -1)), ValueError, "'log_u'.*finite, row 12"),
     "a negative count": ("fastclip", at((*ROWS, "count"), put(-1)), ValueError, "'count'.*>= 0, row 0 has"),
     "a chain outside": ("emc2", at((*ROWS, "chain"), put(10**12, 4)), ValueError, "'chain'.*<= 12, row 2.*10{12}"),
-    "a chain below 0": ("emc2", at((*ROWS, "chain"), put(-1)), ValueError, "'chain'.*>= 0"),
-    "a chain at n": ("emc2", at((*ROWS, "chain"), put(N)), ValueError, "'chain'"),
-    "a score that is NaN": ("emc2", at((*ROWS, "score"), put(math.nan)), ValueError, "'score'"),
     "tau = 0 in a row": ("isogclr", at((*ROWS, "tau"), put(0.0)), ValueError, "'tau'.*finite and > 0, row 0"),
-    "tau < 0 in a row": ("isogclr", at((*ROWS, "tau"), put(-0.1)), ValueError, "'tau'"),
     "a negative mean of squares": ("isogclr", at((*ROWS, "tau_exp_avg_sq"), put(-1e-3)), ValueError, "exp_avg_sq"),
     # state that is not rows: kind, dtype, layout
     "keys of float32": ("memory", at((*MEMORY, "keys"), Tensor.float), ValueError, "keys.*float32.*int64"),
-    "keys of int32": ("memory", at((*MEMORY, "keys"), Tensor.int), ValueError, "keys.*int32.*int64"),
-    "a queue of float16": ("memory", at((*MEMORY, "queue"), Tensor.half), ValueError, "queue.*float16.*float32"),
     "a queue of integers": ("memory", at((*MEMORY, "queue"), Tensor.int), ValueError, "queue.*int32.*float32"),
-    "flags of int64": ("memory", at((*MEMORY, "kept"), Tensor.long), ValueError, "kept.*int64.*bool"),
     "a sparse queue": ("memory", at((*MEMORY, "queue"), Tensor.to_sparse), ValueError, "queue.*dense"),
-    "a meta queue": ("memory", at((*MEMORY, "queue"), lambda x: x.to("meta")), ValueError, "queue.*meta"),
     "a queue that is None": ("memory", at((*MEMORY, "queue"), lambda x: None), TypeError, "queue.*NoneType"),
     "a queue with NaN": ("memory", at((*MEMORY, "queue"), put(math.nan)), ValueError, "queue.*finite, got nan"),
     "places of float32": ("neuclip", at((*NETWORK, "queue_place"), Tensor.float), ValueError, "queue_place.*float32"),
     "a place outside": ("neuclip", at((*NETWORK, "queue_place"), put(8)), ValueError, "queue_place.*got 8"),
-    "a place below 0": ("neuclip", at((*NETWORK, "queue_place"), put(-1)), ValueError, "queue_place.*got -1"),
-    "too many slots": ("neuclip", at((*NETWORK, "queue_place"), put(9, 1)), ValueError, "queue_place.*got 9"),
     "prototypes of NaN": ("neuclip", at((*NETWORK, "prototypes"), put(math.nan)), ValueError, "prototypes.*finite"),
     "half sums": (
         "neuclip",
@@ -356,25 +308,17 @@ IMPOSSIBLE = {
         ValueError,
         "optimizer.prototypes.sum.*float16",
     ),
-    "a half step": ("neuclip", at((*NETWORK, "optimizer.prototypes.step"), Tensor.half), ValueError, "step.*float16"),
     "a global tau of 0": ("fastclip", at((*DUAL, "tau"), put(0.0)), ValueError, "tau.*> 0, got 0"),
-    "a global tau < 0": ("global-dual", at((*DUAL, "tau"), put(-0.1)), ValueError, "tau.*> 0"),
-    "a global tau of NaN": ("global-dual", at((*DUAL, "tau"), put(math.nan)), ValueError, "tau.*nan"),
-    "a global tau of float32": ("global-dual", at((*DUAL, "tau"), Tensor.float), ValueError, "tau.*float32"),
     "negative updates": ("global-dual", at((*DUAL, "updates"), put(-1.0)), ValueError, "updates"),
     "a learned tau of NaN": ("learned", at((*DUAL, "log_inverse"), put(math.nan)), ValueError, "log_inverse"),
     "a negative seed": ("emc2", at((*NETWORK, "seed"), put(-1)), ValueError, "seed.*>= 0"),
-    "own state of float64": ("own", at((*DUAL, "sum"), Tensor.double), ValueError, "sum.*Counter.*float64"),
     "own state that is no tensor": ("own", at((*DUAL, "calls"), int), TypeError, "calls.*Counter.*int"),
     # the rest
     "a role that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "normalizer.*dict"),
     "an unknown role": ("memory", at(("extra", "other"), lambda x: {}), ValueError, "'other'"),
-    "a fraction of t": ("fastclip", at(("t",), lambda t: 3.7), TypeError, r"t of.*3\.7"),
     "t of 2^70": ("fastclip", at(("t",), lambda t: 2**70), ValueError, f"t of.*{2**70}"),
     "t below 0": ("fastclip", at(("t",), lambda t: -1), ValueError, "t of.*-1"),
-    "t is True": ("fastclip", at(("t",), lambda t: True), TypeError, "t of.*True"),
     "version 0": ("fastclip", at(("version",), lambda v: 0), ValueError, "version.*0"),
-    "a version as text": ("fastclip", at(("version",), str), TypeError, "version.*'1'"),
     "entries that are a list": ("neuclip", at(("entries",), lambda v: []), TypeError, "entries.*list"),
     **{
         f"{key} is None": ("fastclip", at((key,), lambda x: None), (TypeError, ValueError), f"{key}.*None")

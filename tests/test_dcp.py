@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import compopt
-from compopt.estimator.state_dict import KEYS
 from compopt.stores import table
-from tests.database import BY_NAME, DATABASE, MODES
+from tests.database import DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
 from tests.pool import the_pool
 
@@ -71,12 +70,11 @@ def names(est):
     return {role: set(state) for role, state in est.state_dict()["extra"].items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
-def test_a_bare_estimator_goes_on_or_is_refused(info, mode, tmp_path):
+def test_a_bare_estimator_goes_on_or_is_refused(info, tmp_path):
     """dcp reads what the estimator has before: no sums of an optimizer that has not stepped yet."""
     data = batches(N, 3, seed=3)
-    est, other = (make(info, mode, N, gamma=0.6)[0] for _ in range(2))
+    est, other = (make(info, "bimodal", N, gamma=0.6)[0] for _ in range(2))
     train(est, data[:2])
     dcp.save({"compopt": est}, checkpoint_id=tmp_path)
     if names(est) != names(other):
@@ -90,20 +88,8 @@ def test_a_bare_estimator_goes_on_or_is_refused(info, mode, tmp_path):
     assert [bits(x) for x in run(est, *data[2])] == [bits(x) for x in run(other, *data[2])]
 
 
-def test_some_bare_estimators_are_refused():
-    """The case of the test above is there; and a state of an early version has no names of entries."""
-    est, _ = make(BY_NAME["neural"], "bimodal", N)
-    fresh, _ = make(BY_NAME["neural"], "bimodal", N)
-    train(est, batches(N, 1))
-    state = est.state_dict()
-    assert names(est) != names(fresh)
-    fresh.load_state_dict({key: state[key] for key in KEYS})
-    assert_same_bits(snapshot(est, N), snapshot(fresh, N))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("writer", PLACEMENTS, ids=["device", "cpu", "disk"])
-@pytest.mark.parametrize("reader", PLACEMENTS, ids=["device", "cpu", "disk"])
+@pytest.mark.parametrize("writer, reader", [(PLACEMENTS[i], PLACEMENTS[i - 1]) for i in range(3)])
 def test_any_placement_reads_any_other(writer, reader, kind, tmp_path):
     def placed(options, name):
         return {**options, "offload_dir": tmp_path / name} if options.get("offload") == "disk" else options
@@ -172,7 +158,7 @@ def test_rows_of_other_data(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["log_u", "tau", "count"])
-@pytest.mark.parametrize("bit", range(0, 8 * 4 * 2, 7))
+@pytest.mark.parametrize("bit", (0, 28, 63))
 def test_a_flipped_bit_of_a_column(name, bit, tmp_path):
     est = trained()
     dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)

@@ -216,16 +216,6 @@ def test_a_learned_temperature_in_no_optimizer(make, attach):
     assert loop.heard("learned temperature", "32 calls", "est.parameters()")
 
 
-def test_a_learned_temperature_whose_gradient_the_model_clears():
-    """The module owns it, the optimizer was built from the encoder alone."""
-    loop = Loop(clip(), learned=False)
-    module = compopt.as_module(loop.est)
-    for _ in range(PATIENCE + 1):
-        loop.train(1)
-        module.zero_grad()
-    assert loop.heard("learned temperature")
-
-
 @pytest.mark.parametrize("make", [clip, remembers])
 @pytest.mark.parametrize("attach", [False, True])
 def test_a_learned_temperature_that_is_learned(make, attach):
@@ -279,12 +269,6 @@ def test_batch_positions_for_an_index_that_a_memory_keeps():
 def test_one_batch_that_has_other_rows_is_enough(first):
     loop = Loop()
     loop.train(1, index=first)
-    loop.train(POSITIONS + 10, index=torch.arange(B))
-    assert not loop.said
-
-
-def test_the_whole_data_set_in_every_batch_is_no_alarm():
-    loop = Loop(compopt.SogCLREstimator(B, tau=0.1))
     loop.train(POSITIONS + 10, index=torch.arange(B))
     assert not loop.said
 
@@ -375,10 +359,3 @@ def test_a_scale_that_ddp_waits_for(one_rank):
 @pytest.mark.parametrize("how", ["frozen", "ignored", "unused", "bare", "tau"])
 def test_a_scale_that_nobody_waits_for(how, one_rank):
     assert train_clip(how) == ([], "well", 3)
-
-
-def test_gradients_are_looked_at_once(monkeypatch):
-    loop, looked = Loop(), []
-    monkeypatch.setattr(forgotten, "_awaited", looked.append)
-    loop.train(5)
-    assert len(looked) == 1

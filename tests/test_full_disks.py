@@ -17,7 +17,7 @@ import torch
 import compopt
 from compopt.checkpoint import manifest
 from compopt.stores import DiskStore
-from tests.disks import CannotMount, fill, full_after, mounted, mounted_in_memory
+from tests.disks import CannotMount, fill, full_after, mounted
 from tests.helpers import assert_same_bits, features
 from tests.helpers import snapshot as shown
 from tests.launching import ROOT, environment
@@ -121,32 +121,6 @@ def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
     assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
 
 
-READS = """
-import sys, torch, compopt
-est = compopt.SogCLREstimator(1 << 20, gamma=0.6, tau=0.1, offload="disk", offload_dir=sys.argv[1])
-z1, z2 = torch.randn(2, 64, 4, requires_grad=True).unbind()
-for number in range(1 << 12):
-    try:
-        est(z1, z2, torch.arange(0, 64 * 256, 256) + 64 * 256 * number)
-        est.step()
-    except (OSError, RuntimeError) as error:
-        print(number, type(error).__name__, error)
-        break
-"""
-
-
-def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
-    """A table of 16 MiB where there are eight; reading through the mapping would take room there too."""
-    with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", READS, disk / "rows"],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-    assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
-    commits, said = done.stdout.split(" ", 1)
-    assert 2 < int(commits) <= 33 and "No space left" in said and "rows.rows" in said and "commit" in said, said
-
-
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
 def test_reading_a_table_in_memory_takes_no_room():
     """There a page that is read through a mapping takes room, and a full file system ends the process."""
@@ -165,7 +139,7 @@ def test_a_table_that_cannot_be_loaded_into_is_refused_until_the_next_load(tmp_p
     saved = compopt.save(source, tmp_path / "checkpoints")
     est = on_disk(tmp_path / "rows")
     visit(est, spread(1))
-    est.state_dict()  # waits until they are written
+    est.state_dict()  # waits until the commit is written
     full_after(monkeypatch, "pwrite", 1)
     with pytest.raises(OSError, match=r"No space left.*rows\.rows"):
         compopt.load(est, saved)
@@ -196,22 +170,6 @@ def test_growing_where_files_cannot_leaves_the_estimator(tmp_path, monkeypatch):
     est.add_sample_group({"n": 5000})
     visit(est, torch.arange(N, N + STEP))
     assert est.read(torch.arange(N, N + STEP))["count"].min() == 1
-
-
-def test_rows_beside_the_old_end_survive_growing(tmp_path):
-    """The last block of the file was there in part: no zero is written over its rows."""
-    est = on_disk(tmp_path / "rows", n=1001)
-    visit(est, torch.arange(995, 1001))
-    state = est.read(torch.arange(995, 1001))
-    est.add_sample_group({"n": 500})
-    visit(est, torch.arange(1001, 1007))
-    assert_same_bits(est.read(torch.arange(995, 1001)), state)
-
-
-def test_a_table_stays_as_sparse_as_its_rows(tmp_path):
-    store = DiskStore(tmp_path, "rows", 10_000_000, 1)
-    store.scatter(torch.arange(0, 10_000_000, 1_000_000), block(10))
-    assert store.path.stat().st_blocks * 512 <= 10 * (1 << 16)  # 160 MB, were it full
 
 
 TRUNCATED = f"""
@@ -284,26 +242,6 @@ def test_a_save_on_a_full_disk_names_the_file_and_leaves_the_earlier_one(blockin
         compopt.save(est, disk / "checkpoints")
         compopt.load(again, disk / "checkpoints")
         assert_same_bits(shown(again, N), shown(est, N))
-
-
-@pytest.mark.parametrize("calls", range(1, 9))
-def test_a_disk_that_fills_at_any_sync(calls, tmp_path, monkeypatch):
-    """Network disks say it there."""
-    est = sogclr()
-    visit(est, spread(0))
-    compopt.save(est, tmp_path / "checkpoints")
-    state, t = shown(est, N), est.t
-    visit(est, spread(1))
-    full_after(monkeypatch, "fsync", calls)
-    with pytest.raises(OSError, match="No space left.*checkpoint-0000000") as raised:
-        compopt.save(est, tmp_path / "checkpoints")
-        raise OSError("No space left: it was not needed, checkpoint-0000000")
-    monkeypatch.undo()
-    assert str(tmp_path) in str(raised.value) or "not needed" in str(raised.value)
-    assert str(raised.value).count("free space") <= 1  # one explanation, of the innermost file
-    again = sogclr()
-    compopt.load(again, tmp_path / "checkpoints")
-    assert_same_bits(shown(again, N), state if again.t == t else shown(est, N))
 
 
 @pytest.mark.parametrize("how", ["mounted", "denied"])

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,40 +104,6 @@ def test_locks_go_with_the_estimator(tmp_path):
     assert not any(file.exists() for file in there) and len(files._locks) == held - 2
 
 
-def test_an_estimator_may_be_collected_while_another_one_is_locked(tmp_path, monkeypatch):
-    """The collector runs where it wants, also inside of what makes a claim."""
-    gc.collect()
-    held, doomed, is_file = len(files._locks), [estimator(tmp_path / "old")], files._is_file
-
-    def collected(*args):
-        while doomed:
-            del doomed[0]
-            gc.collect()
-        return is_file(*args)
-
-    monkeypatch.setattr(files, "_is_file", collected)
-    est = estimator(tmp_path / "new")
-    assert not doomed and len(files._locks) == held + 1
-    assert not (tmp_path / "old" / "rows.lock").exists() and (tmp_path / "new" / "rows.lock").exists()
-    del est
-
-
-def test_threads_share_locks(tmp_path):
-    """Each claim is counted, whoever gives it back."""
-    gc.collect()
-    held, path = len(files._locks), tmp_path / "lock"
-
-    def take_and_give(_):
-        for _ in range(200):
-            claim = files.Claim(path, tmp_path, "wait")
-            assert claim.valid
-            claim.release()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(take_and_give, range(4)))
-    assert len(files._locks) == held and not path.exists()
-
-
 def test_closing_gives_the_lock_back(tmp_path):
     est = estimator(tmp_path / "rows")
     est._engine.table.rows.close()
@@ -150,13 +115,6 @@ def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
     path = compopt.save(est, tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == [path]
     assert saving.lock_file(tmp_path / "checkpoints").exists()
-
-
-def test_without_a_parent_to_write_in_the_lock_is_in_the_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    est = estimator()
-    compopt.save(est, tmp_path / "checkpoints")
-    assert (tmp_path / "checkpoints" / ".lock").exists()
 
 
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -18,9 +16,8 @@ from compopt import files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
 from compopt.checkpoint.remote import Directory, open_directory
-from compopt.checkpoint.saving import check_estimator, note_load
+from compopt.checkpoint.saving import StrPath, check_estimator, note_load
 from compopt.distributed.control import doing
-from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.stores.table import RowTable
@@ -29,13 +26,12 @@ RETRIES = 8  # checkpoints that a load finds removed while it reads them, before
 # safetensors makes what it reads on the default device, which may be another one.
 _HOST = torch.device("cpu")
 _OPEN_FILES = 32
-_HEADER = 1 << 20  # bytes of a file that say what is in it
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
-_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+_HEADER = 1 << 20  # bytes of a file beside those of its rows, at most
+
+_State = dict[str, dict[str, Tensor]]  # state that is not rows, by role and name
 
 
-def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None) -> Path | str:
+def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str:
     """Fill an estimator of the same configuration from a checkpoint; drops anything pending.
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Everything is verified before
@@ -76,31 +72,40 @@ def load(est: Estimator, directory: str | os.PathLike[str], t: int | None = None
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
     check_estimator(est)
-    est._engine.await_save()
-    with doing("compopt.load()", est.t), est._engine.lock.writing():
-        path = None
-        for left in reversed(range(RETRIES + 1)):
-            path = path or _attempt(est, directory, t, last=not left)
-    assert path is not None  # the last attempt raises
+    engine = est._engine
+    engine.await_save()
+    with doing("compopt.load()", est.t), engine.lock.writing():
+        root = engine.ranks.agree(lambda: open_directory(directory))
+        source = None
+        with root.naming():
+            for left in reversed(range(RETRIES + 1)):
+                source = source or _attempt(est, root, t, last=not left)
+    assert source is not None  # the last attempt raises
+    note_load(est, source)
     est._run("load_state_dict_post")
-    return path
+    return root.at(source.path)
 
 
-def _attempt(est: Estimator, directory: str | os.PathLike[str], t: int | None, last: bool) -> Path | str | None:
-    """Load the newest checkpoint; return ``None`` if a run that saves meanwhile has removed it."""
-    ranks = est._engine.ranks
-    root = ranks.agree(lambda: open_directory(directory))
-    with root.naming():
-        chosen = ranks.agree(lambda: _choose(root, t) if ranks.rank == 0 else None)
-        source = root.of_first_rank(ranks, chosen)
-        final = last or source.path.resolve() == root.local.resolve()  # else it was not named
-        contents = _unless_removed(ranks, source, root, final, lambda: _Contents(est, source, root))
-        if contents is None or _unless_removed(ranks, source, root, final, contents.take) is None:
-            return None
-    contents.finish()
-    place = root.at(source.path)
-    note_load(est, place.resolve().parent if isinstance(place, Path) else place.rpartition("/")[0])
-    return place
+def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Checkpoint | None:
+    """Load the newest checkpoint; return ``None`` if a run that saves meanwhile has removed it. Collective."""
+    engine = est._engine
+    ranks = engine.ranks
+    source = root.of_first_rank(ranks, ranks.agree(lambda: _choose(root, t) if ranks.rank == 0 else None))
+    try:
+        content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
+        ranks.agree(lambda: _fill(est, source, content, rows))
+    except Exception:  # on every rank
+        named = source.path.resolve() == root.local.resolve()
+        if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):
+            raise
+        return None
+    if engine.table is not None:
+        engine.table.agree_partial()
+    for role, part in engine.parts.items():
+        part.take_state(extra[role])
+    engine.t = states.commits(content["t"])
+    est.discard()
+    return source
 
 
 def _choose(root: Directory, t: int | None) -> Checkpoint:
@@ -108,84 +113,43 @@ def _choose(root: Directory, t: int | None) -> Checkpoint:
     return manifest.choose(root.local, t)
 
 
-def _unless_removed(ranks: Ranks, source: Checkpoint, root: Directory, final: bool, action: Callable[[], Any]) -> Any:
-    """Run ``action`` on every rank; return ``None`` on every rank if a run has removed the checkpoint meanwhile.
+def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[str, Any], list[File], _State]:
+    """Refuse what is damaged or does not fit; return the manifest, its files of rows, and state that is not rows."""
+    ranks, table, path = est._engine.ranks, est._engine.table, source.path / MANIFEST
+    root.get(path)
+    content, found = manifest.read(source)
+    with _named(path):
+        states.compare(est._engine, content["config"])
+    check_data(est, str(path), content.get("data_fingerprint"))
+    state = next(file for file in found if file.name == STATE)
+    rows = [file for file in found if file.name != STATE]
+    _check_spans(path, rows, table)
+    root.get(source.path / STATE, state.bytes)
+    extra = _read_state(est, source.path / STATE, state)
+    own = rows[ranks.rank :: ranks.size]
+    if not root.shared:  # every rank checks what it reads
+        own = [file for file in rows if table is not None and _may_have_rows_of(file, table)]
+    for file in own:
+        root.get(source.path / file.name, file.bytes)
+        _check_rows(source.path / file.name, file, table)
+    return content, rows, extra
 
-    If this is the ``final`` attempt, the error that the removal has caused is raised instead.
-    """
 
-    def tried() -> tuple[Any, bool]:
-        try:
-            return action(), False
-        except (OSError, ValueError):
-            if final or root.is_complete(source):
-                raise
-            return None, True
-
-    result, removed = ranks.agree(tried)
-    return None if any(ranks.gather_objects(removed)) else result
-
-
-class _Contents:
-    """Contents of a checkpoint, which were verified.
-
-    Raises:
-        ValueError: something is damaged or does not fit; nothing is written.
-    """
-
-    def __init__(self, est: Estimator, source: Checkpoint, root: Directory) -> None:
-        engine = est._engine
-        ranks, table, path = engine.ranks, engine.table, source.path / MANIFEST
-        root.get(path)
-        self._est, self._source = est, source
-        self._content, found = manifest.read(source)
-        with _named(path):
-            states.compare(engine, self._content["config"])
-        check_data(est, str(path), self._content.get("data_fingerprint"))
-        state = next(file for file in found if file.name == STATE)
-        self._rows = [file for file in found if file.name != STATE]
-        _check_spans(path, self._rows, table)
-        root.get(source.path / STATE, state.bytes)
-        self._extra = _read_state(est, source.path / STATE, state)
-        own = self._rows[ranks.rank :: ranks.size]
-        if not root.shared:  # every rank checks what it reads
-            own = [file for file in self._rows if table is not None and _may_have_rows_of(file, table)]
-        for file in own:
-            root.get(source.path / file.name, file.bytes)
-            _check_rows(source.path / file.name, file, table)
-
-    def take(self) -> bool:
-        """Write groups and rows into the estimator; return True."""
-        engine = self._est._engine
-        with _named(self._source.path / MANIFEST):
-            engine.groups.replace(self._content["sample_groups"])
-        engine.forget_prefetched()
-        if engine.table is not None:
-            _read_rows(engine.table, self._source, self._rows)
-        return True
-
-    def finish(self) -> None:
-        """Write what cannot fail. Collective on shards."""
-        engine = self._est._engine
-        if engine.table is not None:
-            engine.table.agree_partial()
-        for role, part in engine.parts.items():
-            part.take_state(self._extra[role])
-        engine.t = states.commits(self._content["t"])
-        self._est.discard()
+def _fill(est: Estimator, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
+    """Write groups and rows into the estimator."""
+    engine = est._engine
+    with _named(source.path / MANIFEST):
+        engine.groups.replace(content["sample_groups"])
+    engine.forget_prefetched()
+    if engine.table is not None:
+        _read_rows(engine.table, source, rows)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Local rows ``[start, stop)`` of the writer, which a file has from its row ``offset`` on."""
-
-    file: File
-    start: int
-    stop: int
-    offset: int
+# Local rows [start, stop) of the writer, which a file has from its row `offset` on: file, start, stop, offset.
+_Span = tuple[File, int, int, int]
 
 
 def _may_have_rows_of(file: File, table: RowTable) -> bool:
@@ -203,7 +167,7 @@ def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
             block = table.layout.zeros(min(size, store.n - first), _HOST)
             columns = table.layout.unpack(block)
             for span in spans[number]:
-                _copy(table, span, opened(source.path / span.file.name), columns, first, len(block))
+                _copy(table, span, opened(source.path / span[0].name), columns, first, len(block))
             table.find_partial(columns)
             for start, stop in manifest.nonzero_spans(block):  # a sparse table on the disk stays sparse
                 store.write_block(first + start, block[start:stop])
@@ -211,23 +175,24 @@ def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
 
 
 def _spans_by_block(table: RowTable, found: list[File], size: int) -> dict[int, list[_Span]]:
-    """Return the spans of files that have rows of each block of ``size`` local rows, in the order of the manifest."""
+    """Return the spans that have rows of each block of ``size`` local rows, in the order of the manifest."""
     blocks: dict[int, list[_Span]] = {}
     for file in found:
         offset = 0
         for start, stop in file.spans if _may_have_rows_of(file, table) else ():
             first, last = ((file.first + file.stride * row - table.first) // table.stride for row in (start, stop - 1))
             for number in range(max(0, first) // size, last // size + 1):
-                blocks.setdefault(number, []).append(_Span(file, start, stop, offset))
+                blocks.setdefault(number, []).append((file, start, stop, offset))
             offset += stop - start
     return blocks
 
 
 def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tensor], first: int, count: int) -> None:
     """Copy what a span has of the local rows ``[first, first + count)`` into their columns."""
-    begin = table.first + table.stride * first - span.file.first  # the first row, counted from the writer's first
-    end, stride = begin + table.stride * (count - 1), span.file.stride
-    low, high = max(span.start, -(-begin // stride)), min(span.stop, end // stride + 1)
+    file, start, stop, offset = span
+    begin = table.first + table.stride * first - file.first  # the first row, counted from the writer's first
+    end, stride = begin + table.stride * (count - 1), file.stride
+    low, high = max(start, -(-begin // stride)), min(stop, end // stride + 1)
     if low >= high:
         return
     place: Any = slice(low - begin // stride, high - begin // stride)
@@ -237,19 +202,15 @@ def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tenso
         mine = rows % table.stride == 0
         place = rows[mine] // table.stride
     for name, column in columns.items():
-        part = opened.get_slice(name)[low - span.start + span.offset : high - span.start + span.offset]
+        part = opened.get_slice(name)[low - start + offset : high - start + offset]
         column[place] = part[mine]
 
 
-def _open(path: Path, framework: str = "pt") -> Any:
+def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    with open(path, "rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if header > _HEADER:
-        raise ValueError(f"{path} is damaged: it has a header of {header} bytes; load another checkpoint")
     try:
-        return safe_open(path, framework=framework)
+        return safe_open(path, framework="pt")
     except Exception as error:  # safetensors has its own; all of them mean the same here
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
@@ -259,7 +220,6 @@ def _open(path: Path, framework: str = "pt") -> Any:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in a refusal of its values."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -297,17 +257,15 @@ def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
 
 
-def _check_size(path: Path, file: File) -> None:
+def _check_file(path: Path, file: File) -> None:
+    """Refuse a file that is not the one that was written."""
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
-    size = path.stat().st_size
-    if size != file.bytes:
+    found: Any = path.stat().st_size
+    if found != file.bytes:
         raise ValueError(
-            f"{path} is damaged: it has {size} bytes, the manifest says {file.bytes}; load another checkpoint"
+            f"{path} is damaged: it has {found} bytes, the manifest says {file.bytes}; load another checkpoint"
         )
-
-
-def _check_sum(path: Path, file: File) -> None:
     found = files.checksum(path, crc32=len(file.checksum) == 8)
     if found != file.checksum:
         raise ValueError(
@@ -316,12 +274,14 @@ def _check_sum(path: Path, file: File) -> None:
 
 
 def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
-    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
-    _check_size(path, file)
-    _check_sum(path, file)
+    """Refuse a damaged file, and one that has other tensors than rows of this table."""
+    _check_file(path, file)
     if table is None:
         return
-    forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
+    opened = _open(path)
+    with _HOST:
+        columns = {name: opened.get_slice(name) for name in list(opened.keys())}
+        forms = {name: (*part.get_shape(), opened.get_tensor(name).dtype) for name, part in columns.items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
     for name in {**needed, **forms}:
         if forms.get(name) != needed.get(name):
@@ -329,46 +289,23 @@ def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
                 f"{path}: column {name!r} is {forms.get(name)}, this estimator needs {needed.get(name)}; load another "
                 f"checkpoint"
             )
-    opened = _open(path)
     with _named(path), _HOST:
-        table.check_values({name: opened.get_slice(name) for name in needed}, file.rows)
+        table.check_values(columns, file.rows)
 
 
-def _forms(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file on the meta device; none of them is read."""
-    opened = _open(path, "np")  # torch maps a file as memory of its own, which may be more than there is
-    forms = {}
-    for name in list(opened.keys()):
-        part = opened.get_slice(name)
-        dtype = _DTYPES.get(part.get_dtype())
-        if dtype is None:
-            raise ValueError(f"{path}: {name} is of {part.get_dtype()}, which no state is; load another checkpoint")
-        forms[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    return forms
-
-
-def _read_state(est: Estimator, path: Path, file: File) -> dict[str, dict[str, Tensor]]:
-    """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
-    _check_size(path, file)
+def _read_state(est: Estimator, path: Path, file: File) -> _State:
+    """Return state that is not rows, checked as by ``load_state_dict``."""
+    _check_file(path, file)
     parts = est._engine.parts
-    for role, forms in _by_role(est, path, _forms(path)).items():
-        with _named(path):
-            parts[role].check_form(forms)
-    _check_sum(path, file)
+    extra: _State = {role: {} for role in parts}
     with _HOST:
         opened = _open(path)
-        extra = _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
+        for key in list(opened.keys()):
+            role, _, name = key.partition(".")
+            if role not in extra:
+                raise ValueError(f"{path} has {key!r}, which this estimator has not; load another checkpoint")
+            extra[role][name] = opened.get_tensor(key)
     for role, state in extra.items():
         with _named(path):
             parts[role].check_state(state)
     return extra
-
-
-def _by_role(est: Estimator, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {role: {} for role in est._engine.parts}
-    for key, value in tensors.items():
-        role, _, name = key.partition(".")
-        if role not in found:
-            raise ValueError(f"{path} has {key!r}, which this estimator has not; load another checkpoint")
-        found[role][name] = value
-    return found

@@ -21,20 +21,14 @@ _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # what Path makes of 
 
 
 class Directory:
-    """A run's directory on a file system.
+    """A run's directory on a file system, whose files are written and read in ``local``."""
 
-    Attributes:
-        local: where its files are written and read.
-        shared: whether all ranks see the same files there.
-    """
-
-    shared = True
+    shared = True  # all ranks see the same files in ``local``
 
     def __init__(self, local: Path) -> None:
         self.local = local
 
     def at(self, local: Path) -> Path | str:
-        """Return the place of something in the directory, for the user."""
         return local
 
     def list(self) -> None:
@@ -56,11 +50,9 @@ class Directory:
         return replace(first, path=path)
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
-        """Return whether a checkpoint is there and has its manifest."""
         return checkpoint.complete
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint, as far as possible."""
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def naming(self) -> AbstractContextManager[None]:
@@ -73,9 +65,6 @@ class Remote(Directory):
 
     The local directory has the names of the checkpoints, their manifests, and files under way. The store's listings are
     never cached, because other processes write there. Errors of a driver become ``OSError`` that name the URL.
-
-    Args:
-        url: as fsspec understands it. Credentials and options come from where its driver looks for them.
     """
 
     shared = False
@@ -142,7 +131,8 @@ class Remote(Directory):
             if "/" not in parent.strip("/"):  # a bucket
                 raise
             self._make(parent)
-            self._store.mkdir(path, create_parents=False)
+            with suppress(FileExistsError):  # another rank makes it too
+                self._store.mkdir(path, create_parents=False)
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
         with self._named(checkpoint.path) as path:
@@ -176,13 +166,7 @@ class Remote(Directory):
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Directory:
-    """Return the directory that a user names by its path or its URL; ``file://`` is a path.
-
-    Raises:
-        ImportError: fsspec, or the driver for such URLs, is not installed; the message names it.
-        ValueError: no such protocol, or a URL that went through ``Path``.
-        TypeError: ``directory`` is no path.
-    """
+    """Return the directory that a user names by its path or its URL; ``file://`` is a path."""
     if not isinstance(directory, str | os.PathLike):
         remedy = "pass os.fsdecode(directory)" if isinstance(directory, bytes) else "pass a str or a pathlib.Path"
         raise TypeError(

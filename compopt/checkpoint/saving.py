@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from compopt.estimator.save_handle import SaveHandle
 from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
 
+StrPath = str | os.PathLike[str]
 CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name a new one for every save
 
 
@@ -40,33 +41,18 @@ def save(
 
 @overload
 def save(
-    est: Estimator, directory: str, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
 ) -> Path | str: ...
 
 
 @overload
 def save(
-    est: Estimator,
-    directory: str | os.PathLike[str],
-    keep: int = ...,
-    incremental: bool = ...,
-    *,
-    blocking: Literal[False],
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., *, blocking: Literal[False]
 ) -> SaveHandle: ...
 
 
-@overload
 def save(
-    est: Estimator, directory: str | os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: bool = ...
-) -> Path | str | SaveHandle: ...
-
-
-def save(
-    est: Estimator,
-    directory: str | os.PathLike[str],
-    keep: int = 2,
-    incremental: bool = True,
-    blocking: bool = True,
+    est: Estimator, directory: StrPath, keep: int = 2, incremental: bool = True, blocking: bool = True
 ) -> Path | str | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
@@ -75,9 +61,9 @@ def save(
     leaves the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
 
     Every save reads and hashes all rows. Chunks of 8,192 rows that were never visited are not written. A file that is
-    equal to the one at its place in the newest checkpoint of the same directory is not written again: it becomes a
-    hard link. That helps where few pieces of 2^18 rows change between two saves, as in large data sets that are read
-    shard by shard. Each checkpoint is complete by itself: earlier ones may be removed.
+    equal to the one at its place in the newest checkpoint of the same directory becomes a hard link to it. That helps
+    where few pieces of 2^18 rows change between two saves, as in large data sets that are read shard by shard. Each
+    checkpoint is complete by itself: earlier ones may be removed.
 
     *URLs.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes ``pip install -e
     ".[remote]"`` and the driver that fsspec names. Each file is written to the local temporary directory, put and
@@ -85,21 +71,19 @@ def save(
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given and the state
     that is not rows is copied; a thread of each rank writes. What is committed meanwhile is not part of the checkpoint:
-    a commit copies the former values of rows that are not yet written into an undo log, which takes memory for these
-    values. The next save waits for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end
-    of the interpreter; call ``wait()`` before ``torch.distributed.destroy_process_group()``. What goes wrong is raised
-    by ``wait()`` of the handle or, if nobody called that, by the next save; the next commit only warns, because a rank
-    that raises alone would leave the others waiting.
+    a commit copies the former values of rows that are not yet written into an undo log in memory. The next save waits
+    for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end of the interpreter; call
+    ``wait()`` before ``torch.distributed.destroy_process_group()``. An error is raised by ``wait()`` of the handle or,
+    if nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave
+    the others waiting.
 
-    One rank may also save in a thread of its own beside training: what is written is the state between two commits,
-    and without ``blocking=False`` the next commit waits until it is written. Several ranks save in the thread that
-    calls the estimator; elsewhere that is refused.
+    One rank may also save in a thread of its own beside training: without ``blocking=False`` the next commit waits
+    until the state is written. Several ranks must save in the thread that calls the estimator.
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. One directory
-            serves one estimator of one run: two that save there would remove each other's checkpoints, and a load
-            would take one's rows for the other's. One that was loaded from the directory goes on there.
+        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. It serves one
+            estimator of one run; another one may go on there once it was loaded from it.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
         incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
             damage to it is damage to all of them.
@@ -115,10 +99,9 @@ def save(
         ImportError: fsspec or the driver for a URL is missing.
         TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
             False.
-        RuntimeError: with several ranks, some rank does something else, or this is not the thread that calls; or
-            another process saves into the directory: the message says which, on which machine, since when; or another
-            estimator of this process does, from which this one was not loaded; or ``est`` is a part of another
-            estimator.
+        RuntimeError: another process saves into the directory (the message says which, on which machine, since when),
+            or another estimator of this process, from which this one was not loaded; ``est`` is a part of another
+            estimator; with several ranks, one does something else, or this is not the thread that calls.
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
@@ -145,17 +128,11 @@ def save(
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
         with engine.lock.copying(), root.naming():
-            job, ranks = _prepare(est, root, blocking)
-            job.keep, job.incremental = keep, incremental
+            job = _prepare(est, root, keep, incremental, blocking)
             if blocking:
-                return job.run(ranks)
-            t, abandon = est.t, None if job.snapshot is None else job.snapshot.release
-
-            def run() -> None:
-                with doing("compopt.save()", t):
-                    job.run(ranks)
-
-            engine.saving = SaveHandle(job.place, run, abandon)
+                return job.run()
+            abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
+            engine.saving = SaveHandle(job.place, job.run, abandon)
             return engine.saving
 
 
@@ -171,7 +148,7 @@ def check_estimator(est: Any) -> None:
 # -- between two commits -------------------------------------------------------------------------------------------
 
 
-def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
+def _begin(est: Estimator, directory: StrPath) -> Directory:
     engine, root = est._engine, open_directory(directory)
     engine.await_save()
     before, engine.saving = engine.saving, None
@@ -181,7 +158,7 @@ def _begin(est: Estimator, directory: str | os.PathLike[str]) -> Directory:
     return root
 
 
-def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ranks]:
+def _prepare(est: Estimator, root: Directory, keep: int, incremental: bool, blocking: bool) -> _Job:
     """Make the directory of the new save and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
@@ -196,7 +173,7 @@ def _prepare(est: Estimator, root: Directory, blocking: bool) -> tuple[_Job, Ran
     made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
     target = root.of_first_rank(ranks, made)
     snapshot = None if table is None else table.snapshot()
-    return _Job(target, root, content, state, table, snapshot), writers
+    return _Job(target, root, writers, content, state, table, snapshot, keep, incremental)
 
 
 def _describe(est: Estimator) -> dict[str, Any]:
@@ -215,8 +192,14 @@ def _copy_state(est: Estimator) -> dict[str, Tensor]:
 def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
     root.list()
     manifest.prepare(root.local, config)
-    _claim(est, root, bool(manifest.complete(root.local)))
-    return manifest.new(root.local, est.t)
+    for newest in manifest.complete(root.local)[-1:]:
+        _check_rows(est, root.at(root.local), newest)
+    if root.shared:
+        _lock(est, root.local.resolve())
+    made = manifest.new(root.local, est.t)
+    note_load(est, made)
+    _writers[made.save_id] = est
+    return made
 
 
 _beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
@@ -240,67 +223,62 @@ def _ranks_beside(engine: Engine) -> Ranks:
 
 @dataclass
 class _Job:
-    """One rank's part of a save, as of one moment between two commits.
-
-    Attributes:
-        target: directory of the checkpoint.
-        root: directory of the run.
-        content: of the manifest.
-        state: state that is not rows.
-        snapshot: reads the rows; ``None`` for an estimator without rows.
-        known: files of the checkpoint ``base`` before this one.
-    """
+    """One rank's part of a save, as of one moment between two commits."""
 
     target: Checkpoint
     root: Directory
-    content: Mapping[str, Any]
-    state: Mapping[str, Tensor]
+    ranks: Ranks
+    content: Mapping[str, Any]  # of the manifest
+    state: Mapping[str, Tensor]  # that is not rows
     table: RowTable | None
     snapshot: Snapshot | None
-    keep: int = 2
-    incremental: bool = True
-    base: Path = Path()
-    known: set[File] = field(default_factory=set)
+    keep: int
+    incremental: bool
+    base: Path = Path()  # the checkpoint before this one
+    known: set[File] = field(default_factory=set)  # files of that
 
     @property
     def place(self) -> Path | str:
-        """Directory of the checkpoint, for the user."""
         return self.root.at(self.target.path)
 
-    def run(self, ranks: Ranks) -> Path | str:
+    def release(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+    def run(self) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
-        try:
-            own = ranks.agree(lambda: self._write_files(ranks))
-            everyone = [file for each in ranks.gather_objects(own) for file in each]
-            ranks.agree(lambda: self._write_manifest(everyone) if ranks.rank == 0 else None)
-        except Exception:  # on every rank: nobody writes any more
-            with suppress(OSError):
-                if ranks.rank == 0 and not self.root.is_complete(self.target):  # else it may be loaded already
-                    self.root.remove(self.target)
-            raise
-        ranks.agree(lambda: self._prune() if ranks.rank == 0 else None)
+        ranks, is_first = self.ranks, self.ranks.rank == 0
+        with doing("compopt.save()", self.target.t):
+            try:
+                own = ranks.agree(self._write_files)
+                everyone = [file for each in ranks.gather_objects(own) for file in each]
+                ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
+            except Exception:  # on every rank: nobody writes any more
+                with suppress(OSError):
+                    if is_first and not self.root.is_complete(self.target):  # else it may be loaded already
+                        self.root.remove(self.target)
+                raise
+            finally:
+                self.release()
+            ranks.agree(lambda: self._prune() if is_first else None)
         return self.place
 
-    def _write_files(self, ranks: Ranks) -> list[File]:
-        own = []
-        try:
-            if self.incremental and self.root.shared:
-                before = manifest.complete(self.root.local)
-                with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
-                    self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
-            if self.table is not None and self.snapshot is not None:
-                table, rows = self.table, self.table.store.n
-                for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
-                    if table.sharded or number % ranks.size == ranks.rank:
-                        block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
-                        own += self._write_rows(table, number, start, block)
-        finally:
-            if self.snapshot is not None:
-                self.snapshot.release()
-        return [*own, self._write(STATE, self.state)] if ranks.rank == 0 else own
+    def _write_files(self) -> list[File]:
+        if self.incremental and self.root.shared:
+            before = manifest.complete(self.root.local)
+            with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
+                self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
+        own: list[File] = []
+        if self.table is not None and self.snapshot is not None:
+            table, rows = self.table, self.table.store.n
+            for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
+                if table.sharded or number % self.ranks.size == self.ranks.rank:
+                    block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
+                    own += self._write_rows(table, number, start, block)
+        self.release()
+        return [*own, self._write(STATE, self.state)] if self.ranks.rank == 0 else own
 
     def _write_rows(self, table: RowTable, number: int, start: int, block: Tensor) -> list[File]:
-        """Write one piece, if there is anything in it."""
         spans = manifest.nonzero_spans(block)
         if not spans:
             return []
@@ -308,21 +286,14 @@ class _Job:
             block = torch.cat([block[low:high] for low, high in spans])
         name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
         local = tuple((start + low, start + high) for low, high in spans)
-        return [self._write(name, table.layout.unpack(block), table.first, table.stride, local)]
+        return [self._write(name, table.layout.unpack(block), first=table.first, stride=table.stride, spans=local)]
 
-    def _write(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        first: int = 0,
-        stride: int = 1,
-        spans: tuple[tuple[int, int], ...] = (),
-    ) -> File:
+    def _write(self, name: str, tensors: Mapping[str, Tensor], **place: Any) -> File:
         """Write one file, or link it to an equal one of the checkpoint before."""
         from safetensors.torch import save as to_bytes
 
         content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
-        file = File(name, len(content), hashlib.sha256(content).hexdigest(), first, stride, spans)
+        file = File(name, len(content), hashlib.sha256(content).hexdigest(), **place)
         path = self.target.path / name
         with files.named(path, manifest.KEPT):
             if file not in self.known or not self._link(file, path):
@@ -331,7 +302,6 @@ class _Job:
         return file
 
     def _link(self, file: File, path: Path) -> bool:
-        """Try to make a hard link; return False where the file is gone or there are no links."""
         source = os.path.realpath(self.base / file.name)  # the file, not a symbolic link to it
         try:
             if os.stat(source).st_size != file.bytes:
@@ -360,51 +330,41 @@ class _Job:
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
-# By estimator: the directories that it saves into, the latest last, with the lock of this process where there is one;
-# and the directory that it was loaded from, until another one saves there.
-_claims: WeakKeyDictionary[Estimator, dict[Path | str, files.Claim | None]] = WeakKeyDictionary()
-_loaded: WeakKeyDictionary[Estimator, Path | str] = WeakKeyDictionary()
+# By estimator: the latest directories that it saved into, with the lock of this process where there is one; and the
+# checkpoints (by save_id) whose rows it has had.
+_locks: WeakKeyDictionary[Estimator, dict[Path, files.Claim]] = WeakKeyDictionary()
+_had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
+_writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
-def note_load(est: Estimator, directory: Path | str) -> None:
-    """Note that an estimator has the state of a directory, and may go on to save there."""
-    _loaded[est] = directory
+def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
+    """Note that an estimator has the rows of a checkpoint, and may go on to save beside it."""
+    _had.setdefault(est, set()).add(checkpoint.save_id)
 
 
-def _claim(est: Estimator, root: Directory, has_checkpoints: bool) -> None:
-    """Make this the estimator that saves into a directory, until it is collected or the process ends.
-
-    An estimator that was loaded from the directory takes it over from the one that saved there before. Other processes
-    do not see a claim on a URL.
-
-    Raises:
-        RuntimeError: another estimator, of this process or of another one, saves there.
-    """
-    place = root.at(root.local)
-    directory = place.resolve() if isinstance(place, Path) else place
-
-    def others() -> list[Estimator]:
-        return [other for other, claimed in list(_claims.items()) if directory in claimed and other is not est]
-
-    if has_checkpoints and _loaded.get(est) != directory and others():
+def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
+    """Refuse a directory whose newest checkpoint has rows of another estimator of this process."""
+    if newest.save_id in _had.get(est, ()):
+        return
+    if _writers.get(newest.save_id) is not None:
         gc.collect()  # one that nothing uses any more may be part of a cycle
-        if others():
-            raise RuntimeError(
-                f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
-                f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
-                f"from those checkpoints, compopt.load them first; or delete the other estimator"
-            )
-    own = _claims.setdefault(est, {})
+    if _writers.get(newest.save_id) is not None:
+        raise RuntimeError(
+            f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
+            f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
+            f"from those checkpoints, compopt.load them first; or delete the other estimator"
+        )
+
+
+def _lock(est: Estimator, directory: Path) -> None:
+    """Keep other processes from saving into a directory until the estimator is collected."""
+    own = _locks.setdefault(est, {})
     claim = own.pop(directory, None)
-    if isinstance(directory, Path) and (claim is None or not claim.valid):  # not if somebody removed the lock file
+    if claim is None or not claim.valid:  # somebody may have removed the lock file
         path = lock_file(directory)
         with files.named(path, manifest.KEPT):
             remedy = "two runs that save there remove each other's checkpoints"
             claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
-    for other in others():
-        _claims[other].pop(directory, None)
-    for loaded in [other for other, from_where in list(_loaded.items()) if from_where == directory]:
-        del _loaded[loaded]
     own[directory] = claim
     while len(own) > CLAIMS:
         del own[next(iter(own))]

@@ -7,30 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-
-
-@dataclass
-class _Outcome:
-    """Result of a save, and notes of who knows it."""
-
-    path: Path | str
-    error: BaseException | None = None
-    told: bool = False
-    warned: bool = False
-
-    def warn(self) -> None:
-        """Warn, once, if the save has failed and nobody was told."""
-        if self.error is None or self.told or self.warned:
-            return
-        self.warned = True
-        warnings.warn(
-            f"{self.path} could not be written ({type(self.error).__name__}: {self.error}); earlier checkpoints are "
-            f"as they were, and the next save raises this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 class SaveHandle:
@@ -51,8 +28,10 @@ class SaveHandle:
         self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None] | None = None
     ) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
-        self._outcome, self._ended = _Outcome(path), threading.Event()
-        weakref.finalize(self, self._outcome.warn)  # also at the interpreter's end
+        self._ended = threading.Event()
+        self._result: list[BaseException | None] = []  # empty until the save has ended
+        self._told: list[str] = []  # how the user learnt of an error: "raised", "warned"
+        weakref.finalize(self, _warn, path, self._result, self._told)  # also at the interpreter's end
         thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
         try:
             thread.start()
@@ -62,8 +41,9 @@ class SaveHandle:
     def _run(self, write: Callable[[], object]) -> None:
         try:
             write()
+            self._result.append(None)
         except BaseException as error:
-            self._outcome.error = error
+            self._result.append(error)
         finally:
             self._ended.set()
 
@@ -93,9 +73,10 @@ class SaveHandle:
         self._leave_to_parent()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.path} is not complete after {timeout} s; its save goes on")
-        self._outcome.told = True
-        if self._outcome.error is not None:
-            raise self._outcome.error
+        (error,) = self._result
+        self._told.append("raised")
+        if error is not None:
+            raise error
         return self.path
 
     def settle(self) -> None:
@@ -106,25 +87,38 @@ class SaveHandle:
     def raise_untold(self) -> None:
         """Wait, and raise what went wrong unless somebody was told."""
         self.settle()
-        if not self._outcome.told:
+        if "raised" not in self._told:
             self.wait()
 
     def warn(self) -> None:
         """Warn, once, if the save has failed and nobody was told."""
         if self.done:
-            self._outcome.warn()
+            _warn(self.path, self._result, self._told)
 
     def _leave_to_parent(self) -> None:
         """In a forked process, end the save as far as this process is concerned: it has no such thread."""
-        if os.getpid() == self._pid or self._ended.is_set():
+        if os.getpid() == self._pid:
             return
         self._pid = os.getpid()
-        self._outcome.error = RuntimeError(f"{self.path} is written by the process of which this one is a fork")
-        self._outcome.told = self._outcome.warned = True
         self._ended = threading.Event()  # that of the parent may be locked for ever
         self._ended.set()
-        if self._abandon is not None:
-            self._abandon()
+        if not self._result:
+            self._result.append(RuntimeError(f"{self.path} is written by the process of which this one is a fork"))
+            self._told.append("raised")
+            if self._abandon is not None:
+                self._abandon()
 
     def __repr__(self) -> str:
         return f"SaveHandle({str(self.path)!r}, done={self.done})"
+
+
+def _warn(path: Path | str, result: list[BaseException | None], told: list[str]) -> None:
+    error = result[0] if result and not told else None
+    if error is not None:
+        told.append("warned")
+        warnings.warn(
+            f"{path} could not be written ({type(error).__name__}: {error}); earlier checkpoints are as they were, and "
+            f"the next save raises this",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compopt.checkpoint import loading
 from compopt.distributed.control import doing
-from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.stores import table as tables
@@ -107,7 +106,6 @@ class Stateful:
 
 
 def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parts of all ranks as one tensor per column."""
     ranks = est._engine.ranks
     if ranks.size == 1:
         return dict(parts)
@@ -131,14 +129,9 @@ def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
     if not parts:
         return {}
     start = 0 if engine.table is None else engine.table.share().start
-    sums = torch.stack([_checksum(part, start) for part in parts.values()])
-    return dict(zip(parts, _added(engine.ranks, sums).tolist(), strict=True))
-
-
-def _added(ranks: Ranks, sums: Tensor) -> Tensor:
-    """Sums of all ranks; integers that run over keep their last 64 bits."""
-    everyone = ranks.gather_objects(sums.tolist())
-    return torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)
+    everyone = engine.ranks.gather_objects([_checksum(part, start).item() for part in parts.values()])
+    sums = torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)  # of which the last 64 bits are kept
+    return dict(zip(parts, sums.tolist(), strict=True))
 
 
 def _checksum(part: Tensor, first: int) -> Tensor:
