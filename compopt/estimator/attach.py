@@ -24,7 +24,7 @@ class HasOptimizer(Protocol):
     """Wrapper or engine around an optimizer."""
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which the __getattr__ of modules fulfils
         """Optimizer, or another wrapper."""
 
 
