@@ -18,7 +18,7 @@ from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.attach import HasOptimizer
 from compopt.estimator.engine import Engine
