@@ -106,25 +106,6 @@ def test_two_ranks_equal_one(kind, wrapper):
         assert_alike(trace, reference(kind, 2 * WINDOW), 1e-10)
 
 
-def run_distributed_checkpoint(group, kind, folder):
-    import torch.distributed.checkpoint as dcp
-
-    from compopt.integrations.dcp import Stateful
-
-    obj, other = (KINDS[kind](shard=True) for _ in range(2))
-    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
-        loss(obj, x1, x2, index)
-        obj.step()
-    dcp.save({"obj": Stateful(obj)}, checkpoint_id=folder)
-    dcp.load({"obj": Stateful(other)}, checkpoint_id=folder)
-    return torch.equal(state(obj), state(other)), other.t
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_distributed_checkpoints(kind, tmp_path):
-    assert the_pool(2, timeout=120).run(run_distributed_checkpoint, 2, kind, str(tmp_path / "c")) == [(True, 3)] * 2
-
-
 def run_orders(group):
     obj = KINDS["network"]()
     for x1, x2, index in micro_batches(3, dist.get_rank(), 2):

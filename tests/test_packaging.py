@@ -96,61 +96,28 @@ def test_all_of_each_module(name):
     assert not set(defined_in(module)) - set(listed), "public and defined here, and not in __all__"
 
 
-def test_star_import_and_dir():
-    names: dict[str, object] = {}
-    exec("from compopt import *", names)
-    assert set(compopt.__all__) <= set(names) and set(dir(compopt)) == {*compopt.__all__, "__version__"}
-
-
-def test_integrations_are_attributes():
-    """Each is imported when it is asked for, not before."""
+def test_integrations_are_imported_when_they_are_asked_for():
     code = """
 import sys, torch
 before = set(sys.modules)
 import compopt
 print(*sorted(name for name in set(sys.modules) - before if name.startswith("compopt.integrations")))
 print(compopt.integrations.amp.attach.__module__)
-print(hasattr(compopt.integrations, "nothing"), len(dir(compopt.integrations)))
 sys.modules["transformers"] = None  # as if it were not installed
 try:
     compopt.integrations.transformers
 except AttributeError as error:
     print(error)
-try:
-    from compopt.integrations import transformers
-except ImportError:
-    print("ImportError")
 """
-    first, amp, names, missing, imported = run_python(code).splitlines()
-    assert first == "compopt.integrations" and amp == "compopt.integrations.amp" and names == "False 8"
-    assert missing.startswith("compopt.integrations.transformers cannot be imported: ") and imported == "ImportError"
+    first, amp, missing = run_python(code).splitlines()
+    assert first == "compopt.integrations" and amp == "compopt.integrations.amp"
+    assert missing.startswith("compopt.integrations.transformers cannot be imported: ")
     folder = ROOT / "compopt" / "integrations"
     modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     assert set(dir(compopt.integrations)) == modules - {"__init__", "refusals"}
 
 
 # documentation ------------------------------------------------------------------------------------
-
-
-def members(cls) -> dict[str, object]:
-    """Public methods and properties that a class defines itself."""
-    return {
-        name: value
-        for name, value in vars(cls).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
-    }
-
-
-@pytest.mark.parametrize("name", PUBLIC_MODULES)
-def test_everything_public_has_a_docstring(name):
-    module = importlib.import_module(name)
-    silent = [] if inspect.getdoc(module) else [name]
-    for key, value in defined_in(module).items():
-        silent += [] if value.__doc__ else [key]
-        if inspect.isclass(value):
-            silent += [f"{key}.{m}" for m in members(value) if not inspect.getdoc(getattr(value, m))]
-    assert not silent, f"no docstring: {silent}"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -211,26 +211,6 @@ def test_marks_of_what_was_never_visited_survive_checkpoints(mode, tmp_path):
         assert_same_bits(go_on(other), expected)
 
 
-def test_marks_of_chains_survive_checkpoints(tmp_path):
-    def make():
-        tau = compopt.TemperatureDual(N, tau_init=TAU, tau_min=0.05, tau_max=1.0, rho=0.1)
-        return compopt.ContrastiveEstimator(compopt.MCMCNegativeSampler(N), tau, dtype=torch.float64)
-
-    source, est, others = isogclr(optimizer="momentum"), make(), [make(), make()]
-    call(source, range(4)), source.step()
-    call(est, range(2, 6)), est.step()
-    est.temperature.load_state_dict(saved(source, "temperature"))
-    others[0].load_state_dict(est.state_dict())
-    compopt.load(others[1], compopt.save(est, tmp_path))
-    expected = go_on(est)
-    for other in others:
-        assert_same_bits(go_on(other), expected)
-    part = make()
-    call(part, range(9), 3), part.step()
-    part.normalizer.load_state_dict(est.normalizer.state_dict())
-    assert_same_bits(part.normalizer.read(torch.arange(9)), est.normalizer.read(torch.arange(9)))
-
-
 def test_rows_with_marks_take_every_kind_of_deposit():
     index = torch.arange(N)
     est = adopted()

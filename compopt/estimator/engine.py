@@ -42,10 +42,7 @@ class PartHooks(ABC):
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
-    The estimator calls these methods, in the thread of its own call; users of an estimator need none of them. They
-    communicate nothing unless they or their class say so.
-
-    Args and errors: as of :class:`~compopt.estimator.Component`.
+    The estimator calls these methods in the thread of its own call. They communicate nothing unless they say so.
 
     Attributes:
         role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
@@ -86,10 +83,7 @@ class PartHooks(ABC):
         return []
 
     def structure(self) -> dict[str, Any]:
-        """Return plain values, by name, that decide the meaning of the state beside hyper-parameters and columns.
-
-        A checkpoint is refused by an estimator where they differ.
-        """
+        """Return further plain values, by name, that decide the meaning of the state; a load refuses others."""
         return {}
 
     def described(self) -> dict[str, Any]:
@@ -103,7 +97,9 @@ class PartHooks(ABC):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use alone.
 
-        ``groups`` are the estimator's, into which this part's are merged.
+        Args:
+            groups: those of the estimator.
+            setting: its other facts.
         """
 
     def belong(self, owner: object) -> None:
@@ -118,7 +114,7 @@ class PartHooks(ABC):
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         """Refuse, with a ``ValueError``, a part's state of another composition that would mean something else here.
 
-        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of the composition that it comes from.
+        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of that composition.
         """
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
@@ -191,12 +187,7 @@ class PartHooks(ABC):
         return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse saved state that does not fit, before anything is written.
-
-        Raises:
-            TypeError: no mapping of names to tensors.
-            ValueError: other names, shapes or dtypes; tensors without values; values outside of :meth:`state_values`.
-        """
+        """Refuse saved state that does not fit, before anything is written: a ``TypeError`` or a ``ValueError``."""
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
         expected = self.expected_state(state)
@@ -210,7 +201,7 @@ class PartHooks(ABC):
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse other names, shapes or dtypes with a ``ValueError``; tensors may be on the meta device."""
+        """Refuse other names, shapes or dtypes; tensors may be on the meta device."""
         kind, expected = type(self).__name__, self.expected_state(state)
         if set(state) != set(expected):
             raise ValueError(
@@ -224,12 +215,12 @@ class PartHooks(ABC):
                 raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
 
     def take_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore copies of checked state: the caller's tensors may be a mapped file that is overwritten later."""
+        """Restore copies of checked state; the caller's tensors may be a mapped file."""
         with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
             self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore checked state; dtype and device stay. This part may keep the tensors, see :meth:`take_state`."""
+        """Restore checked state, whose tensors are this part's; dtype and device stay."""
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])
 
@@ -249,9 +240,6 @@ class Alone(WeakValueDictionary[str, PartHooks]):
 
 class Engine:
     """State and machinery of one estimator, which its parts share.
-
-    An estimator that is composed of parts makes its engine at construction, and its parts have none. A part that is
-    used alone makes its own when it is first asked for something, and its rows when these are first needed.
 
     Args:
         parts: by role; a part alone passes a weak mapping of itself.
@@ -311,9 +299,9 @@ class Engine:
     def _make_reader(self) -> BatchReader:
         columns = self.columns()
         if self.table is None and any(columns.values()):
-            firsts = {own[0].name for own in columns.values() if own}
             count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
             every = [*(column for own in columns.values() for column in own), count]
+            firsts = {own[0].name for own in columns.values() if own}
             with torch.inference_mode(False):  # rows made inside it could not be written outside
                 table = RowTable(every, self.groups.n or 0, self.placement, self.ranks, firsts)
             table.store.to(self.device)
@@ -324,13 +312,13 @@ class Engine:
 
     @property
     def reader(self) -> BatchReader:
-        """Reader of the rows of a call, which is made here if need be."""
+        """Reader of the rows of a call, made at the first use."""
         reader = self.open()._reader
         assert reader is not None
         return reader
 
     def columns(self) -> dict[str, list[Column]]:
-        """Return the columns that each part keeps per sample, by role."""
+        """Return the columns of each part, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def forget_prefetched(self) -> None:
