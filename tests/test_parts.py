@@ -14,7 +14,7 @@ from compopt.integrations.dcp import Stateful
 from compopt.stores import table
 from tests.helpers import assert_same_bits, generator, near
 from tests.pool import the_pool
-from tests.test_alone import DIM, PLACEMENTS, N, data, state
+from tests.test_alone import DIM, N, data, state
 
 TAU = 0.2
 I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
@@ -417,7 +417,7 @@ def marks_on_ranks(group, folder, saved_part, whole, options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks, options", [(2, placement) for placement in PLACEMENTS] + [(3, PLACEMENTS[3])])
+@pytest.mark.parametrize("ranks, options", [(2, {}), (2, {"offload": "disk"}), (3, {"shard": True})])
 def test_marks_survive_on_ranks(ranks, options, tmp_path):
     part = saved(sogclr())
     (want, path), *_ = the_pool().run(marks_on_ranks, 1, str(tmp_path / "one"), part, None, {})

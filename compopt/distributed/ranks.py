@@ -77,7 +77,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return this process by itself, whatever groups there are."""
+        """Return this process by itself."""
         ranks = cls.__new__(cls)
         ranks._join(None, 0, 1)
         return ranks
@@ -90,7 +90,7 @@ class Ranks:
 
     @property
     def host(self) -> ProcessGroup:
-        """Group of control messages, formed at the first of them: parts of an estimator never send any."""
+        """Group of control messages, formed at the first of them."""
         if self._host is None:
             if _works_on_cpu(self.group):
                 self._host = self.group
@@ -127,7 +127,7 @@ class Ranks:
         return Ranks, ()  # a process group cannot travel: the reader's own default group
 
     def check_alive(self) -> None:
-        """Refuse to compute alone what a group that was formed later would expect of all its ranks."""
+        """Refuse to compute alone in a group that was formed later."""
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -138,7 +138,7 @@ class Ranks:
     # -- host ---------------------------------------------------------------------------------------------------
 
     def blank(self) -> Tensor:
-        """Return an opening message to fill from its second integer on; as long as that of every rank."""
+        """Return an opening message to fill from its second integer on."""
         return torch.zeros(self._control.length, dtype=torch.int64, device="cpu")
 
     def make_room(self, length: int) -> None:
@@ -177,7 +177,7 @@ class Ranks:
         return message[None] if self.size == 1 else collectives.tell(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather small picklable values, by rank. Slow; for construction and checkpoints."""
+        """Gather small picklable values, by rank; slow."""
         if self.size == 1:
             return [value]
         self.open()
@@ -189,10 +189,7 @@ class Ranks:
             self.open()
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Run ``action`` everywhere; if it raised anywhere, raise everywhere, so that no rank waits for another.
-
-        The rank that failed raises its own error, the others a ``RuntimeError`` that names it.
-        """
+        """Run ``action`` on every rank; if it raised on one, the others raise a ``RuntimeError`` and do not wait."""
         result, error = None, None
         try:
             result = action()
@@ -260,7 +257,7 @@ class Ranks:
         return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control.doing)
 
     def sum_in_doubles(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, added as doubles (on the host, where a device has none); with one rank the tensor itself."""
+        """Sum over ranks, added as doubles; with one rank the tensor itself."""
         return tensor if self.size == 1 else self.sum(_doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:

@@ -238,10 +238,7 @@ class Normalizer(Component):
         """Return log-normalizers of this batch and the rows that they propose.
 
         It runs without a graph and writes no committed state; ``call.training`` is true if proposals may be committed.
-        With several ranks every rank gets the global batch and must return the same.
-
-        Args:
-            call: the batch, its pairs, temperatures and hyper-parameters.
+        Every rank gets the global batch and must return the same.
         """
 
     def stored(
@@ -251,7 +248,7 @@ class Normalizer(Component):
 
         Args:
             rows: committed columns of all samples, ``(n, D)`` each.
-            features: of both modalities or views as the kernel takes them, ``(n, d)`` each.
+            features: of both modalities or views, ``(n, d)`` each.
             tau: temperatures, a number or broadcastable to ``(n, 2)``.
             hyper: this part's hyper-parameters for these rows.
 
@@ -330,21 +327,16 @@ class Temperature(Component):
         return 0.0
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
-        """Return new values of this part's columns.
+        """Return new values of this part's columns, ``(B, D)`` each.
 
-        Args:
-            call: the batch, with the temperature's hyper-parameters.
-            gradient: ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`.
-
-        Returns:
-            By column, ``(B, D)`` each; state that is not rows goes to
-            :meth:`~compopt.estimator.Component.deposit_state` instead.
+        ``gradient`` is ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`. State
+        that is not rows goes to :meth:`~compopt.estimator.Component.deposit_state`.
         """
         return {}
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
-    """Return the refusal of rows that were averaged at other temperatures than those of this estimator."""
+    """Return the refusal of rows that were averaged at other temperatures."""
     return ValueError(
         f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which "
         f"log u means something else; build it with that temperature, or load the state of the temperature first"

@@ -37,7 +37,7 @@ FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when
 
 
 class PartHooks(ABC):
-    """Hooks that an estimator calls on its parts; :class:`~compopt.estimator.Component` adds the use alone.
+    """Hooks that an estimator calls on its parts.
 
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
@@ -47,8 +47,8 @@ class PartHooks(ABC):
     Attributes:
         role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
         state: tensors by name, committed, that are not rows.
-        learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
-            replace them there); their names are those of :meth:`saved_state`.
+        learnable: module with the parameters that the user's own optimizer learns, always read from it, since wrappers
+            may replace them; their names are those of :meth:`saved_state`.
     """
 
     role = "part"
@@ -69,11 +69,7 @@ class PartHooks(ABC):
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group, with the name, the value and the remedy.
-
-        Args:
-            group: values by the part's own names; ``None`` means "filled by mode".
-        """
+        """Refuse a bad hyper-parameter of one group, by the part's own names; ``None`` means "filled by mode"."""
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
         """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
@@ -95,12 +91,7 @@ class PartHooks(ABC):
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use alone.
-
-        Args:
-            groups: those of the estimator.
-            setting: its other facts.
-        """
+        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use."""
 
     def belong(self, owner: object) -> None:
         """Become a part of ``owner``; called at construction of the owner and of its copies."""
@@ -147,7 +138,7 @@ class PartHooks(ABC):
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values of entries of :attr:`state`; if any is not finite (tested on the device), none changes."""
+        """Deposit new values of entries of :attr:`state`; if any is not finite, none changes."""
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
         if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
@@ -159,7 +150,7 @@ class PartHooks(ABC):
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy; the state stays where ``found_inf``, a 0-d flag on the device, is positive."""
+        """Commit the pending copy; where the 0-d flag ``found_inf`` is positive, the state stays."""
         for name, new in (self._pending_state or {}).items():
             if found_inf is not None:
                 new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
@@ -175,7 +166,7 @@ class PartHooks(ABC):
         self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return a copy of all committed state that is not rows; collective where ranks split it."""
+        """Return a copy of the committed state; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -183,7 +174,7 @@ class PartHooks(ABC):
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the values that the saved entries ``names`` may hold; those that are left out may hold any."""
+        """Return the values that some of the saved entries ``names`` may hold."""
         return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
