@@ -111,7 +111,7 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
-    """Whether all values along an axis, or all there are, are finite: their largest magnitude is.
+    """Return whether all values along an axis, or all there are, are finite: their largest magnitude is.
 
     Args:
         x: floating point, any shape.

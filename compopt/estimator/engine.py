@@ -244,13 +244,9 @@ class Engine:
 
     Attributes:
         width: values per column and sample, ``D``.
-        groups, ranks, table: hyper-parameters; ranks that share the batch; the rows, or ``None``.
         device: for rows that are made later.
         t, pending: commits so far; calls whose proposals wait for the next one.
-        training: calls deposit.
         lock: held by commits, copies and loads.
-        attachments, forgotten, saving: optimizers that commit; checks of the loop; a save beside training.
-        handshake, async_checks: with the other ranks; of facts that the device learns. Made anew in copies.
     """
 
     def __init__(
