@@ -55,7 +55,7 @@ class Fixed:
 
 
 def fixed() -> Any:
-    """Return a :class:`Fixed` attribute; ``Any``, so that a class may annotate it with the type of its value."""
+    """Return a :class:`Fixed` attribute, typed so that a class may annotate it with the type of its value."""
     return Fixed()
 
 
@@ -169,8 +169,6 @@ class Estimator:
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set, whose samples take the indices after all existing ones.
-
-        The table is copied once. If that fails, the estimator is as it was.
 
         Args:
             group: ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
@@ -302,15 +300,15 @@ class Estimator:
             index2: with an index, that of the second modality; with a loader, where the batch holds it.
 
         Returns:
-            ``None`` for an index; for a loader an iterable over its batches, a :class:`~compopt.data.PrefetchLoader`
-            (the loader itself, where nothing is kept per sample).
+            ``None`` for an index; for a loader a :class:`~compopt.data.PrefetchLoader` over its batches (the loader
+            itself, where nothing is kept per sample).
 
         Raises:
             IndexError: an index on the CPU is outside the data set.
             TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
-        Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
-        that all ranks must prefetch the same batches in the same order.
+        Communicates: nothing; on shards row numbers, in a background thread, so that all ranks must prefetch the same
+        batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
@@ -398,11 +396,10 @@ class Estimator:
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
-        Attaching twice changes nothing. Call it after ``deepspeed.initialize`` (with the engine) or
-        ``accelerator.prepare``, and anew for an optimizer that is made anew. An unfused ``GradScaler`` skip does not
-        call the optimizer: the finite rows of that window join the next commit, which is harmless because the weights
-        did not move; :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`. An optimizer
-        around a ``base_optimizer`` (SAM) commits when that steps. The optimizer keeps no estimator alive.
+        Call it after ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``, and anew for an optimizer
+        that is made anew. An unfused ``GradScaler`` skip does not call the optimizer: the finite rows of that window
+        join the next commit, which is harmless because the weights did not move;
+        :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`.
 
         With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
         :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
@@ -411,10 +408,10 @@ class Estimator:
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
-            checkpoint: the state travels with the optimizer's, until ``remove()``.
+            checkpoint: the state travels with the optimizer's.
 
         Returns:
-            A handle with ``remove()``.
+            A handle whose ``remove()`` ends both.
 
         Raises:
             TypeError: no torch optimizer is inside.
@@ -449,8 +446,8 @@ class Estimator:
     def to(self, device: torch.device | str) -> Self:
         """Move rows and other state to a device, and return the estimator; a ``ValueError`` for the meta device.
 
-        They are made on the CPU, whatever torch's default device is, and follow the first features in training mode.
-        Rows with ``offload=`` stay where they are. No dtype changes.
+        They are made on the CPU, and follow the first features in training mode. Rows with ``offload=`` stay where they
+        are. No dtype changes.
         """
         engine = self._engine
         device = torch.device(device)
