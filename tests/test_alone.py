@@ -607,26 +607,6 @@ def test_a_network_takes_one_temperature_and_learns_what_it_is_told():
     assert gap < 0.1 * (first - target).abs().mean()
 
 
-def test_a_batch_that_is_not_finite_teaches_a_network_nothing():
-    kind, d = BY_NAME["network"], data()
-    u = kind.make()
-    train(u, kind, d[:2])
-    before = state(u)
-    bad = {**d[2], "log_g": d[2]["log_g"].clone().index_fill_(0, torch.tensor([3]), torch.nan)}
-    assert kind.call(u, bad).isfinite().all()  # the prediction of the network as it was
-    u.step()
-    assert_same_bits(state(u), before)
-
-
-def test_networks_compute_as_they_are_under_autocast():
-    d = data()[0]
-    arguments = [d[name].float() for name in ("anchors", "log_g", "tau", "features")]
-    u, other = (BY_NAME["network"].make(dtype=torch.float32) for _ in range(2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = u.update(*arguments), u.predict(*arguments[::2])
-    same(under, (other.update(*arguments), other.predict(*arguments[::2])))
-
-
 @pytest.mark.parametrize("proposals", ["pool", "sweep"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_chains_equal_their_reference(window, proposals):
