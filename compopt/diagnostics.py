@@ -20,7 +20,7 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.kernel.local import Pairs

@@ -98,10 +98,9 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
 
     The estimator's learned temperature, if it has one, is among ``model.parameters()`` (as
     ``loss.temperature.log_inverse``; spare it weight decay), its state is in ``model.state_dict()``, and
-    ``model.train()``, ``eval()`` and ``to(device)`` reach it. The estimator itself goes on working: both use the same
-    parameters and rows. Copies and pickles of the module have estimators of their own, attached to no optimizer.
-
-    *Precision.* ``half()``, ``bfloat16()`` and ``double()`` change no dtype in here.
+    ``model.train()``, ``eval()`` and ``to(device)`` reach it. The estimator itself goes on working. Copies of the
+    module have estimators of their own, attached to no optimizer. ``half()``, ``bfloat16()`` and ``double()`` change no
+    dtype in here.
 
     *Large tables.* ``state_dict()`` and ``deepcopy`` copy all rows. With ``state=False`` the module has nothing but the
     parameters in its ``state_dict()``; save the rest with :func:`compopt.save`.
@@ -109,10 +108,9 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. DDP with
     ``device_ids`` takes ``index`` to the device, where it is waited for; leave them out.
 
-    *FSDP2* shards no scalars. A learned temperature stays whole, and needs no reduction, since every rank has its whole
-    gradient: ``fully_shard(model, ignored_params=set(model.loss.parameters()))``. Give it a parameter group of its own;
-    the kernels of optimizers mix no sharded and whole parameters. *DeepSpeed* takes no scalar parameters in a model: an
-    estimator with a learned temperature stays outside of it.
+    *FSDP2* shards no scalars. Every rank has the whole gradient of a learned temperature:
+    ``fully_shard(model, ignored_params=set(model.loss.parameters()))``, and give it a parameter group of its own.
+    *DeepSpeed* takes no scalar parameters in a model: an estimator with a learned temperature stays outside of it.
 
     *torch.compile* compiles the code before and after; the call itself is left out of the graph.
 
@@ -121,14 +119,13 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
         state: ``state_dict()`` and ``load_state_dict()`` of the module carry the estimator's.
 
     Returns:
-        The module; ``module.est`` is the estimator. Making it communicates nothing; its call does what the estimator's
-        does.
+        The module; ``module.est`` is the estimator. Making it communicates nothing.
 
     Raises:
         TypeError: ``est`` is no estimator, or ``state`` neither True nor False.
         RuntimeError: ``est`` is a part of another estimator.
-        ValueError: ``state=True``, and ranks hold different parts of the state. To collect it is collective, which
-            ``state_dict()`` of a module is not: torch's users call it on one rank.
+        ValueError: ``state=True``, and ranks hold different parts of the state: torch's users call ``state_dict()`` of
+            a module on one rank.
 
     Example:
         >>> import torch, compopt

@@ -22,7 +22,7 @@ class Schedule:
     Attributes:
         t: steps so far.
 
-    State: ``t``; the value is in the groups. Communicates nothing: every rank steps its own.
+    State: ``t``; the value is in the groups. Communicates nothing.
 
     Raises:
         TypeError: ``est`` is no estimator, ``fn`` no function, or what it returns no hyper-parameter.
@@ -52,7 +52,7 @@ class Schedule:
                 group[self.key] = value
 
     def step(self) -> None:
-        """Count one real update, and set the value of the new count."""
+        """Advance ``t`` by one update, and set its value."""
         self.t += 1
         self._apply()
 
@@ -61,7 +61,7 @@ class Schedule:
         return {"t": self.t}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the number of steps from what :meth:`state_dict` returned, and set its value."""
+        """Restore what :meth:`state_dict` returned, and set its value."""
         self.t = int(state_dict["t"])
         self._apply()
 
@@ -69,8 +69,7 @@ class Schedule:
 class CosineGamma(Schedule):
     r"""``gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``: from 1 down to ``gamma_min``.
 
-    FastCLIP's authors set gamma once per epoch, from the number of finished epochs. For their schedule call
-    :meth:`step` once per epoch, with ``decay_steps`` in epochs.
+    FastCLIP's authors call :meth:`step` once per epoch, with ``decay_steps`` in epochs.
 
     Args:
         est: an estimator with a ``gamma``.

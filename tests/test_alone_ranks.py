@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from tests.four import KINDS, PLACES, WITH_ROWS, assert_alike, call, loss, reference, state
+from tests.four import KINDS, PLACES, assert_alike, call, loss, reference, state
 from tests.pool import the_pool
 from tests.test_integrations import Samples, accelerator, counting, full_weights
 from tests.training import DIM, MICRO, WINDOW, Encoders, N, micro_batches, needs_fsdp2, weights
@@ -106,25 +106,6 @@ def test_two_ranks_equal_one(kind, wrapper):
         assert_alike(trace, reference(kind, 2 * WINDOW), 1e-10)
 
 
-def run_distributed_checkpoint(group, kind, folder):
-    import torch.distributed.checkpoint as dcp
-
-    from compopt.integrations.dcp import Stateful
-
-    obj, other = (KINDS[kind](shard=True) for _ in range(2))
-    for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
-        loss(obj, x1, x2, index)
-        obj.step()
-    dcp.save({"obj": Stateful(obj)}, checkpoint_id=folder)
-    dcp.load({"obj": Stateful(other)}, checkpoint_id=folder)
-    return torch.equal(state(obj), state(other)), other.t
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_distributed_checkpoints(kind, tmp_path):
-    assert the_pool(2, timeout=120).run(run_distributed_checkpoint, 2, kind, str(tmp_path / "c")) == [(True, 3)] * 2
-
-
 def run_orders(group):
     obj = KINDS["network"]()
     for x1, x2, index in micro_batches(3, dist.get_rank(), 2):
@@ -141,42 +122,6 @@ def run_orders(group):
 def test_ranks_may_load_entries_in_other_orders():
     """Their split tensors are joined by name; safetensors gives each process an order of its own."""
     assert the_pool(2, timeout=120).run(run_orders, 2) == [True, True]
-
-
-# placements ---------------------------------------------------------------------------------------
-
-
-def run_saved(group, kind, folder, before):
-    """Train a little, save; or load what was saved, and go on. -> states"""
-    rank, size = dist.get_rank(), dist.get_world_size(group)
-    obj = KINDS[kind](process_group=group, shard=True, offload="disk", offload_dir=f"{folder}/rows-{size}-{before}")
-    if not before:
-        compopt.load(obj, f"{folder}/saved")
-    trace, model = [state(obj)], Encoders(torch.float32)
-    for x1, x2, index in micro_batches(6, seed=4)[:3] if before else micro_batches(6, seed=4)[3:]:
-        part = torch.arange(MICRO).tensor_split(size)[rank]
-        if kind in WITH_ROWS:
-            obj.prefetch(index[part])
-        loss(obj, *model(x1[part].float(), x2[part].float()), index[part])
-        obj.step()
-        trace.append(state(obj))
-    if before:
-        compopt.save(obj, f"{folder}/saved")
-    return trace, obj.split
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_on_disk_move_between_numbers_of_ranks(kind, tmp_path):
-    model, obj, expected = Encoders(torch.float32), KINDS[kind](), []
-    for x1, x2, index in micro_batches(6, seed=4):
-        loss(obj, *model(x1.float(), x2.float()), index)
-        obj.step()
-        expected.append(state(obj))
-    saved = the_pool().run(run_saved, 2, kind, str(tmp_path), True)
-    for ranks in (1, 3):
-        for (first, *later), _ in the_pool().run(run_saved, ranks, kind, str(tmp_path), False):
-            assert torch.equal(first, saved[0][0][-1])
-            torch.testing.assert_close(later, expected[3:], rtol=1e-5, atol=1e-5)
 
 
 # workers ------------------------------------------------------------------------------------------

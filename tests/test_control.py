@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 
 import compopt
 from compopt.distributed import collectives
-from compopt.distributed.ranks import Ranks
 from compopt.samplers import OrderedBatchSampler
 from tests.helpers import features, generator
 from tests.pool import free_port, the_pool
@@ -80,8 +79,9 @@ def one_rank_alone(group, folder, operation):
     return said, second, est.t, {name: value.double().sum() for name, value in est.state_dict()["rows"].items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("operation", [*OPERATIONS, "observe() of a sampler"])
+@pytest.mark.parametrize(
+    "operation, ranks", [*((name, 2) for name in OPERATIONS), ("state_dict()", 3), ("observe() of a sampler", 2)]
+)
 def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
     found = the_pool().run(one_rank_alone, ranks, tmp_path / "runs", operation)
     first, others = operation, "the estimator's call"
@@ -160,28 +160,6 @@ def test_what_communicates_is_refused_beside_the_thread_that_calls(tmp_path):
             assert said.startswith(f"RuntimeError: {what}") and "'beside'" in said and "'MainThread'" in said
 
 
-def states_beside_training(group):
-    """Every rank copies its replica while it trains; no rank waits for another's thread."""
-    est, states, stop = build(group), [], threading.Event()
-
-    def repeat():
-        while not stop.is_set():
-            states.append(est.state_dict())
-
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    for step in range(20):
-        call(est, step)
-    stop.set()
-    thread.join(20)
-    return [state["t"] * OWN * 2 == int(state["rows"]["count"][:, 0].sum()) for state in states]
-
-
-def test_replicas_are_copied_in_a_thread_beside_training():
-    for consistent in the_pool().run(states_beside_training, 2):
-        assert len(consistent) > 1 and all(consistent)
-
-
 # -- ranks that do not come ------------------------------------------------------------------------------------
 
 SHORT = 2.0
@@ -209,21 +187,11 @@ def _lose(rank, port, folder, pipe):
     attempt("call", lambda est: call(est, 1))
     attempt("save", lambda est: compopt.save(est, folder))
     attempt("read", lambda est: est.read(torch.arange(2)), shard=True)
-    attempt("prefetch", prefetch_alone, shard=True)
     attempt("features", alone_after_the_opening)
     if rank == 0:
         os._exit(3)
     found["end"] = outcome(lambda: call(build(None)))
     pipe.send(found)
-
-
-def prefetch_alone(est):
-    """The rows that rank 1 asks for would come from a thread that rank 0's never meets."""
-    with mock.patch.object(Ranks, "new_host_group", lambda self: self.group):
-        index = torch.arange(OWN)
-        est.prefetch(index)
-        fetch = est._engine.reader.prefetcher.find(index[:, None])
-        fetch.claim()
 
 
 def alone_after_the_opening(est):
@@ -252,7 +220,6 @@ def test_a_rank_that_waits_says_for_whom_and_in_what(tmp_path):
         "call": r"the estimator's call \(commit 1\)",
         "save": r"compopt\.save\(\) \(commit 1\)",
         "read": r"read\(\) \(commit 1\)",
-        "prefetch": r"prefetch\(\) of shards",
         "features": r"the estimator's call \(commit 0\)",
     }.items():
         said, cause = found[name]

@@ -112,17 +112,6 @@ def test_state_dict_carries_rows_and_temperature(learn, assign):
     assert_same_bits(everything(model), everything(other))
 
 
-def test_a_parameter_that_was_edited_in_the_state_is_the_one_that_is_loaded():
-    """It is kept once, as a parameter."""
-    state = Model().state_dict()
-    state[NAME] = torch.tensor(1.5, dtype=DTYPE)
-    assert state["loss._extra_state"]["extra"] == {"normalizer": {}, "temperature": {}}
-    model = Model()
-    model.load_state_dict(state)
-    (own,) = model.loss.est.parameters()
-    assert own.item() == 1.5
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
     """It is loaded as a parameter, or stays what it is."""
@@ -200,9 +189,8 @@ def test_an_estimator_without_a_call_serves_as_state():
         module(torch.zeros(2))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("kind", four.KINDS)
-def test_an_object_alone_in_a_model(kind, duplicate):
+def test_an_object_alone_in_a_model(kind):
     """Its state is the model's; copies of the model have objects of their own, known under all their names."""
 
     def built():
@@ -218,7 +206,7 @@ def test_an_object_alone_in_a_model(kind, duplicate):
 
     model, data, loaded = built(), micro_batches(4), built()
     train(model, data[:2])
-    twin, before = duplicate(model), four.state(model.obj)
+    twin, before = copy.deepcopy(model), four.state(model.obj)
     loaded.load_state_dict(model.state_dict())
     assert twin.state.est is twin.obj is not model.obj
     for other in (twin, loaded):
@@ -227,19 +215,6 @@ def test_an_object_alone_in_a_model(kind, duplicate):
     assert torch.equal(four.state(model.obj), before) and not torch.equal(four.state(twin.obj), before)
     assert torch.equal(four.state(twin.obj), four.state(loaded.obj))
     assert not model.eval().obj.training and model.train().obj.training
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("order", [("part", "est"), ("est", "part")])
-def test_copies_of_a_model_with_an_owner_and_its_part(order, duplicate):
-    est, model = estimator(), nn.Module()
-    for name in order:
-        setattr(model, name, est if name == "est" else est.normalizer)
-    twin = duplicate(model)
-    assert twin.part.owner is twin.est is not est and twin.est.normalizer is twin.part
-    twin.est(*Encoders(DTYPE)(*micro_batches(1)[0][:2]), torch.arange(8))
-    twin.est.step()
-    assert twin.part.read(torch.arange(8))["count"].sum() == 8 and est.t == 0
 
 
 def test_a_part_is_refused():
@@ -310,30 +285,6 @@ def test_two_ranks_equal_one(kind):
             model.load_state_dict(whole)
             for name, value in everything(one).items():
                 torch.testing.assert_close(everything(model)[name], value, rtol=1e-8, atol=1e-10)
-
-
-def run_saved(group, kind, directory):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
-    rank = dist.get_rank()
-    model = Model()
-    wrap = wrapped(model, kind)
-    train(model, micro_batches(3, rank, 2), wrap)
-    dcp.save({"model": get_model_state_dict(wrap)}, checkpoint_id=directory)
-    before = snapshot(model.loss.est, N)
-    train(model, micro_batches(2, rank, 2, seed=9), wrap)
-    state = get_model_state_dict(wrap)
-    dcp.load({"model": state}, checkpoint_id=directory)
-    set_model_state_dict(wrap, state)
-    assert_same_bits(before, snapshot(model.loss.est, N))
-    return model.loss.est.t
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_distributed_checkpoints(kind, tmp_path):
-    assert the_pool(2, timeout=120).run(run_saved, 2, kind, str(tmp_path / "checkpoint")) == [3, 3]
 
 
 def run_split(group, directory):

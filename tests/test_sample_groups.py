@@ -49,15 +49,6 @@ def test_two_groups_with_different_hyper_parameters(name, mode):
     follow(BY_NAME[name], est, ref, N1 + N2, 20, seed=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_groups_with_different_constant_temperatures(mode):
-    groups = [{"n": N1, "tau": 0.05}, {"n": N2, "tau": 0.4}]
-    est = compopt.SogCLREstimator(groups, gamma=0.7, tau=0.1, mode=mode, dtype=torch.float64)
-    twin = [{"gamma": 0.7, **g} for g in groups]
-    ref = Reference(twin, MovingAverageReference("none"), FixedReference(), mode)
-    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 8, seed=2)
-
-
 CHANGES = [
     ("sogclr", {"gamma": 0.2}),
     ("sogclr", {"tau": 0.2}),
@@ -127,17 +118,6 @@ def test_dicts_and_pairs_of_the_user_are_not_shared():
     a.sample_groups[0]["betas"] = [7.0, 0.9]
     with pytest.raises(ValueError, match="betas"):
         a(*torch.randn(2, 4, 3), torch.arange(4))
-
-
-def test_one_group_equals_two_equal_groups():
-    results = []
-    for n in (12, [{"n": 5}, {"n": 7}]):
-        est = compopt.SogCLREstimator(n, gamma=0.5, tau=0.1, dtype=torch.float64)
-        for batch in batches(12, 3, seed=10):
-            loss = run(est, *batch)[0]
-            est.step()
-        results.append(loss)
-    near(*results, 1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -17,7 +17,7 @@ from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
 from compopt.checkpoint.remote import Directory, open_directory
 from compopt.checkpoint.saving import StrPath, check_estimator, note_load
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.stores.table import RowTable

@@ -20,7 +20,7 @@ from compopt import checks, files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
 from compopt.checkpoint.remote import Directory, open_directory
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator

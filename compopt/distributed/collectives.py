@@ -7,18 +7,83 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
-GRACE = 5.0  # seconds that the interpreter's end waits for tensors; torch needs microseconds unless a rank is missing
-HANDOVER = 0.05  # seconds for threads that run a collective of other code to release its tensors
-MANY = 64  # latest tensors that the interpreter's end waits for
-_lent: deque[ref[Tensor]] = deque(maxlen=MANY)
+
+# -- operations: each rank tells which one it is in, and errors name it --------------------------------------------
+
+CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
+# A message carries the operation's position in this list.
+OPERATIONS = (
+    "another operation",
+    CALL,
+    OBSERVE,
+    PREFETCH,
+    "the construction of an estimator",
+    "the planning of a sampler's epoch",
+    "read()",
+    "state_dict()",
+    "load_state_dict()",
+    "add_sample_group()",
+    "compopt.save()",
+    "compopt.load()",
+    "a diagnostic",
+)
+
+
+class Doing(NamedTuple):
+    """Operation of a rank, and the number of commits before it."""
+
+    operation: str = OPERATIONS[0]
+    commits: int | None = None
+
+    def __str__(self) -> str:
+        return self.operation if self.commits is None else f"{self.operation} (commit {self.commits})"
+
+
+ANYTHING = Doing()
+_doing: ContextVar[Doing] = ContextVar("doing", default=ANYTHING)
+
+
+def now() -> Doing:
+    """Return the operation that :func:`doing` has set in this thread."""
+    return _doing.get()
+
+
+@contextmanager
+def doing(operation: str, commits: int | None = None) -> Iterator[None]:
+    """Set the operation that this thread tells to other ranks, and that their errors name."""
+    token = _doing.set(Doing(operation, commits))
+    try:
+        yield
+    finally:
+        _doing.reset(token)
+
+
+def refuse_different(operations: Sequence[int]) -> None:
+    """Raise on every rank if they are not all in one operation."""
+    if len(set(operations)) == 1:
+        return
+    found = []
+    for operation in dict.fromkeys(operations):
+        ranks = [str(rank) for rank, other in enumerate(operations) if other == operation]
+        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(ranks)} are"
+        found.append(f"{who} in {OPERATIONS[operation]}")
+    raise RuntimeError(
+        f"{' while '.join(found)}; these are collective: call them on every rank, in the same order and not under "
+        f"`if rank == 0`"
+    )
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------
 
 
 def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
@@ -75,9 +140,17 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: ob
         raise
 
 
+# -- the interpreter's end -----------------------------------------------------------------------------------------
+
 # Gloo works in threads of torch. A thread that has finished a collective wakes the caller first and releases the
 # tensors afterwards, for which it takes the interpreter's lock. If the interpreter begins to end in between, the thread
 # is ended instead, and that aborts the process ("terminate called without an active exception") after the right result.
+# Without this package torch would end its threads earlier, with the process group, which estimators keep alive.
+
+GRACE = 5.0  # seconds that the interpreter's end waits for tensors; torch needs microseconds unless a rank is missing
+HANDOVER = 0.05  # seconds for threads that run a collective of other code, whose tensors are not known
+MANY = 64  # the latest tensors suffice
+_lent: deque[ref[Tensor]] = deque(maxlen=MANY)
 
 
 def _lend(tensor: Tensor) -> Tensor:
@@ -95,11 +168,7 @@ def _still_lent() -> bool:
 
 @atexit.register
 def _await_lent() -> None:
-    """Leave the interpreter's lock to torch's threads until they have released all tensors.
-
-    Tensors of other code's collectives are not known. Without this package torch would end its threads earlier, with
-    the process group, which samplers and estimators keep alive.
-    """
+    """Leave the interpreter's lock to torch's threads until they have released all tensors."""
     end = time.monotonic() + GRACE
     if _lent:
         time.sleep(HANDOVER)

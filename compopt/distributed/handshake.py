@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compopt.distributed.control import CALL, Doing
+from compopt.distributed.collectives import CALL, Doing
 from compopt.distributed.ranks import Ranks
 
-ALONE = nullcontext()  # of one rank, which nobody waits for
 KEYS = ("index", "index2", "labels")
 # Facts that must be equal on all ranks, and how an error describes them.
 FACTS = {
@@ -56,12 +55,8 @@ class Agreement:
 class Handshake:
     """One small all-gather of host integers per call: sizes, indices, refusals. With one rank, none.
 
-    The message has room for a fixed number of samples; a larger batch makes all ranks meet once more with room
-    for it, which happens at the first call and then never again.
-
-    Args:
-        ranks: who meet.
-        operation: what for.
+    The message has room for a fixed number of samples. A batch that is larger than all before makes the ranks exchange
+    a second message, with room for it.
     """
 
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
@@ -69,7 +64,7 @@ class Handshake:
 
     def guard(self) -> AbstractContextManager[None]:
         """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
-        return ALONE if self.ranks.size == 1 else self._guard()
+        return nullcontext() if self.ranks.size == 1 else self._guard()
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -87,25 +82,20 @@ class Handshake:
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, more: int = 0
     ) -> Agreement:
-        """Tell this rank's samples and learn those of all ranks.
-
-        Raises:
-            RuntimeError: a rank refused its arguments, or ranks are out of step.
-            ValueError: ranks brought different kinds of arguments.
-        """
+        """Tell this rank's samples and learn those of all ranks."""
         size = keys["index"].shape[0]
         if self.ranks.size == 1:
             return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
         keys = {name: key.cpu() for name, key in keys.items()}
         kinds = sum(1 << KEYS.index(name) for name in keys)
         header = [0, 0, size, kinds, prefetched, more, *(facts.get(name, 0) for name in FACTS)]
-        now = Doing(self.operation, facts.get("t"))
-        table = self.ranks.open(self._message(header, keys), now)
+        doing = Doing(self.operation, facts.get("t"))
+        table = self.ranks.open(self._message(header, keys), doing)
         _compare(table)
         sizes = table[:, SIZE].tolist()
         if max(sizes) > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * max(sizes))
-            table = self.ranks.open(self._message(header, keys), now)
+            table = self.ranks.open(self._message(header, keys), doing)
         blocks = dict(zip(KEYS, table[:, HEADER:].split(_room(table), dim=1), strict=False))
         first, numbers = sum(sizes[: self.ranks.rank]), table[:, PREFETCHED].tolist()
         return Agreement(

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.distributed import collectives, control
-from compopt.distributed.collectives import ProcessGroup
-from compopt.distributed.control import Doing
+from compopt.distributed import collectives
+from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Doing, ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,9 @@ class Part:
     start: int
     stop: int
 
-    @classmethod
-    def share(cls, count: int, rank: int, size: int) -> Part:
-        """Return the part of rank ``rank`` of ``size`` in ``count`` things; sizes differ by one at most."""
-        return cls(rank * count // size, (rank + 1) * count // size)
-
     @property
     def size(self) -> int:
-        """Number of things in this part."""
+        """Length of the part."""
         return self.stop - self.start
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:
@@ -41,6 +35,7 @@ class Part:
         return whole.narrow(dim, self.start, self.size)
 
 
+@dataclass
 class Control:
     """Facts of one process group that all objects of this process share which communicate over it.
 
@@ -51,10 +46,9 @@ class Control:
         doing: operation of the last opening.
     """
 
-    def __init__(self) -> None:
-        self.host: ProcessGroup | None = None
-        self.length = 32  # until a call needs more
-        self.doing = Doing()
+    host: ProcessGroup | None = None
+    length: int = 32  # until a call needs more
+    doing: Doing = Doing()
 
 
 _controls: WeakKeyDictionary[Any, Control] = WeakKeyDictionary()
@@ -83,7 +77,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return this process by itself, whatever groups there are."""
+        """Return this process by itself."""
         ranks = cls.__new__(cls)
         ranks._join(None, 0, 1)
         return ranks
@@ -96,7 +90,7 @@ class Ranks:
 
     @property
     def host(self) -> ProcessGroup:
-        """Group of control messages, formed at the first of them: parts of an estimator never send any."""
+        """Group of control messages, formed at the first of them."""
         if self._host is None:
             if _works_on_cpu(self.group):
                 self._host = self.group
@@ -110,12 +104,8 @@ class Ranks:
         return self._host
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Form another CPU group of the same ranks, for collectives from a thread of their own (collective).
-
-        ``None`` if there is one rank, or if torch cannot form it: the name that it gives to a group formed by its
-        members alone depends on how many groups each member already has.
-        """
-        return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, control.now())
+        """Form another CPU group of the same ranks, for collectives from another thread; ``None``: torch cannot."""
+        return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, collectives.now())
 
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
@@ -125,7 +115,7 @@ class Ranks:
             counts = self.gather_objects(count)
         else:
             dist.all_gather_object(counts, count, group=self.group)
-        if len(set(counts)) > 1:
+        if len(set(counts)) > 1:  # torch names a group that its members form alone by the number of groups of each
             return None
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
@@ -137,7 +127,7 @@ class Ranks:
         return Ranks, ()  # a process group cannot travel: the reader's own default group
 
     def check_alive(self) -> None:
-        """Refuse to compute alone what a group that was formed later would expect of all its ranks."""
+        """Refuse to compute alone in a group that was formed later."""
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -148,7 +138,7 @@ class Ranks:
     # -- host ---------------------------------------------------------------------------------------------------
 
     def blank(self) -> Tensor:
-        """Return an opening message to fill from its second integer on; as long as that of every rank."""
+        """Return an opening message to fill from its second integer on."""
         return torch.zeros(self._control.length, dtype=torch.int64, device="cpu")
 
     def make_room(self, length: int) -> None:
@@ -160,15 +150,15 @@ class Ranks:
 
         Args:
             message: :meth:`blank`, filled.
-            now: the operation; ``None``: that of :func:`compopt.distributed.control.doing`.
+            now: the operation; ``None``: that of :func:`~compopt.distributed.collectives.doing`.
 
         Raises:
             RuntimeError: on every rank, if they are in different operations; another rank did not come; calls come from
                 another thread, whose messages these would be mixed up with.
         """
-        self._control.doing = now = now or control.now()
+        self._control.doing = now = now or collectives.now()
         thread, caller = threading.current_thread(), self._caller
-        if now.operation in (control.CALL, control.OBSERVE):
+        if now.operation in (CALL, OBSERVE):
             self._caller = thread
         elif caller is not None and caller is not thread and caller.is_alive():
             raise RuntimeError(
@@ -177,21 +167,21 @@ class Ranks:
                 f"a file in another one"
             )
         message = self.blank() if message is None else message
-        message[0] = control.OPERATIONS.index(now.operation)
+        message[0] = OPERATIONS.index(now.operation)
         table = collectives.tell(message, self.host, self.size, now)
-        control.refuse_different(table[:, 0].tolist())
+        collectives.refuse_different(table[:, 0].tolist())
         return table
 
     def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
-        """Gather small CPU tensors of one shape ``(...)`` over a group of their own into ``(K, ...)``."""
+        """Gather small CPU tensors ``(...)`` over another group into ``(K, ...)``."""
         return message[None] if self.size == 1 else collectives.tell(message, group, self.size, what)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather small picklable values, by rank. Slow; for construction and checkpoints."""
+        """Gather small picklable values, by rank; slow."""
         if self.size == 1:
             return [value]
         self.open()
-        return collectives.gather_objects(value, self.host, self.size, control.now())
+        return collectives.gather_objects(value, self.host, self.size, collectives.now())
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -199,10 +189,7 @@ class Ranks:
             self.open()
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Run ``action`` everywhere; if it raised anywhere, raise everywhere, so that no rank waits for another.
-
-        The rank that failed raises its own error, the others a ``RuntimeError`` that names it.
-        """
+        """Run ``action`` on every rank; if it raised on one, the others raise a ``RuntimeError`` and do not wait."""
         result, error = None, None
         try:
             result = action()
@@ -253,15 +240,16 @@ class Ranks:
             result.append(own.view(len(gathered), *tensor.shape[1:]))
         return result
 
-    def part(self, count: int) -> Part:
-        """Return this rank's share of ``count`` things, in parts whose sizes differ by one at most."""
-        return Part.share(count, self.rank, self.size)
+    def part(self, count: int, rank: int | None = None) -> Part:
+        """Return the share of a rank (by default this one) of ``count`` things; sizes differ by one at most."""
+        rank = self.rank if rank is None else rank
+        return Part(rank * count // self.size, (rank + 1) * count // self.size)
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
         """Return the whole of what :meth:`part` split along ``dim``; collective."""
         if self.size == 1:
             return own
-        sizes = [Part.share(count, rank, self.size).size for rank in range(self.size)]
+        sizes = [self.part(count, rank).size for rank in range(self.size)]
         return self.gather([own.movedim(dim, 0).contiguous()], sizes)[0].movedim(0, dim).contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -269,23 +257,20 @@ class Ranks:
         return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control.doing)
 
     def sum_in_doubles(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, added as doubles (on the host, where a device has none); with one rank the tensor itself."""
+        """Sum over ranks, added as doubles; with one rank the tensor itself."""
         return tensor if self.size == 1 else self.sum(_doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
-        """Return ``log sum over ranks of exp(logs)`` by one all-reduce of doubles.
+        """Return ``log sum over ranks of exp(logs)`` by one all-reduce of doubles; ``-inf`` adds nothing.
 
-        Doubles hold ``exp(x)`` for ``|x| < 700``: no maximum has to be agreed on first.
-
-        Args:
-            logs: ``-inf`` where a rank has nothing to add.
-            centre: known to all ranks; ``|logs - centre|`` must stay below 700.
+        Doubles hold ``exp(x)`` for ``|x| < 700``, so that no maximum has to be agreed on first: all ranks pass the same
+        ``centre``, and ``|logs - centre|`` must stay below 700.
         """
         doubles, centre = _doubles(logs), _doubles(centre)
         return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
 
     def sum_bits(self, words: Tensor) -> Tensor:
-        """Sum over ranks, in place, blocks that are zero on all ranks but one per entry: bit for bit."""
+        """Sum in place, bit for bit, blocks of which each entry is zero on all ranks but one."""
         self.sum(words.view(torch.int64))
         return words
 
@@ -297,7 +282,6 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 
 def _works_on_cpu(group: ProcessGroup | None) -> bool:
-    """Return whether the group has a backend for CPU tensors (gloo or mpi, alone or beside nccl)."""
     try:
         return any(name in dist.get_backend_config(group).lower() for name in ("gloo", "mpi"))
     except (AttributeError, RuntimeError, ValueError):

@@ -24,16 +24,12 @@ class HasOptimizer(Protocol):
     """Wrapper or engine around an optimizer."""
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which the __getattr__ of modules fulfils
         """Optimizer, or another wrapper."""
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """Follow ``.optimizer`` through wrappers and engines to the object whose ``step`` runs hooks.
-
-    Covers ``AcceleratedOptimizer``, DeepSpeed's engine and its ZeRO and FP16 optimizers, and anything else
-    built the same way.
-    """
+    """Follow ``.optimizer`` through wrappers and engines to the object whose ``step`` runs hooks."""
     hooked = [each for each in _chain(optimizer) if isinstance(getattr(each, "_optimizer_step_post_hooks", None), dict)]
     if hooked:  # a proxy, such as Lightning's, shows the hooks of what it wraps
         hooks = hooked[0]._optimizer_step_post_hooks
@@ -56,25 +52,21 @@ def _chain(optimizer: Any) -> Iterator[Any]:
 def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     """Call ``commit(found_inf)`` after each ``optimizer.step()``.
 
-    ``found_inf`` is the tensor that ``GradScaler`` leaves on a fused optimizer, whose step hook fires on skipped
-    steps too; ``None`` where there is none. The hook holds its owner weakly: an optimizer does not keep an
-    estimator alive.
-
-    ``torch.distributed.checkpoint`` calls ``step()`` of an optimizer that has no state yet, to make it; that is no
-    update, and nothing is committed.
-
-    An optimizer around a ``base_optimizer`` (SAM) may be used without its own ``step``: the hook is on both, and
-    where both run, the second has nothing to commit.
+    ``found_inf`` is the tensor that ``GradScaler`` leaves on a fused optimizer, whose step hook runs on skipped
+    steps too; ``None`` where there is none.
     """
-    reference = WeakMethod(commit)
+    reference = WeakMethod(commit)  # an optimizer does not keep an estimator alive
 
     @outside_of_graphs
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         alive = reference()
+        # torch.distributed.checkpoint calls step() of an optimizer that has no state yet, to make it: that is no update
         if alive is not None and not makes_optimizer_state():
             alive(getattr(optimizer, "found_inf", None))
 
+    # An optimizer around a base_optimizer (SAM) may be used without its own step: the hook is on both, and where both
+    # run, the second has nothing to commit.
     base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
     if not isinstance(base, dict):
         return optimizer.register_step_post_hook(hook)
@@ -90,16 +82,14 @@ class Entry:
     entry, but keeps its groups, so that attaching later finds out.
     """
 
-    est: ref[Any]
-    key: str
-
     def __init__(self, est: Any, optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
         families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
         tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
         others = [getattr(hook, "__self__", None) for hook in tables[0].values()]
         taken = {other.key for other in others if isinstance(other, Entry) and other.est() is not None}
-        self.est, self.loading = ref(est), None
-        self.key = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
+        self.est: ref[Any] = ref(est)
+        self.loading: Any = None
+        self.key: str = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
         for table, hook in zip(tables, (self.save, self.take, self.load), strict=True):
             table[handle.id] = hook
         handle.extra_dict_ref += tuple(ref(table) for table in tables)
@@ -168,13 +158,7 @@ def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
 
 class Attached:
-    """Optimizer that commits an estimator's deposits.
-
-    Attributes:
-        kind: name of its class.
-        optimizer: weak reference.
-        handle: of the hook.
-    """
+    """Optimizer that commits an estimator's deposits, held weakly."""
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
         self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
@@ -185,9 +169,7 @@ class Attached:
 
     def skipped(self) -> bool:
         """Return whether the engine has skipped an update since the last call of this method."""
-        if self._engine is None:
-            return False
-        engine, before = self._engine(), self._skipped
+        engine, before = None if self._engine is None else self._engine(), self._skipped
         self._skipped = before if engine is None else int(engine.skipped_steps)
         return self._skipped > before
 
@@ -232,8 +214,7 @@ class Attachments:
 
     def have(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether attached optimizers have all of these in their groups."""
-        held = {id(parameter) for parameter in self._parameters()}
-        return all(id(parameter) in held for parameter in parameters)
+        return {id(parameter) for parameter in parameters} <= {id(parameter) for parameter in self._parameters()}
 
     def scalars_without_gradient(self) -> list[Tensor]:
         """Return parameters of one number that require a gradient and have none, beside others that have one."""

@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_index, check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.attach import HasOptimizer
 from compopt.estimator.engine import Engine
@@ -35,7 +35,7 @@ FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_
 class Fixed:
     """Attribute of an estimator that decides what its rows mean: setting it a second time is an ``AttributeError``.
 
-    It has no ``__get__``, so that reading the attribute costs as much as reading any other.
+    Without a ``__get__``, reading it costs as much as reading any other attribute.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -55,7 +55,7 @@ class Fixed:
 
 
 def fixed() -> Any:
-    """Return a :class:`Fixed` attribute; ``Any``, so that a class may annotate it with the type of its value."""
+    """Return a :class:`Fixed` attribute, typed so that a class may annotate it with the type of its value."""
     return Fixed()
 
 
@@ -72,7 +72,7 @@ class Estimator:
     ``normalizer.`` or ``temperature.``.
 
     Args:
-        engine: groups, ranks and rows; ``None`` where a part that is used alone makes its own.
+        engine: groups, ranks and rows; ``None``: a part, which makes its own when it is used alone.
 
     Attributes:
         data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
@@ -82,23 +82,20 @@ class Estimator:
     multiple of 16 bytes; beside the rows what components keep for all samples, and :attr:`t`.
 
     Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
-    meanwhile, and sees the state between two commits; a commit waits for it, and does not for a save with
-    ``blocking=False``. What communicates with other ranks must run in the thread that calls, and is refused elsewhere
-    with a ``RuntimeError``.
+    meanwhile, and sees the state between two commits; a commit waits for it, except for a save with
+    ``blocking=False``. What communicates must run in the thread that calls; elsewhere it is a ``RuntimeError``.
 
     Communicates, with several ranks: construction is collective with ``offload="disk"``; the first message forms a CPU
     group where the group's backend takes no CPU tensors. A method that communicates says so; the others do not.
 
     Raises:
         IndexError: an index on the CPU is outside the data set. This and the other errors leave the state as it was.
-        TypeError: an index that is not integral; a dtype that is none.
-        ValueError: bad shapes or hyper-parameters; rows neither float32 nor float64.
+        TypeError, ValueError: bad types, shapes or hyper-parameters; rows neither float32 nor float64.
         RuntimeError: with several ranks, another rank refused, does something else, or did not come.
 
     Warns:
-        UserWarning: once each: three updates of a model have passed, or many calls, and none was committed; a learned
-            temperature had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in
-            the batch.
+        UserWarning: once each: nothing was committed for three updates of a model, or many calls; a learned temperature
+            had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
 
     Example:
         >>> import torch, compopt
@@ -159,13 +156,6 @@ class Estimator:
         groups, role = self._facts.groups, self._role
         return groups.groups if role is None else groups.of_part(role)
 
-    @sample_groups.setter
-    def sample_groups(self, value: Any) -> NoReturn:
-        raise AttributeError(
-            "sample_groups is one list for as long as the estimator lives: change the values in it, "
-            "est.sample_groups[0][key] = value, or append a data set with est.add_sample_group"
-        )
-
     @property
     def defaults(self) -> dict[str, Any]:
         """Values of the hyper-parameters that a group leaves out (``None``: by mode)."""
@@ -177,17 +167,8 @@ class Estimator:
         """Samples in all groups; ``None`` for an estimator without rows."""
         return self._facts.groups.n
 
-    @n.setter
-    def n(self, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"n of {type(self).__name__} is fixed at {self.n}, got {value!r}: append the rows of another data set with "
-            f"est.add_sample_group, or build another estimator"
-        )
-
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set, whose samples take the indices after all existing ones.
-
-        The table is copied once. If that fails, the estimator is as it was.
 
         Args:
             group: ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
@@ -211,13 +192,11 @@ class Estimator:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _identity(self) -> object:
-        """Return the configuration that must be equal on all ranks."""
         table = self._engine.table
         return states.config(self._engine), table is not None and table.sharded
 
     @property
     def _remembers_index(self) -> bool:
-        """True if samples of earlier batches are known by their index."""
         return self.n is not None
 
     def _read(
@@ -228,7 +207,7 @@ class Estimator:
         least: int = 1,
         more: int = 0,
     ) -> Batch:
-        """Return the global batch of a call with its committed rows; arguments as of :meth:`BatchReader.read`."""
+        """Return the global batch of a call with its committed rows, see :meth:`BatchReader.read`."""
         engine = self._engine
         depositing = engine.training and torch.is_grad_enabled()
         self._refuse_checkpoint(engine, depositing)
@@ -255,14 +234,11 @@ class Estimator:
         return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Read committed rows without a call, in dtype and on the device of ``like``; collective only on shards."""
+        """Read committed rows outside of a call, as ``like``; collective on shards."""
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
-        """Refuse a call inside a checkpointed function, which runs again in backward and would repeat the call.
-
-        One rank may, if nothing is repeated: with a stateless estimator, ``eval()`` or ``torch.no_grad()``.
-        """
+        """Refuse a call inside a checkpointed function, where running it again would deposit or gather twice."""
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and depositing
         meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
@@ -280,15 +256,15 @@ class Estimator:
             raise error
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
-        """Return committed values by column.
+        """Return a copy of committed values by column, on the rows' device.
 
         Args:
             index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
 
         Returns:
-            A copy of every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, on the rows'
-            device, floats in the rows' dtype and integers as stored; ``count`` is ``(B,)`` int64, the visits of the
-            sample (0: never seen, its logarithms read 0). Of a part of an estimator its own columns and visits.
+            Every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, as stored; ``count`` is
+            ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0). Of a part of an estimator
+            its own columns and visits.
 
         Raises:
             IndexError: outside the data set.
@@ -316,8 +292,7 @@ class Estimator:
     def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> PrefetchLoader[Any] | None:
         """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
 
-        Values are those committed at the time of the call, whatever was committed in between. Worth it where rows
-        are not beside the features (``offload=``, ``shard=True``).
+        Values are those committed at the time of the call. Worth it with ``offload=`` or ``shard=True``.
 
         Args:
             source: the ``index`` of a coming batch, ``(B,)``; or a loader, from which one batch is taken ahead.
@@ -325,15 +300,15 @@ class Estimator:
             index2: with an index, that of the second modality; with a loader, where the batch holds it.
 
         Returns:
-            ``None`` for an index; for a loader an iterable over its batches, a :class:`~compopt.data.PrefetchLoader`
-            (the loader itself, where nothing is kept per sample).
+            ``None`` for an index; for a loader a :class:`~compopt.data.PrefetchLoader` over its batches (the loader
+            itself, where nothing is kept per sample).
 
         Raises:
             IndexError: an index on the CPU is outside the data set.
             TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
-        Communicates: nothing; on shards the row numbers, in a background thread and over a group of their own, so
-        that all ranks must prefetch the same batches in the same order.
+        Communicates: nothing; on shards row numbers, in a background thread, so that all ranks must prefetch the same
+        batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
@@ -358,7 +333,6 @@ class Estimator:
         return self._facts.pending
 
     def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
-        """Keep the proposals of one call, ``(B, D)`` each, until the commit."""
         engine = self._engine
         if engine.table is not None:
             engine.table.deposit(batch, proposals, valid)
@@ -368,7 +342,6 @@ class Estimator:
         engine.forgotten.pending(engine.pending, engine.attachments)
 
     def _begin_saving(self) -> None:
-        """Run the checks and hooks that precede every copy of the state."""
         engine = self._facts
         engine.forgotten.saving(self.t, engine.pending, engine.attachments)
         self._run("state_dict_pre")
@@ -377,7 +350,7 @@ class Estimator:
     def step(self) -> None:
         """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.
 
-        With :meth:`attach` it runs by itself. Step hooks run before and after it. Communicates nothing.
+        :meth:`attach` calls it after each update. Step hooks run before and after it. Communicates nothing.
 
         Raises:
             RuntimeError: this is a part of another estimator, which commits.
@@ -423,36 +396,32 @@ class Estimator:
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
 
-        Wrappers and engines are unwrapped; attaching twice changes nothing. Call it after ``deepspeed.initialize``
-        (with the engine) or ``accelerator.prepare``, and anew for an optimizer that is made anew: a warning says when
-        nothing commits any more. An unfused ``GradScaler`` skip does not touch the optimizer at all: the finite rows of
-        that window then join the next commit, which is harmless because the weights did not move;
-        :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`. An optimizer around a
-        ``base_optimizer`` (SAM) commits when that steps. The step that ``torch.distributed.checkpoint`` makes for the
-        state of an optimizer without any is none. The optimizer keeps no estimator alive.
+        Call it after ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``, and anew for an optimizer
+        that is made anew. An unfused ``GradScaler`` skip does not call the optimizer: the finite rows of that window
+        join the next commit, which is harmless because the weights did not move;
+        :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`.
 
         With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
         :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
         order of attaching), and ``optimizer.load_state_dict()`` loads it once the optimizer has loaded its own. Attach
-        before you load. The entry is for states that one file may hold, up to 1 GiB.
+        before you load. The entry is for states up to 1 GiB.
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
-            checkpoint: the state travels with the optimizer's, until ``remove()``.
+            checkpoint: the state travels with the optimizer's.
 
         Returns:
-            A handle with ``remove()``.
+            A handle whose ``remove()`` ends both.
 
         Raises:
             TypeError: no torch optimizer is inside.
             ValueError: ``checkpoint=True``, and the state is :attr:`split`, on the disk or larger than 1 GiB, or the
                 optimizer is DeepSpeed's or has a ``state_dict`` of its own. At ``optimizer.state_dict()``:
-                ``torch.distributed.checkpoint.state_dict`` or FSDP asks for it, and would drop the entry.
+                ``torch.distributed.checkpoint.state_dict`` or FSDP would drop the entry.
             RuntimeError: this is a part of another estimator; attach that.
 
         Warns:
-            UserWarning: ``checkpoint=True``, and the optimizer was loaded before, so that an entry was dropped; or it
-                loads a state without the entry.
+            UserWarning: ``checkpoint=True``, and the optimizer was loaded before attaching, or without the entry.
 
         Communicates: nothing, neither here nor when it commits.
         """
@@ -460,7 +429,7 @@ class Estimator:
         return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
-        """Context in which no other thread copies the state and no commit runs, to change several values at once."""
+        """Context in which no commit runs and no other thread copies the state."""
         return self._engine.lock.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
@@ -477,8 +446,8 @@ class Estimator:
     def to(self, device: torch.device | str) -> Self:
         """Move rows and other state to a device, and return the estimator; a ``ValueError`` for the meta device.
 
-        They are made on the CPU, whatever torch's default device is, and follow the first features in training mode.
-        Rows with ``offload=`` stay where they are. No dtype changes.
+        They are made on the CPU, and follow the first features in training mode. Rows with ``offload=`` stay where they
+        are. No dtype changes.
         """
         engine = self._engine
         device = torch.device(device)
@@ -500,10 +469,6 @@ class Estimator:
             return engine.table.store.device
         states = (value for part in engine.parts.values() for value in part.state.values())
         return next((value.device for value in states), engine.device)
-
-    @device.setter
-    def device(self, value: Any) -> NoReturn:
-        raise AttributeError(f"device is where the state is: move it with est.to({str(value)!r})")
 
     @property
     def split(self) -> bool:
@@ -531,17 +496,14 @@ class Estimator:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
-        In a thread beside training it is the state between two commits; but a temperature in the hands of the user's
-        optimizer is taken as it is. State-dict hooks run.
+        In a thread beside training it is the state between two commits, except a temperature that the user's optimizer
+        learns.
 
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
             ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
             is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator
             its own, with ``"meaning"``, what else its values depend on.
-
-        Raises:
-            RuntimeError: with several ranks, another one failed or does something else.
 
         Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
         every rank gets whole. Otherwise nothing.
@@ -560,16 +522,15 @@ class Estimator:
         parts take their next visit of a sample that only the loaded state has met as the first.
 
         dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
-        fits. Not beside calls in another thread. State-dict hooks run.
+        fits. No other thread may call meanwhile.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another n, mode, method or dtype, also of a single entry, which is never converted; the message
-                names both values. Entries that are missing or unknown; tensors that are sparse or on the meta device;
-                values that no run writes, such as rows that are NaN, counts below 0 or temperatures that are not above.
-                Of a part: values that mean something else in this composition (another reference or temperature).
+            ValueError: another n, mode, method or dtype, which is never converted; entries that are missing or unknown;
+                tensors that are sparse or on the meta device; values that no run writes, such as NaN or a count below
+                0. Of a part: values that mean something else in this composition (another reference or temperature).
             TypeError: ``state_dict`` is no mapping, or an entry is of another type.
 
         Communicates: nothing.
@@ -587,8 +548,7 @@ class Estimator:
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
-    # They run before or after the estimator locks its state, never meanwhile: a hook may read, save, or wait for a
-    # thread that does.
+    # Hooks run while the estimator's lock is free: they may read, save, or wait for a thread that does.
 
     def _register(self, family: str, hook: Hook, prepend: bool = False) -> RemovableHandle:
         handle = RemovableHandle(self._hooks[family])
@@ -602,22 +562,17 @@ class Estimator:
             hook(self, *args)
 
     def _run_replacing(self, family: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Run hooks that may return a new state; ``None`` keeps the (possibly edited) one."""
         for hook in list(self._hooks[family].values()):
             result = hook(self, state)
             state = state if result is None else result
         return state
 
     def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook(estimator, args, kwargs)`` before each commit; not where nothing is pending.
-
-        Returns:
-            A handle with ``remove()``, here and below.
-        """
+        """Call ``hook(estimator, args, kwargs)`` before each commit, until ``remove()`` of the handle."""
         return self._register("step_pre", hook)
 
     def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook(estimator, args, kwargs)`` after each commit; not where nothing was pending."""
+        """Call ``hook(estimator, args, kwargs)`` after each commit."""
         return self._register("step_post", hook)
 
     def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
@@ -639,7 +594,7 @@ class Estimator:
     # -- copies and repr ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return state and deposits; hooks and attachments stay behind, as with torch optimizers."""
+        """Return state and deposits without hooks, as torch optimizers do."""
         return {**self.__dict__, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -660,5 +615,4 @@ class Estimator:
         return "\n".join([*lines, ")"])
 
     def _described(self) -> dict[str, Any]:
-        """Return facts that ``repr`` shows beside the sample groups, by name."""
         return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}

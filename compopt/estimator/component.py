@@ -27,7 +27,7 @@ class Component(PartHooks, Estimator):
 
     *As part* of a :class:`~compopt.ContrastiveEstimator` its columns are in the one table of that owner.
     :attr:`sample_groups`, :meth:`read`, :meth:`state_dict` and :meth:`load_state_dict` show what belongs to this part;
-    what acts on rows or commits (:meth:`step`, :meth:`attach`, :meth:`to`, ...) is refused and names the owner.
+    what acts on rows or commits (:meth:`step`, :meth:`attach`, :meth:`to`, ...) is refused.
 
     *Alone* it is an :class:`~compopt.Estimator` with one value per column and sample. Its rows are made when they are
     first needed, or at construction if a placement is given.
@@ -35,12 +35,11 @@ class Component(PartHooks, Estimator):
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
         defaults: hyper-parameters that groups may override.
-        process_group, offload, offload_dir, shard, dtype: of a part that is used alone, see
-            :class:`~compopt.ContrastiveEstimator`; as a part it has those of its owner. With a placement the rows are
-            made here, so that a subclass calls this last.
+        process_group, offload, offload_dir, shard, dtype: where it is used alone, see
+            :class:`~compopt.ContrastiveEstimator`. With a placement the rows are made here, so that a subclass calls
+            this last.
 
-    State: the columns of :meth:`columns` and the tensors of ``state``. Its engine, and so its rows, are its owner's as
-    part. The owner is held weakly: a part does not outlive it.
+    State: the columns of :meth:`columns` and the tensors of ``state``. A part does not keep its owner alive.
 
     Communicates: as :class:`~compopt.Estimator`.
 
@@ -74,11 +73,7 @@ class Component(PartHooks, Estimator):
 
     @property
     def owner(self) -> Estimator | None:
-        """Estimator of which this is a part; ``None``: it is used alone, or not yet.
-
-        Raises:
-            RuntimeError: that estimator is gone, and the rows with it.
-        """
+        """Estimator of which this is a part, or ``None``; a ``RuntimeError`` where that is gone, and its rows."""
         owner = None if self._owner is None else self._owner()
         if owner is None and self._owner is not None:
             kind = type(self).__name__
@@ -156,7 +151,7 @@ class Component(PartHooks, Estimator):
             self.belong(setting.owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the owner: only a copy of the owner takes its parts along."""
+        """Return the state without the owner, which takes its parts along when it is copied itself."""
         return {**super().__getstate__(), "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,8 +188,7 @@ class Normalizer(Component):
     """Base of what decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
-    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication and errors: as of
-    :class:`~compopt.estimator.Component`.
+    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication, errors: see ``Component``.
 
     Example:
         >>> import torch, compopt
@@ -217,10 +211,7 @@ class Normalizer(Component):
 
     @property
     def averages_views(self) -> bool:
-        """True if, in unimodal mode, one ``alpha_i`` serves both views (SogCLR's objective V2, else V1).
-
-        Diagnostics ask this. A normalizer that averages views and has no column ``log_u`` overrides it.
-        """
+        """True if, in unimodal mode, one ``alpha_i`` serves both views (SogCLR's objective V2, else V1)."""
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
     @property
@@ -231,7 +222,7 @@ class Normalizer(Component):
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
         """Refuse with a ``ValueError`` an ``encode`` that cannot be used (by default any), or its absence.
 
-        ``given`` has the names of the keys that came with the call: ``"index"``, ``"index2"``, ``"labels"``.
+        ``given`` names the keys of the call: ``"index"``, ``"index2"``, ``"labels"``.
         """
         if encode is not None:
             raise ValueError(
@@ -247,10 +238,7 @@ class Normalizer(Component):
         """Return log-normalizers of this batch and the rows that they propose.
 
         It runs without a graph and writes no committed state; ``call.training`` is true if proposals may be committed.
-        With several ranks every rank gets the global batch and must return the same.
-
-        Args:
-            call: the batch, its pairs, temperatures and hyper-parameters.
+        Every rank gets the global batch and must return the same.
         """
 
     def stored(
@@ -260,7 +248,7 @@ class Normalizer(Component):
 
         Args:
             rows: committed columns of all samples, ``(n, D)`` each.
-            features: of both modalities or views as the kernel takes them, ``(n, d)`` each.
+            features: of both modalities or views, ``(n, d)`` each.
             tau: temperatures, a number or broadcastable to ``(n, 2)``.
             hyper: this part's hyper-parameters for these rows.
 
@@ -295,11 +283,11 @@ class Temperature(Component):
     role = "temperature"
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Take hooks under their former names, ``value`` and ``update``, from classes of before."""
+        """Take hooks under their former names, ``value`` and ``update``, which have other arguments alone."""
         for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
-            hook = cls.__dict__.get(old)
-            if callable(hook) and new not in cls.__dict__ and _is_hook(hook, arguments):
-                setattr(cls, new, hook)
+            names = list(inspect.signature(cls.__dict__[old]).parameters) if callable(cls.__dict__.get(old)) else []
+            if new not in cls.__dict__ and len(names) == arguments and names[-1] != "index":
+                setattr(cls, new, cls.__dict__[old])
                 warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
         super().__init_subclass__(**options)
 
@@ -328,8 +316,7 @@ class Temperature(Component):
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
         """Refuse, with a ``ValueError``, rows that were averaged at other temperatures than this part has now.
 
-        ``given`` are the :meth:`constants` of the composition that they come from, ``visits`` those of the rows,
-        ``(n, D)``.
+        ``given`` are the :meth:`constants` of their composition, ``visits`` those of the rows, ``(n, D)``.
         """
         own = self.constants()
         if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):
@@ -340,21 +327,16 @@ class Temperature(Component):
         return 0.0
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
-        """Return new values of this part's columns.
+        """Return new values of this part's columns, ``(B, D)`` each.
 
-        Args:
-            call: the batch, with the temperature's hyper-parameters.
-            gradient: ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`.
-
-        Returns:
-            By column, ``(B, D)`` each; state that is not rows goes to
-            :meth:`~compopt.estimator.Component.deposit_state` instead.
+        ``gradient`` is ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`. State
+        that is not rows goes to :meth:`~compopt.estimator.Component.deposit_state`.
         """
         return {}
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
-    """Return the refusal of rows that were averaged at other temperatures than those of this estimator."""
+    """Return the refusal of rows that were averaged at other temperatures."""
     return ValueError(
         f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which "
         f"log u means something else; build it with that temperature, or load the state of the temperature first"
@@ -363,9 +345,3 @@ def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
 
 def _tau_text(constants: Sequence[float] | None) -> str:
     return "one per sample" if constants is None else ", ".join(f"{tau:.6g}" for tau in constants)
-
-
-def _is_hook(function: Any, arguments: int) -> bool:
-    """Return whether a method has the arguments of the hook of this name, and not those of ``TemperatureDual``."""
-    parameters = list(inspect.signature(function).parameters)
-    return len(parameters) == arguments and parameters[-1] != "index"

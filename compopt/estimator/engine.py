@@ -37,21 +37,18 @@ FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when
 
 
 class PartHooks(ABC):
-    """Hooks that an estimator calls on its parts; :class:`~compopt.estimator.Component` adds the use alone.
+    """Hooks that an estimator calls on its parts.
 
     State that is not rows follows the same rule as rows: a forward pass in training mode works on a pending
     copy (:meth:`deposit_state`) that later passes of the window continue; only :meth:`commit_state` makes it the state.
 
-    The estimator calls these methods, in the thread of its own call; users of an estimator need none of them. They
-    communicate nothing unless they or their class say so.
-
-    Args and errors: as of :class:`~compopt.estimator.Component`.
+    The estimator calls these methods in the thread of its own call. They communicate nothing unless they say so.
 
     Attributes:
         role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
         state: tensors by name, committed, that are not rows.
-        learnable: module with the parameters that the user's own optimizer learns, used by way of it (wrappers may
-            replace them there); their names are those of :meth:`saved_state`.
+        learnable: module with the parameters that the user's own optimizer learns, always read from it, since wrappers
+            may replace them; their names are those of :meth:`saved_state`.
     """
 
     role = "part"
@@ -72,11 +69,7 @@ class PartHooks(ABC):
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group, with the name, the value and the remedy.
-
-        Args:
-            group: values by the part's own names; ``None`` means "filled by mode".
-        """
+        """Refuse a bad hyper-parameter of one group, by the part's own names; ``None`` means "filled by mode"."""
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
         """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
@@ -86,10 +79,7 @@ class PartHooks(ABC):
         return []
 
     def structure(self) -> dict[str, Any]:
-        """Return plain values, by name, that decide the meaning of the state beside hyper-parameters and columns.
-
-        A checkpoint is refused by an estimator where they differ.
-        """
+        """Return further plain values, by name, that decide the meaning of the state; a load refuses others."""
         return {}
 
     def described(self) -> dict[str, Any]:
@@ -101,10 +91,7 @@ class PartHooks(ABC):
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use alone.
-
-        ``groups`` are the estimator's, into which this part's are merged.
-        """
+        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use."""
 
     def belong(self, owner: object) -> None:
         """Become a part of ``owner``; called at construction of the owner and of its copies."""
@@ -118,7 +105,7 @@ class PartHooks(ABC):
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         """Refuse, with a ``ValueError``, a part's state of another composition that would mean something else here.
 
-        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of the composition that it comes from.
+        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of that composition.
         """
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
@@ -151,7 +138,7 @@ class PartHooks(ABC):
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values of entries of :attr:`state`; if any is not finite (tested on the device), none changes."""
+        """Deposit new values of entries of :attr:`state`; if any is not finite, none changes."""
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
         if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
@@ -163,7 +150,7 @@ class PartHooks(ABC):
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy; the state stays where ``found_inf``, a 0-d flag on the device, is positive."""
+        """Commit the pending copy; where the 0-d flag ``found_inf`` is positive, the state stays."""
         for name, new in (self._pending_state or {}).items():
             if found_inf is not None:
                 new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
@@ -179,7 +166,7 @@ class PartHooks(ABC):
         self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return a copy of all committed state that is not rows; collective where ranks split it."""
+        """Return a copy of the committed state; collective where ranks split it."""
         return {name: value.clone() for name, value in self.state.items()}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,16 +174,11 @@ class PartHooks(ABC):
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the values that the saved entries ``names`` may hold; those that are left out may hold any."""
+        """Return the values that some of the saved entries ``names`` may hold."""
         return {}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse saved state that does not fit, before anything is written.
-
-        Raises:
-            TypeError: no mapping of names to tensors.
-            ValueError: other names, shapes or dtypes; tensors without values; values outside of :meth:`state_values`.
-        """
+        """Refuse saved state that does not fit, before anything is written: a ``TypeError`` or a ``ValueError``."""
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
         expected = self.expected_state(state)
@@ -210,7 +192,7 @@ class PartHooks(ABC):
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse other names, shapes or dtypes with a ``ValueError``; tensors may be on the meta device."""
+        """Refuse other names, shapes or dtypes; tensors may be on the meta device."""
         kind, expected = type(self).__name__, self.expected_state(state)
         if set(state) != set(expected):
             raise ValueError(
@@ -224,12 +206,12 @@ class PartHooks(ABC):
                 raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
 
     def take_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore copies of checked state: the caller's tensors may be a mapped file that is overwritten later."""
+        """Restore copies of checked state; the caller's tensors may be a mapped file."""
         with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
             self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore checked state; dtype and device stay. This part may keep the tensors, see :meth:`take_state`."""
+        """Restore checked state, whose tensors are this part's; dtype and device stay."""
         for name, value in state.items():
             self.state[name] = value.to(self.state[name])
 
@@ -250,9 +232,6 @@ class Alone(WeakValueDictionary[str, PartHooks]):
 class Engine:
     """State and machinery of one estimator, which its parts share.
 
-    An estimator that is composed of parts makes its engine at construction, and its parts have none. A part that is
-    used alone makes its own when it is first asked for something, and its rows when these are first needed.
-
     Args:
         parts: by role; a part alone passes a weak mapping of itself.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
@@ -265,13 +244,9 @@ class Engine:
 
     Attributes:
         width: values per column and sample, ``D``.
-        groups, ranks, table: hyper-parameters; ranks that share the batch; the rows, or ``None``.
         device: for rows that are made later.
         t, pending: commits so far; calls whose proposals wait for the next one.
-        training: calls deposit.
         lock: held by commits, copies and loads.
-        attachments, forgotten, saving: optimizers that commit; checks of the loop; a save beside training.
-        handshake, async_checks: with the other ranks; of facts that the device learns. Made anew in copies.
     """
 
     def __init__(
@@ -311,9 +286,9 @@ class Engine:
     def _make_reader(self) -> BatchReader:
         columns = self.columns()
         if self.table is None and any(columns.values()):
-            firsts = {own[0].name for own in columns.values() if own}
             count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
             every = [*(column for own in columns.values() for column in own), count]
+            firsts = {own[0].name for own in columns.values() if own}
             with torch.inference_mode(False):  # rows made inside it could not be written outside
                 table = RowTable(every, self.groups.n or 0, self.placement, self.ranks, firsts)
             table.store.to(self.device)
@@ -324,13 +299,13 @@ class Engine:
 
     @property
     def reader(self) -> BatchReader:
-        """Reader of the rows of a call, which is made here if need be."""
+        """Reader of the rows of a call, made at the first use."""
         reader = self.open()._reader
         assert reader is not None
         return reader
 
     def columns(self) -> dict[str, list[Column]]:
-        """Return the columns that each part keeps per sample, by role."""
+        """Return the columns of each part, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def forget_prefetched(self) -> None:

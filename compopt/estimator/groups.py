@@ -47,11 +47,7 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def plain_value(key: str, value: Any) -> Any:
     """Return a hyper-parameter as a value of Python, which JSON and ``torch.load(weights_only=True)`` keep.
 
-    Scalars of NumPy and torch become numbers, pairs become tuples that nobody else can edit. What is no hyper-parameter
-    stays as it is, for the parts to refuse.
-
-    Raises:
-        TypeError: an array or a tensor that is neither a number nor a pair, or that autograd follows.
+    What is no hyper-parameter stays as it is, for the parts to refuse; arrays that are none are a ``TypeError``.
     """
     if value is None or type(value) in (float, int, bool, str):
         return value
@@ -110,8 +106,8 @@ class Hyper:
     def _spread(self, values: list[Any]) -> Any:
         if all(value == values[0] for value in values):
             return values[0]
-        # Groups follow each other, so that a row has the value of the last group that begins at or before it. Built by
-        # comparisons with host numbers, which need no synchronisation on a device.
+        # A row has the value of the last group that begins at or before it. Comparisons with host numbers need no
+        # synchronisation on a device.
         spread = torch.full_like(self._rows, values[0], dtype=self._dtype)
         first = 0
         for group, value in zip(self._groups, values[1:], strict=False):
@@ -151,8 +147,8 @@ class PartGroup(MutableMapping[str, Any]):
 class SampleGroups:
     """Groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
 
-    A key that two components share is prefixed with the component's role (``temperature.lr``). ``given`` has one
-    mapping per group, which overrides the components' values (presets).
+    A key that two components share is prefixed with the component's role (``temperature.lr``). Presets pass ``given``,
+    one mapping per group, which overrides the components' values.
 
     Attributes:
         groups: the list that users read and edit.
@@ -174,7 +170,6 @@ class SampleGroups:
         self.check()
 
     def _merge(self, given: Groups | None) -> Groups:
-        """Return one list made of the components' own; those that have groups must agree on the sizes."""
         own = {role: part.own_groups for role, part in self._components.items() if part.own_groups}
         first, reference = next(((role, [g["n"] for g in groups]) for role, groups in own.items()), ("", []))
         for role, groups in own.items():
@@ -193,12 +188,11 @@ class SampleGroups:
         return merged
 
     def _joined(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return hyper-parameters of all components by their names in the groups."""
         return {name: own[role][key] for role, names in self.names.items() for key, name in names.items()}
 
     @property
     def n(self) -> int | None:
-        """Samples in all groups, as they were made: edits of ``n`` are refused; ``None`` without rows."""
+        """Samples in all groups; ``None`` without rows."""
         groups = self.checked or self.groups
         return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
@@ -206,14 +200,14 @@ class SampleGroups:
         return {key: group[name] for key, name in self.names[role].items()}
 
     def _fill(self, group: dict[str, Any]) -> None:
-        """Replace ``None`` by the default of the mode."""
+        """Replace ``None`` by the default of the mode, which may depend on the other values."""
         own = {role: self._own(role, group) for role in self.names}
         for role, part in self._components.items():
             part.fill(own[role], self._mode)
         group.update(self._joined(own))
 
     def check(self) -> None:
-        """Refuse bad edits; costs one comparison when nothing changed."""
+        """Refuse bad edits; one comparison where nothing changed."""
         if self._unchanged():
             return
         if self.checked and len(self.checked) != len(self.groups):
@@ -246,7 +240,7 @@ class SampleGroups:
             return False
 
     def saved(self) -> Groups:
-        """Return a copy for checkpoints, of plain values; there may have been edits since :meth:`check`."""
+        """Return a copy of plain values; there may have been edits since :meth:`check`."""
         return [plain(group) for group in self.groups]
 
     def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
 def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return facts that must be equal for the writer and the reader of a checkpoint; of all parts or some roles."""
+    """Return facts that the writer and the reader of a checkpoint must have alike; of all parts or some roles."""
     parts = {role: engine.parts[role] for role in roles or engine.parts}
     own = engine.columns()
     columns = {column.name: [column.width, str(column.dtype)] for role in parts for column in own[role]}
@@ -40,7 +40,7 @@ def compare(engine: Engine, given: Mapping[str, Any]) -> None:
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
-    """Return :meth:`Estimator.state_dict`."""
+    """Return the whole state."""
     return {**rest(engine), "rows": {} if engine.table is None else engine.table.state_dict()}
 
 
@@ -84,12 +84,12 @@ def load_state_dict(
 
 
 def commits(t: Any) -> int:
-    """Return the number of commits that a checkpoint has; refuse what is none."""
+    """Return the number of commits of a checkpoint, checked."""
     return values.integer("t", t, 0, values.MOST)
 
 
 def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
-    """Return the state of one part, see :meth:`Component.state_dict`."""
+    """Return the state of one part."""
     part, columns, rows = engine.parts[role], engine.columns()[role], {}
     if columns and engine.table is not None:
         rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
@@ -109,7 +109,7 @@ def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
 
 
 def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Restore one part, see :meth:`Component.load_state_dict`."""
+    """Restore the state of one part."""
     _check_keys(state)
     _compare_part(engine, role, state)
     _check_extra(engine, state, [role])
@@ -194,22 +194,8 @@ def _compare(where: str, expected: Any, given: Any) -> None:
         for key in {**expected, **given}:
             _compare(f"{where}.{key}" if where else key, expected.get(key), given.get(key))
     elif expected != given:
-        remedy = _sizes_remedy(given, expected) if where == "n" else ""
+        remedy = ""
+        if where == "n" and isinstance(given, list) and all(isinstance(n, int) for n in given):
+            groups = [{"n": n} for n in given]
+            remedy = f"; load it into an estimator with n={groups}, and append others with add_sample_group after that"
         raise ValueError(f"{where} differs: the checkpoint has {given!r}, this estimator has {expected!r}{remedy}")
-
-
-def _sizes_remedy(saved: Any, own: list[int | None]) -> str:
-    """Return advice for loading sample groups of other sizes: groups are only ever appended."""
-    if not isinstance(saved, list) or not all(isinstance(n, int) for n in [*saved, *own]):
-        return ""
-
-    def appended(sizes: list[Any]) -> str:
-        return ", ".join(f"est.add_sample_group({{'n': {n}}})" for n in sizes)
-
-    if own == saved[: len(own)]:
-        return f"; before loading, append what the checkpoint has: {appended(saved[len(own) :])}"
-    rest = f", then append the rest: {appended(own[len(saved) :])}" if saved == own[: len(saved)] else ""
-    if len(own) == len(saved) and own[:-1] == saved[:-1] and own[-1] > saved[-1]:
-        rest = f"; if the data set has grown at its end, {appended([own[-1] - saved[-1]])} after that"
-    groups = f"n={[{'n': n} for n in saved]!r}" if len(saved) > 1 else f"n={saved[0]}"
-    return f"; load it into an estimator with {groups}{rest}"

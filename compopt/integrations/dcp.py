@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compopt.checkpoint import loading
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 from compopt.stores import table as tables

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from compopt import checks, rng
 from compopt.checks import inputs
-from compopt.distributed import control
+from compopt.distributed.collectives import OBSERVE, doing
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.forgotten import warn
@@ -98,7 +98,7 @@ class BankSampler(Sampler[list[int]]):
             raise ValueError(
                 f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
             )
-        self._handshake = Handshake(self._ranks, control.OBSERVE)
+        self._handshake = Handshake(self._ranks, OBSERVE)
         # Position. A loader with workers asks for batches long before they are trained on: a loop that observes its
         # batches tells how far it is; of any other loop only the number of batches handed out is known.
         self.epoch = 0
@@ -230,7 +230,7 @@ class BankSampler(Sampler[list[int]]):
         started, ranks = time.perf_counter(), self._ranks
         pieces = self.work(self.epoch)
         # in float32 whatever the loop around it casts to
-        with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), control.doing(PLANNING):
+        with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), doing(PLANNING):
             # an error of one rank is raised on all, so that none waits in the exchange
             own = ranks.agree(lambda: [self.do(piece) for piece in pieces[ranks.rank :: ranks.size]])
             everyone = ranks.gather_objects(own)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.distributed.control import PREFETCH, doing
+from compopt.distributed.collectives import PREFETCH, doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores.base import Ticket
 from compopt.stores.table import RowTable

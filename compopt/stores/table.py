@@ -14,7 +14,7 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
-from compopt.distributed.control import doing
+from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Part, ProcessGroup, Ranks
 from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
