@@ -132,8 +132,8 @@ class Chains(SampledPairs):
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
         # by direction; without index2 samples of both modalities have the same positions
-        samples = {id(positions): Samples(positions) for positions in names}
-        self._samples = [samples[id(positions)] for positions in names]
+        samples = {id(positions): positions for positions in names}
+        self._samples = [Samples(positions) for positions in samples.values()]
         scale = scale_of(call.tau, z1, self._batch, self._directions)
         scale = scale if isinstance(scale, Tensor) else z1.new_full((1, 1), scale)
         self._scale = scale.expand(self._batch, self._directions)[own]
@@ -217,13 +217,18 @@ class Chains(SampledPairs):
 
     def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
         """Return data-set positions of the samples in some columns, ``(P,)``."""
-        samples = self._samples[at[1]]
-        return torch.cat([s.name(part) for s, part in zip(samples, column.chunk(len(samples)), strict=True)])
+        if len(self._samples) == 1:
+            return self._samples[0].name(column)
+        return torch.cat([s.name(part) for s, part in zip(self._samples, column.chunk(2), strict=True)])
 
     def _find(self, at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """Return columns of the stored samples, and True where the batch has them, ``(P,)``."""
-        sample = self.outside.sample[at].unbind(1)
-        column, found = zip(*(s.find(part) for s, part in zip(self._samples[at[1]], sample, strict=True)), strict=True)
+        sample = self.outside.sample[at]
+        if len(self._samples) == 1:
+            return self._samples[0].find(_flat(sample))
+        column, found = zip(
+            *(s.find(part) for s, part in zip(self._samples, sample.unbind(1), strict=True)), strict=True
+        )
         return torch.cat(column), torch.cat(found)
 
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
@@ -241,8 +246,8 @@ class Chains(SampledPairs):
 
     def _absent(self) -> Tensor:
         """Return True for chains whose stored sample is not in the batch, ``(b, A)``."""
-        stored = zip(self._samples, self.outside.sample.unbind(1), strict=True)
-        return torch.stack([~samples.find(sample)[1] for samples, sample in stored], dim=1) & self._seen
+        found = self._find((slice(None), slice(0, self._directions)))[1]
+        return self._seen & ~_by_direction(found, self._directions)
 
     def _finish(self) -> None:
         """Sum up the visits that count, and note where the chains are."""

@@ -218,22 +218,15 @@ class NetworkBatch:
         """Rearrange ``(D, P)`` -> ``(B, A)``."""
         return self.layout.per_sample(value, self.like)
 
-    def _meet(self, state: State) -> Prototypes:
+    def meet(self, state: State) -> Prototypes:
+        """Return the anchors before the prototypes that a state has in use."""
         return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
         """Derivatives with respect to ``alpha`` -> those with respect to the log-partition: the same but for eps."""
         return weight if self.exact else weight * (relative - F.add_eps(relative, self.eps)).exp_()
 
-    def predict(self, state: State) -> Prediction:
-        """Return the log-normalizers of the prototypes that a state has in use."""
-        return Prediction(self, self._meet(state), state["prototypes"])
-
-    def train(self, state: State, optimizer: FunctionalOptimizer, lr: float, updates: int) -> dict[str, Tensor]:
-        """Return new prototypes and the optimizer's tensors after some updates on this batch."""
-        return optimizer.run(state, lr, updates, self._gradient(self._meet(state)))
-
-    def _gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
+    def gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
         """Return the gradient of ``sum_i weight_i tau_i (exp(-alpha_i)(eps + ghat_i) + alpha_i)`` by the prototypes.
 
         Its negative derivative by ``alpha`` is ``expm1(gap)`` with ``gap = log(eps + ghat) - alpha``.
@@ -270,9 +263,9 @@ class Prediction:
         target: ``log(eps + ghat)``, ``(B, A)``.
     """
 
-    def __init__(self, batch: NetworkBatch, prototypes: Prototypes, weights: Tensor) -> None:
-        self._batch, self._prototypes = batch, prototypes
-        self._relative = prototypes.predict(weights) - (batch.shift + prototypes.log_count)
+    def __init__(self, batch: NetworkBatch, state: State, prototypes: Prototypes | None = None) -> None:
+        self._batch, self._prototypes = batch, batch.meet(state) if prototypes is None else prototypes
+        self._relative = self._prototypes.predict(state["prototypes"]) - (batch.shift + self._prototypes.log_count)
         self.alpha = batch.per_sample(F.add_eps(self._relative, batch.eps))
         self.target = batch.per_sample(batch.target)
 
@@ -315,6 +308,7 @@ class FunctionalOptimizer:
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.make = make
+        self._optimizer: torch.optim.Optimizer | None = None  # lent to one batch after another, without their tensors
         try:
             with HOST:
                 self._try()
@@ -342,6 +336,9 @@ class FunctionalOptimizer:
             if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
                 raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}
+
     def _made(self, tensor: Tensor, lr: float) -> torch.optim.Optimizer:
         # torch fuses AdaGrad on the CPU only, and only if asked to
         fused = self.make is torch.optim.Adagrad and tensor.device.type == "cpu"
@@ -353,9 +350,13 @@ class FunctionalOptimizer:
     def run(self, state: State, lr: float, updates: int, gradient: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Take steps on copies of the ``prototypes`` and the optimizer's tensors in ``state``, and return these."""
         weights = state["prototypes"].clone()
-        with HOST:
-            optimizer = self._made(weights, lr)
         kept = {name.removeprefix(PREFIX): value.clone() for name, value in state.items() if name.startswith(PREFIX)}
+        made_for = (weights.device.type, lr)
+        if self._optimizer is None or self._made_for != made_for or not kept:  # a new one makes its first state, too
+            with HOST:
+                self._optimizer, self._made_for = self._made(weights, lr), made_for
+        optimizer = self._optimizer
+        optimizer.param_groups[0]["params"] = [weights]
         if kept:
             optimizer.state[weights] = kept
         for _ in range(updates):
@@ -363,7 +364,8 @@ class FunctionalOptimizer:
             with nullcontext() if optimizer.state else HOST:
                 optimizer.step()
         weights.grad = None
-        kept = optimizer.state[weights]
+        kept = optimizer.state.pop(weights, {})
+        optimizer.param_groups[0]["params"] = []
         return {"prototypes": weights, **{PREFIX + key: v for key, v in kept.items() if isinstance(v, Tensor)}}
 
     def expected(self, prototypes: Tensor, state: State) -> dict[str, Tensor]:

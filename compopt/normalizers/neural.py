@@ -218,21 +218,24 @@ class NeuralNormalizer(Normalizer):
         state = old = self._state_on(device, self.working_state(call.training))
         # The host reads the flag on the CPU only; on a device the whole step is taken, and undone by _choose.
         usable = device.type != "cpu" or bool(batch.finite)
-        before = batch.predict(state) if look_first and state["queue_place"].tolist()[1] > 0 else None
+        before = Prediction(batch, state) if look_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
             new, restarted = push(state, batch.others, batch.finite, self.part, call.t, hyper("restart_every"))
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
         if look_first and before is None:
-            before = batch.predict(state)
+            before = Prediction(batch, state)
+        prototypes = None
         if usable and hyper("updates"):
-            state = {**state, **batch.train(state, self.optimizer, hyper("lr"), hyper("updates"))}
+            prototypes = batch.meet(state)
+            gradient = batch.gradient(prototypes)
+            state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
         if call.training:
             self._pending_state = state
-        return batch.predict(state) if before is None else before
+        return Prediction(batch, state, prototypes) if before is None else before
 
     def _check_dim(self, features: Tensor) -> None:
         if features.shape[1] != self.dim:

@@ -58,7 +58,9 @@ def push(
         prototypes = prototypes.clone()
     # slices of slots, since a selection by mask would make the host wait for the device; the second one wraps around
     for first, stop, taken in ((start, min(start + size, width), 0), (0, start + size - width, width - start)):
-        active[first : max(first, stop)].logical_or_(usable)
+        if first >= stop:
+            continue
+        active[first:stop].logical_or_(usable)
         low, high = max(first, part.start), min(stop, part.stop)
         if low >= high:
             continue
