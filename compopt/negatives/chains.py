@@ -23,17 +23,9 @@ CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 class Outside:
     """Stored samples of the own chains, their similarities and, if the user encodes them, their features.
 
-    Args:
-        sample, score: as the rows have them, ``(b, D)``.
-        anchors: own features by direction, ``(b, d)`` each.
-        encoder: gives features of other samples, or ``None``.
-        ranks: with more than one the encoder runs in every call, so that all of them run it equally often.
-
-    Attributes:
-        sample: ``(b, A)``.
-        score: similarity that the walks see, ``(b, A)``.
-        fresh: similarity of now where the sample was encoded, else as stored, ``(b, A)``.
-        error: raised by the encoder, to be raised again once the other ranks know.
+    ``sample`` and ``score`` are as the rows have them, ``(b, D)``; ``fresh`` is the similarity of now where the sample
+    was encoded, else the stored one. With several ranks the encoder runs in every call, so that all of them run it
+    equally often; an ``error`` of the encoder is raised again once the other ranks know.
     """
 
     def __init__(
@@ -52,12 +44,7 @@ class Outside:
         return self._encoder is not None
 
     def encode(self, needed: Tensor, spare: Tensor) -> None:
-        """Encode the samples of some anchors in one call, each sample once.
-
-        Args:
-            needed: ``(b, A)``.
-            spare: a sample of the batch, ``(1,)``, for a rank that needs none.
-        """
+        """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
         assert self._encoder is not None
         names, place = torch.unique(self.sample[needed], return_inverse=True)
         if not len(names):
@@ -102,20 +89,12 @@ class Outside:
 class Chains(SampledPairs):
     """Weights ``w_ij = visits of chain i to j / all its visits``, the anchors' own part of a batch.
 
-    Args:
-        call: the batch. With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients
-            instead of kept.
-        ranks: of the batch.
-        burn_in: proposals that do not count, a number or ``(b, A)``: below 1 a fraction of ``|N_i|``.
-        seed: of the draws.
-        sweep: propose every negative once, in order, instead of independent draws.
-        rescore: encode the stored samples outside the batch before the chains move.
+    With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients instead of kept.
 
     Attributes:
         sample, score: where each own chain is now and its similarity, ``(b, D)``; not finite where it is nowhere.
         inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, A)``.
-        squares: sum of squared visits inside, ``(b, A)``.
-        accepted, proposed: number of proposals, ``(b, A)``.
+        squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, A)``.
         outside: the stored samples.
     """
 
@@ -152,7 +131,6 @@ class Chains(SampledPairs):
     # -- walks -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Move the chains, and encode what the batch lacks."""
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
             outside.encode(self._absent(), spare)
@@ -180,7 +158,6 @@ class Chains(SampledPairs):
             outside.encode(self.away > 0, spare)
 
     def _blocks(self) -> Iterator[slice]:
-        """Yield own anchors that walk at a time."""
         most = CPU_PROPOSALS if self._scale.device.type == "cpu" else DEVICE_PROPOSALS
         side_by_side = self._together[0].stop
         rows = max(1, min(self._call.chunk_size or self._batch, most // (self._views * side_by_side * self._batch)))
@@ -216,7 +193,6 @@ class Chains(SampledPairs):
         return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
     def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
-        """Return data-set positions of the samples in some columns, ``(P,)``."""
         if len(self._samples) == 1:
             return self._samples[0].name(column)
         return torch.cat([s.name(part) for s, part in zip(self._samples, column.chunk(2), strict=True)])
@@ -232,7 +208,6 @@ class Chains(SampledPairs):
         return torch.cat(column), torch.cat(found)
 
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
-        """Return the slot of every chain before its first proposal."""
         column, found = self._find(at)
         allowed = candidates.allows(column)
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
@@ -250,7 +225,6 @@ class Chains(SampledPairs):
         return self._seen & ~_by_direction(found, self._directions)
 
     def _finish(self) -> None:
-        """Sum up the visits that count, and note where the chains are."""
         fresh, own = self.outside.fresh, self._call.batch.own
         self.visits, dot = self.inside, self._dot
         if self.outside.encoded:

@@ -45,14 +45,13 @@ class MCMCNegativeSampler(Normalizer):
     A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
     those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
     contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
-    similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
+    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features still spread
+    (``metrics["unused_anchors"]``).
 
     *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
-    own burn-in. Rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of
-    an anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's
-    section 4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed
-    twice as often as any view of the batch, as both of its views would be.
+    own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the softmax of the two), and
+    ``encode`` gives one view of a sample: exact where views are alike, else the approximation of the paper's section
+    4.1.
 
     Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
@@ -234,9 +233,9 @@ class MCMCNegativeSampler(Normalizer):
             \Pr[\text{accept } j] = \min(1, e^{s_{ij} - s_{i,\text{current}}})
 
         Each chain gets ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
-        candidate once (``"sweep"``). For pools drawn uniformly from all candidates the positions of the chains follow
-        the softmax over all of them; the weights, averaged over pools, follow it only roughly, since visits outside the
-        pool are dropped. In training mode with gradients enabled the chains are deposited and wait for :meth:`step`.
+        candidate once (``"sweep"``). For pools drawn uniformly from all candidates the chains follow the softmax over
+        all of them, the weights only roughly, since visits outside the pool are dropped. In training mode with
+        gradients enabled the chains are deposited and wait for :meth:`step`.
 
         Args:
             scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain whose

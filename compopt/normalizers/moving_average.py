@@ -70,10 +70,9 @@ class MovingAverageEstimator(Normalizer):
     Communicates: as a part nothing of its own; alone see :meth:`update`.
 
     .. note::
-        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one.
-        The updated one is used here; it also bounds every weight by ``1 / gamma`` of the batch softmax.
-        The two-way estimator of SogCLR's section 4 prints one positive term where its objective has two, one per
-        direction; the objective is followed.
+        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
+        here; it also bounds every weight by ``1 / gamma`` of the batch softmax. Section 4 of SogCLR prints one positive
+        term for both directions where its objective has two; the objective is followed.
 
     Raises:
         ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
@@ -143,7 +142,6 @@ class MovingAverageEstimator(Normalizer):
         return {} if temperature is None else {"tau": temperature.constants()}
 
     def _beside(self) -> Temperature | None:
-        """Return the temperature of the same owner, at which the rows are averaged."""
         temperature = getattr(self.owner, "temperature", None)
         return temperature if isinstance(temperature, Temperature) else None
 
@@ -229,6 +227,5 @@ class MovingAverageEstimator(Normalizer):
         return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, first=batch.unseen("log_u")), batch
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
-        """Deposit new averages, if the call deposits."""
         if batch.depositing:
             self._deposit(batch, {DOMAINS[self.domain][0]: log_u})

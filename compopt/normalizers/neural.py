@@ -31,9 +31,10 @@ from compopt.normalizers.network import (
     NetworkBatch,
     Prediction,
     Prototypes,
+    empty_ring,
     on_host,
+    push,
 )
-from compopt.normalizers.queue import empty_ring, push
 from compopt.stores import Offload
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
@@ -47,11 +48,10 @@ class NeuralNormalizer(Normalizer):
         W \text{ descends } \tfrac{1}{B} \sum_i \tau_i \bigl(e^{-\alpha_i} (\epsilon + \hat g_i) + \alpha_i\bigr)
 
     One ``W`` per direction, ``m`` prototypes that stand for the features of the other modality. In each call in
-    training mode: the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
-    first batch included) ``W`` becomes that queue; then ``updates`` steps are taken on this batch, and the network
-    after them gives ``alpha``. While the queue is being filled only as many prototypes are in use, each new feature
-    being one; when it is full for the first time, ``W`` restarts as well. A call that deposits nothing (``eval()``)
-    takes the same steps and drops their result.
+    training mode the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
+    first included), and when the queue is full for the first time, ``W`` becomes that queue; then ``updates`` steps are
+    taken on this batch, and the network after them gives ``alpha``. While the queue is being filled only as many
+    prototypes are in use. A call that deposits nothing (``eval()``) drops the result of its steps.
 
     *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
     of SogCLR).
@@ -77,9 +77,8 @@ class NeuralNormalizer(Normalizer):
 
     State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, ``D`` networks (1 in
     unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` holds them whole. A call works on
-    a copy, committed by ``step()``. With ``offload=`` they stay on the device: a step reads and writes 1.8 GB of these
-    50 MB (m = 4096, d = 512), which takes 0.9 ms at 2 TB/s; copies to and from the host would add 4.0 ms at 25 GB/s
-    (``benchmarks/results/off_device.md``).
+    a copy, committed by ``step()``. With ``offload=`` they stay on the device, where a step reads and writes 1.8 GB of
+    these 50 MB (m = 4096, d = 512; ``benchmarks/results/off_device.md``).
 
     Metrics: ``network_gap``, the mean of ``|log(eps + ghat_i) - alpha_i|`` in nats.
 
@@ -186,7 +185,7 @@ class NeuralNormalizer(Normalizer):
 
     @property
     def part(self) -> Part:
-        """Prototypes of this rank."""
+        """Range of the prototypes of this rank."""
         return self.layout.ranks.part(self.prototypes)
 
     # -- the call ----------------------------------------------------------------------------------------------
@@ -203,14 +202,11 @@ class NeuralNormalizer(Normalizer):
     def learn_from(self, call: Call, look_first: bool = False) -> Prediction:
         """Run queue, restart and updates on one batch, and return the prediction after them.
 
-        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing: the state
-        stays as it was. On a device, where the host cannot know of it, the host's own counters (of the queue, of the
-        optimizer) advance.
+        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing. On a
+        device, where the host cannot know of it, the host's own counters (of the queue, of the optimizer) advance.
 
-        Args:
-            call: the batch.
-            look_first: return the prediction before the batch's features and updates reach the network; of the very
-                first batch, that of the queue with it.
+        ``look_first`` asks for the prediction before the batch's features and updates reach the network; of the very
+        first batch, that of the queue with it.
         """
         hyper, device = call.hyper.of_first_group(), call.batch.features[0].device
         self._check_dim(call.batch.features[0])
@@ -276,7 +272,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
     def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``new`` where ``good`` (0-d, on the device), else ``old``; the host's counters are the new ones."""
+        """Return ``new`` where ``good``, 0-d, else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):
@@ -334,9 +330,9 @@ class NeuralNormalizer(Normalizer):
             \log g_i \approx \log \tfrac{1}{N} \sum_j e^{s_{ij} / \tau_i}, \qquad
             \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{\cos(e_i, W_j) / \tau_i}\Bigr)
 
-        The steps are those of the class, with ``s_ii = 0``. The network starts from prototypes that are drawn uniformly
-        from the sphere (``seed``). Inputs are L2-normalised. In training mode with gradients enabled the new network is
-        deposited and waits for :meth:`step`; later updates before it go on from there.
+        The steps are those of the class, with ``s_ii = 0``, on L2-normalised inputs. The network starts from prototypes
+        that are drawn uniformly from the sphere (``seed``). In training mode with gradients enabled the new network is
+        deposited and waits for :meth:`step`.
 
         Args:
             anchors: features, ``(B, dim)``, floating point, of this rank's samples.
@@ -389,7 +385,7 @@ class NeuralNormalizer(Normalizer):
     def _meet(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Batch, float | Tensor]:
-        """Check the arguments and gather those of all ranks; temperatures of the batch, a number or ``(B, 1)``."""
+        """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
         refuse_transforms()
         engine = self._engine
         with engine.handshake.guard():
@@ -413,7 +409,6 @@ class NeuralNormalizer(Normalizer):
         return batch, batch.values.get("tau", tau)
 
     def _observed(self, batch: Batch, tau: float | Tensor) -> Call:
-        """Return a call with the observed log-normalizers in the place of pairs."""
         log_g = batch.values["log_g"][:, None]
         pairs = cast(PairStatistics, Observed(torch.zeros_like(log_g), log_g))
         engine = self._engine
@@ -429,18 +424,12 @@ class NeuralNormalizer(Normalizer):
 
 @dataclass
 class Observed:
-    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` counts as 0.
-
-    Attributes:
-        positive: zeros, ``(B, 1)``.
-        log_ghat: ``(B, 1)``.
-    """
+    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` is 0; ``(B, 1)`` each."""
 
     positive: Tensor
     log_ghat: Tensor
 
     def factor(self, coefficient: Scalar) -> Scalar:
-        """Return the coefficient: every anchor counts."""
         return coefficient
 
 

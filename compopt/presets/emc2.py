@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, sizes
 from compopt.negatives import MCMCNegativeSampler
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
@@ -62,6 +62,6 @@ class EMC2Estimator(ContrastiveEstimator):
         super().__init__(
             MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed),
             FixedTemperature(tau),
-            sample_groups=parse(n),
+            sample_groups=n,
             **options,
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, sizes
 from compopt.normalizers import MovingAverageEstimator
 from compopt.presets.options import CommonOptions, Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -66,12 +66,8 @@ class SogCLREstimator(ContrastiveEstimator):
         eps: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            MovingAverageEstimator(sizes(n), gamma, reference, eps),
-            FixedTemperature(tau),
-            sample_groups=parse(n),
-            **options,
-        )
+        normalizer = MovingAverageEstimator(sizes(n), gamma, reference, eps)
+        super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)
 
 
 class ISogCLREstimator(ContrastiveEstimator):
@@ -82,9 +78,6 @@ class ISogCLREstimator(ContrastiveEstimator):
         w_{ij} = \frac{e^{h_{ij}/\tau_i}}{|N_i|\, u_i} \\
         G(\tau_i) &= \log u_i + \rho - \sum_j w_{ij} h_{ij}/\tau_i, \qquad
         \tau_i \leftarrow \Pi\,(\tau_i - \text{lr}\; m_i)
-
-    Eq. 13 and 14 of the paper print the previous average (``s_i^t``) where this class uses the updated one, as its
-    authors' code does.
 
     Args:
         n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
@@ -129,12 +122,7 @@ class ISogCLREstimator(ContrastiveEstimator):
         temperature = TemperatureDual(
             sizes(n), rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer=optimizer, beta=beta
         )
-        super().__init__(
-            MovingAverageEstimator(sizes(n), gamma, reference),
-            temperature,
-            sample_groups=parse(n),
-            **options,
-        )
+        super().__init__(MovingAverageEstimator(sizes(n), gamma, reference), temperature, sample_groups=n, **options)
 
 
 class FastCLIPEstimator(ContrastiveEstimator):
@@ -207,22 +195,10 @@ class FastCLIPEstimator(ContrastiveEstimator):
         checks.non_negative("rho", rho)  # of the versions that have none, too
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if version != "v1":
+            mode: Literal["individual", "global"] = "individual" if version == "v2" else "global"
+            radius = 0.0 if version == "v0" else rho
             temperature = TemperatureDual(
-                sizes(n),
-                rho=0.0 if version == "v0" else rho,
-                lr=lr,
-                tau_init=tau,
-                tau_min=tau_min,
-                tau_max=tau_max,
-                max_grad=max_grad,
-                mode="individual" if version == "v2" else "global",
-                optimizer="adam",
-                betas=betas,
+                sizes(n), radius, lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas
             )
-        super().__init__(
-            MovingAverageEstimator(sizes(n), gamma, reference, eps),
-            temperature,
-            multiply_tau=version != "v0",
-            sample_groups=parse(n),
-            **options,
-        )
+        normalizer = MovingAverageEstimator(sizes(n), gamma, reference, eps)
+        super().__init__(normalizer, temperature, multiply_tau=version != "v0", sample_groups=n, **options)

@@ -9,7 +9,7 @@ import torch
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, sizes
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -87,36 +87,14 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         groups = None if n is None else sizes(n)
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if learn_tau:
+            mode: Literal["individual", "global"] = "individual" if learn_tau == "individual" else "global"
             temperature = TemperatureDual(
-                groups,
-                rho=rho,
-                lr=tau_lr,
-                tau_init=tau,
-                tau_min=tau_min,
-                tau_max=tau_max,
-                max_grad=max_grad,
-                mode="individual" if learn_tau == "individual" else "global",
-                optimizer="adam",
-                betas=betas,
+                groups, rho, tau_lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas
             )
-        super().__init__(
-            NeuralNormalizer(
-                dim,
-                prototypes,
-                lr,
-                updates,
-                restart_every,
-                eps,
-                optimizer,
-                reset_optimizer,
-                through_alpha,
-                seed,
-                n=groups,
-            ),
-            temperature,
-            sample_groups=None if n is None else parse(n),
-            **options,
+        network = NeuralNormalizer(
+            dim, prototypes, lr, updates, restart_every, eps, optimizer, reset_optimizer, through_alpha, seed, n=groups
         )
+        super().__init__(network, temperature, sample_groups=n, **options)
 
 
 class ResidualEstimator(ContrastiveEstimator):
@@ -128,7 +106,7 @@ class ResidualEstimator(ContrastiveEstimator):
         + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
 
     with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
-    :class:`~compopt.ResidualNormalizer` for ``r_i`` and why.
+    :class:`~compopt.ResidualNormalizer` for ``r_i``, why, and the sources.
 
     Args:
         dim: of the features.
@@ -143,10 +121,6 @@ class ResidualEstimator(ContrastiveEstimator):
     logarithm and a count per sample and direction, 16 bytes a sample.
 
     Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
-
-    References:
-        Ours. MoCo (He et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020) keep a queue of features too,
-        as further negatives; here it predicts the normalizer, and its features take the weight that the batch leaves.
 
     Example:
         >>> import torch, compopt
@@ -168,9 +142,5 @@ class ResidualEstimator(ContrastiveEstimator):
         **options: Unpack[Options],
     ) -> None:
         queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
-        super().__init__(
-            ResidualNormalizer(queue, None if n is None else sizes(n), gamma),
-            FixedTemperature(tau),
-            sample_groups=None if n is None else parse(n),
-            **options,
-        )
+        normalizer = ResidualNormalizer(queue, None if n is None else sizes(n), gamma)
+        super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)

@@ -49,11 +49,10 @@ class TemperatureDual(Temperature):
     ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP). With ``multiply_tau=False`` it is
     ``-sum_j w_ij h_ij / tau_i^2``.
 
-    As part of a :class:`~compopt.ContrastiveEstimator` it gives the temperatures. Alone it serves any objective with a
-    temperature, or another positive dual variable, per sample: see :meth:`update` and :meth:`value`.
-
+    Alone it serves any objective with a temperature, or another positive dual variable, per sample: see :meth:`update`.
     A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller. Eq. 13 of
-    iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one.
+    iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one, as in
+    its authors' code.
 
     Args:
         n: number of samples, or a list of sample groups; ``None`` is enough for ``mode="global"``.
@@ -130,18 +129,10 @@ class TemperatureDual(Temperature):
             raise ValueError("n is None; individual temperatures need the number of samples")
         self.mode, self.optimizer = mode, optimizer
         self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
+        defaults = {"tau_init": tau_init, "tau_min": tau_min, "tau_max": tau_max, "max_grad": max_grad}
         super().__init__(
             n,
-            {
-                "rho": rho,
-                "lr": lr,
-                "tau_init": tau_init,
-                "tau_min": tau_min,
-                "tau_max": tau_max,
-                "max_grad": max_grad,
-                "beta": beta,
-                "betas": betas,
-            },
+            {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas},
             process_group=process_group,
             offload=offload,
             offload_dir=offload_dir,
@@ -254,7 +245,6 @@ class TemperatureDual(Temperature):
         return self._moved_rows(call.batch, call.hyper, gradient)
 
     def _moved_rows(self, batch: Batch, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
-        """Return new columns after one step of every sample's temperature."""
         new, steps = batch.blank.get("tau"), None
         if self.optimizer == "adam":
             steps = batch.count.to(gradient.dtype) + 1
@@ -277,7 +267,6 @@ class TemperatureDual(Temperature):
             self._rescale(rows, hyper, steps, torch.where(rows[COUNT] > 0, rows["visits"], steps))
 
     def _moved_state(self, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
-        """Return new state after one step of the global temperature on the mean of ``gradient``."""
         state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
         updates = state["updates"] + 1
         return {**self._move(hyper.of_first_group(), state, "", mean, updates), "updates": updates}
@@ -285,7 +274,7 @@ class TemperatureDual(Temperature):
     def _move(
         self, hyper: Hyper, old: Mapping[str, Tensor], prefix: str, gradient: Tensor, steps: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return ``tau`` and its moments, whose names begin with ``prefix``, after step ``steps`` of the rule."""
+        """Return ``tau`` and its moments, whose names begin with ``prefix``, after a step."""
         # clipped before it enters m, as in the code of iSogCLR's authors
         tau, limit, names = old["tau"], hyper("max_grad"), [prefix + name for name in self._moments]
         m, *second = (old[name] for name in names)

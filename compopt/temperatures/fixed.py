@@ -90,7 +90,6 @@ class FixedTemperature(Temperature):
             checks.positive("tau", group["tau"])
 
     def _shared(self) -> Tensor | None:
-        """Return a temperature that is a tensor; ``None``: groups have numbers."""
         if self.log_inverse is None:
             return self.tensor
         return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
