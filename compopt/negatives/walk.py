@@ -86,6 +86,7 @@ class Pool:
         self.count = torch.full((1,), size, dtype=torch.int64, device=like.device)
 
     def column(self, number: Tensor) -> Tensor:
+        """Return the column of each candidate by its number."""
         return number.clamp(max=self.width)
 
 

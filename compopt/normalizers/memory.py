@@ -55,17 +55,12 @@ class MemoryNormalizer(Normalizer):
     stays on the device (``benchmarks/results/off_device.md``).
 
     Cost: two products of the global batch's anchors with the queue, on every rank; three matrices of that size,
-    ``(D B, m)``, which ``chunk_size`` does not split.
-
-    With ``directions="forward"`` candidates learn from the batch's share of the weights alone, about a tenth at batch
-    16: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md).
-
-    In ``eval()`` leave the index of validation data out: a number that a training sample has too would mask its slot.
+    ``(D B, m)``, which ``chunk_size`` does not split. With ``directions="forward"`` candidates learn from the batch's
+    share of the weights alone: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md). In
+    ``eval()`` leave the index of validation data out, whose numbers would mask the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
-    ``effective_negatives`` counts the queue's.
-
-    Communicates: nothing of its own.
+    ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
         ValueError: dim or length < 1; at the call features of another dimension.

@@ -64,10 +64,8 @@ class MovingAverageEstimator(Normalizer):
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
     (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views,
-    objective V2). A row never visited takes ``log(eps + g)`` itself. Rows belong to the estimator that this is a part
-    of, or to it alone.
-
-    Communicates: as a part nothing of its own; alone see :meth:`update`.
+    objective V2). A row never visited takes ``log(eps + g)`` itself. As a part it communicates nothing of its own;
+    alone see :meth:`update`.
 
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
@@ -80,9 +78,6 @@ class MovingAverageEstimator(Normalizer):
         MemoryError: at the first use alone, where the rows do not fit; name a placement.
         RuntimeError: as a part, a method is called that only the owner has, such as ``update`` or ``step``.
 
-    Warns:
-        UserWarning: it becomes a part, and drops the rows of commits of its own.
-
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
         eq. 3 and 4.
@@ -94,8 +89,6 @@ class MovingAverageEstimator(Normalizer):
         >>> u.update(torch.tensor([0.0, 1.0]), index).tolist()  # a first visit takes log g itself
         [0.0, 1.0]
         >>> u.step()
-        >>> [round(x, 4) for x in u.update(torch.tensor([0.0, 0.0]), index).tolist()]
-        [0.0, 0.6201]
     """
 
     def __init__(

@@ -110,6 +110,7 @@ class Prototypes:
         return self.gradient_by_partition(self._by_partition(weight))
 
     def gradient_by_partition(self, quotient: Tensor) -> Tensor:
+        """Return :meth:`gradient` of the weights ``quotient_i partition_i``."""
         # q_ij = weight_i softmax_ij / tau_i:  (sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|
         assert self._logits is not None and self._e is not None
         e = self._e.div_(self._norm)
@@ -139,6 +140,7 @@ class Layout:
 
     @property
     def networks(self) -> int:
+        """Number of networks, ``D``."""
         return 1 if self.shared else self.directions
 
     def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -184,9 +186,11 @@ class NetworkBatch:
         self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
 
     def per_sample(self, value: Tensor) -> Tensor:
+        """Rearrange ``(D, P)`` -> ``(B, A)``."""
         return self.layout.per_sample(value, self.like)
 
     def meet(self, state: State) -> Prototypes:
+        """Return the anchors before the prototypes that a state has in use."""
         return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
@@ -338,6 +342,7 @@ class FunctionalOptimizer:
         return found
 
     def initial(self, name: str, like: Tensor) -> Tensor:
+        """Return a tensor of the optimizer before its first step."""
         return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
 
 

@@ -430,6 +430,7 @@ class Observed:
     log_ghat: Tensor
 
     def factor(self, coefficient: Scalar) -> Scalar:
+        """Return the coefficient: every anchor counts."""
         return coefficient
 
 

@@ -56,9 +56,7 @@ class ResidualNormalizer(Normalizer):
     State, per sample: ``log_ratio`` (in nats, 0 before the first visit) and the number of visits, one each per
     direction (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
 
-    Metrics: ``network_gap``, see :class:`~compopt.NeuralNormalizer`.
-
-    Communicates: what the network does.
+    Metrics and communication: those of the network, see :class:`~compopt.NeuralNormalizer`.
 
     Raises:
         TypeError: neural is not a :class:`~compopt.NeuralNormalizer`.

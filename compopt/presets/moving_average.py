@@ -34,11 +34,9 @@ class SogCLREstimator(ContrastiveEstimator):
         tau: temperature, > 0.
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
         eps: added to the inner function, >= 0.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u`` and ``count`` per sample, one each per direction in bimodal mode: 16 bytes a sample.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yuan et al., Provable Stochastic Optimization for Global Contrastive Learning, ICML 2022, Algorithm 1.
@@ -83,12 +81,10 @@ class ISogCLREstimator(ContrastiveEstimator):
         n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
         rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer, beta: see :class:`~compopt.TemperatureDual`;
             ``None`` is filled by mode.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
     bimodal mode, 16 in unimodal.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.
@@ -99,8 +95,6 @@ class ISogCLREstimator(ContrastiveEstimator):
         >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
         >>> est(z1, z2, torch.arange(16)).backward()
         >>> est.step()
-        >>> tuple(est.read(torch.arange(3))["tau"].shape)
-        (3, 2)
     """
 
     @takes_options()
@@ -139,8 +133,8 @@ class FastCLIPEstimator(ContrastiveEstimator):
     ``v3``    one, learned (global dual)                      ``tau (alpha + rho)``
     ========  ==============================================  ======================
 
-    All versions use ``compopt.schedules.CosineGamma(est, decay_steps)``, stepped once per update; the preset
-    cannot know the length of the run. The authors' code sets gamma once per epoch.
+    All versions use ``compopt.schedules.CosineGamma(est, decay_steps)``, stepped once per update (by the authors' code
+    once per epoch).
 
     Args:
         n: number of samples, or a list of sample groups.
@@ -153,12 +147,10 @@ class FastCLIPEstimator(ContrastiveEstimator):
         tau_min, tau_max, max_grad: bounds; ``None`` is filled by mode.
         betas: of Adam.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
     four numbers: ``tau``, Adam's moments and the number of updates.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.
@@ -167,10 +159,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         >>> import compopt
         >>> est = compopt.FastCLIPEstimator(n=100, version="v3", rho=1.0)
         >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=10)
-        >>> for _ in range(5):
-        ...     schedule.step()  # beside optimizer.step()
-        >>> round(est.sample_groups[0]["gamma"], 3)
-        0.6
+        >>> schedule.step()  # beside optimizer.step()
     """
 
     @takes_options(CommonOptions)

@@ -36,13 +36,10 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
             sample and direction.
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
     mode and with one direction); a learned temperature adds its own.
-
-    The call, communication, cost, errors: see :class:`~compopt.ContrastiveEstimator`,
-    :class:`~compopt.NeuralNormalizer` and :class:`~compopt.TemperatureDual`.
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
@@ -53,8 +50,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
         >>> est(z1, z2).backward()
         >>> est.step()
-        >>> est.state_dict()["extra"]["normalizer"]["prototypes"].shape
-        torch.Size([2, 32, 8])
     """
 
     @takes_options()
@@ -115,12 +110,10 @@ class ResidualEstimator(ContrastiveEstimator):
         tau: temperature.
         prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
         eps: added to the inner function.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, m, d)`` (``(1, m, d)`` in unimodal mode and with one direction), twice; with ``n`` a
     logarithm and a count per sample and direction, 16 bytes a sample.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     Example:
         >>> import torch, compopt
