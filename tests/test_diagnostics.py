@@ -83,20 +83,6 @@ def test_normalizer_error_is_the_mean_squared_error_over_seen_rows(mode, referen
     near(diagnostics.normalizer_error(est, z1, z2), want)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_normalizer_error_changes_nothing(mode):
-    from tests.helpers import assert_same_bits, snapshot
-
-    z1, z2 = features(N, 5, seed=7)
-    est = compopt.ISogCLREstimator(N, mode=mode, tau_init=0.2, dtype=torch.float64)
-    run(est, z1, z2, torch.arange(N))
-    est.step()
-    before = snapshot(est, N)
-    error = float(diagnostics.normalizer_error(est, z1, z2))
-    assert error >= 0 and est.pending == 0 and est.training
-    assert_same_bits(before, snapshot(est, N))
-
-
 def test_individual_temperatures_are_used():
     """Rows with their own tau are compared at that tau."""
     z1, z2 = features(N, 5, seed=8)

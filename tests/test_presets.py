@@ -123,20 +123,6 @@ def test_rho_beyond_reach_is_warned_about_once():
         run(reachable, *batches(N, 1, seed=7, dtype=torch.float32)[0])
 
 
-def test_any_normalizer_with_any_temperature():
-    """The same numbers whether built from the parts or from the preset."""
-    preset = compopt.ISogCLREstimator(N, gamma=0.7, rho=0.3, lr=0.02, tau_init=0.2, tau_max=0.4, reference="none")
-    built = compopt.ContrastiveEstimator(
-        normalizer=compopt.MovingAverageEstimator(N, gamma=0.7, reference="none"),
-        temperature=compopt.TemperatureDual(N, rho=0.3, lr=0.02, tau_init=0.2, tau_max=0.4),
-    )
-    for z1, z2, index in batches(N, 4, seed=8, dtype=torch.float32):
-        for x, y in zip(run(preset, z1, z2, index), run(built, z1, z2, index), strict=True):
-            assert torch.equal(x, y)
-        preset.step()
-        built.step()
-
-
 def test_recommended():
     """The memory of 128 samples at 0.07, a quarter of a small data set, DCL in large batches."""
     est = compopt.recommended(8)
