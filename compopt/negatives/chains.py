@@ -128,8 +128,6 @@ class Chains(SampledPairs):
         self._run()
         self._finish()
 
-    # -- walks -------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
@@ -237,8 +235,6 @@ class Chains(SampledPairs):
         self.score = torch.where(self._stayed, fresh, self.score)
         if self._call.unimodal:
             self.sample, self.score = self.sample[:, 1:], self.score[:, 1:]
-
-    # -- gradients ---------------------------------------------------------------------------------------------
 
     def gradients(self, coefficient: Scalar) -> Tensor:
         coefficient = self._pairs.factor(coefficient)

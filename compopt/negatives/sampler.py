@@ -220,8 +220,6 @@ class MCMCNegativeSampler(Normalizer):
             },
         )
 
-    # -- alone ---------------------------------------------------------------------------------------------------
-
     @outside_of_graphs
     def sample(self, scores: Tensor, index: Tensor, candidates: Tensor) -> Tensor:
         r"""Advance the chains of the samples in ``index`` over a pool of candidates, and return the pool's weights.
@@ -291,9 +289,6 @@ class MCMCNegativeSampler(Normalizer):
         sample = torch.where(last < pool.width, names[last.clamp(max=len(names) - 1)], stored[:, None])
         score = by_slot.gather(0, last.T).T + bad  # of a chain that is nowhere -inf, which is not committed
         return weights, sample, score
-
-
-# -- metrics, for when somebody asks ---------------------------------------------------------------------------
 
 
 def _share(part: Tensor, *whole: Tensor) -> Tensor:

@@ -105,8 +105,6 @@ class MemoryNormalizer(Normalizer):
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         return {"queue": FINITE}
 
-    # -- the call ----------------------------------------------------------------------------------------------
-
     def estimate(self, call: Call) -> Estimate:
         pairs, positive = call.pairs, call.pairs.positive
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
@@ -206,8 +204,6 @@ class MemoryNormalizer(Normalizer):
 
     def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
         return value.expand(1 if self._views else self._directions, -1).reshape(like.shape[1], len(like)).T
-
-    # -- for diagnostics ---------------------------------------------------------------------------------------
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

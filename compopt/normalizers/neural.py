@@ -31,6 +31,7 @@ from compopt.normalizers.network import (
     NetworkBatch,
     Prediction,
     Prototypes,
+    State,
     empty_ring,
     on_host,
     push,
@@ -188,8 +189,6 @@ class NeuralNormalizer(Normalizer):
         """Range of the prototypes of this rank."""
         return self.layout.ranks.part(self.prototypes)
 
-    # -- the call ----------------------------------------------------------------------------------------------
-
     def estimate(self, call: Call) -> Estimate:
         prediction = self.learn_from(call)
         return Estimate(
@@ -250,16 +249,10 @@ class NeuralNormalizer(Normalizer):
             at = slice(start, start + STORED_CHUNK)
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
-            scale, epsilon = (
-                layout.per_anchor(x[at] if isinstance(x, Tensor) and x.dim() else x, positive) for x in (1 / tau, eps)
-            )
-            prototypes = Prototypes(layout.anchors(own)[0], scale, state["queue_active"], alone)
-            shift = layout.per_anchor(positive, positive) * scale + prototypes.log_count
-            alpha = F.add_eps(prototypes.predict(state["prototypes"]) - shift, epsilon)
+            tau_here, eps_here = (x[at] if isinstance(x, Tensor) and x.dim() else x for x in (tau, eps))
+            alpha = self._ask(state, layout.anchors(own)[0], tau_here, eps_here, positive, alone)
             chunks.append(layout.per_sample(alpha, positive))
         return torch.cat(chunks)
-
-    # -- state, split over the ranks ---------------------------------------------------------------------------
 
     @property
     def split_state(self) -> bool:
@@ -320,8 +313,6 @@ class NeuralNormalizer(Normalizer):
             restored[name] = value.to(device="cpu" if host else like.device, dtype=kept).clone()
         self.state = restored
 
-    # -- alone ---------------------------------------------------------------------------------------------------
-
     @outside_of_graphs
     def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
         r"""Train the network on observed log-normalizers, and return its prediction.
@@ -376,11 +367,16 @@ class NeuralNormalizer(Normalizer):
             batch, tau = self._meet(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             layout, z = self.layout, batch.values["z1"]
-            scale = 1 / layout.per_anchor(tau, z[:, :1])
-            prototypes = Prototypes(layout.anchors((z, z))[0], scale, self.state["queue_active"], layout.ranks)
-            log_partition = prototypes.predict(self.state["prototypes"].to(z.device)) - prototypes.log_count
             eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
-            return F.add_eps(log_partition, layout.per_anchor(eps, z[:, :1]))[0][batch.own].to(batch.dtype)
+            anchors, state = layout.anchors((z, z))[0], self._state_on(z.device, self.state)
+            alpha = self._ask(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
+            return alpha[0][batch.own].to(batch.dtype)
+
+    def _ask(self, state: State, anchors: Tensor, tau: Scalar, eps: Scalar, positive: Tensor, ranks: Ranks) -> Tensor:
+        """Return ``alpha`` of a state's network, ``(D, P)``; ``positive`` has ``s_ii``, ``(B, A)``."""
+        tau, eps, own = (self.layout.per_anchor(x, positive) for x in (tau, eps, positive))
+        prototypes = Prototypes(anchors, 1 / tau, state["queue_active"], ranks)
+        return F.add_eps(prototypes.predict(state["prototypes"]) - (own / tau + prototypes.log_count), eps)
 
     def _meet(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None

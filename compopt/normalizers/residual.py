@@ -130,8 +130,6 @@ class ResidualNormalizer(Normalizer):
         network = self.neural.stored(rows, features, tau, hyper)
         return network + rows["log_ratio"] if self.remembers else network
 
-    # -- the network's state is this part's --------------------------------------------------------------------
-
     def structure(self) -> dict[str, Any]:
         return {**self.neural.structure(), "prediction": self.prediction, "first": self.first}
 

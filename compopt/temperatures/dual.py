@@ -281,8 +281,6 @@ class TemperatureDual(Temperature):
             tau = F.minus_product(tau, moments[0], hyper("lr"))
         return {"tau": F.clip(tau, hyper("tau_min"), hyper("tau_max")), **dict(zip(names, moments, strict=True))}
 
-    # -- alone ---------------------------------------------------------------------------------------------------
-
     @outside_of_graphs
     def update(self, gradient: Tensor, index: Tensor | None = None) -> Tensor:
         r"""Take one step of projected momentum or Adam on a given gradient, and return the new temperatures.
