@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.batch import Batch
+from compopt.checks import Directions, Mode
 from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
 from compopt.distributed.control import doing
@@ -25,9 +26,7 @@ from compopt.functional import mean_of_views
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.kernel.local import Pairs
 
-Mode = Literal["bimodal", "unimodal"]
 Views = Literal["averaged", "separate"]
-Directions = Literal["both", "forward"]
 CHUNK_SIZE = 512
 
 
@@ -296,11 +295,8 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)
-        return (
-            seen,
-            est._temperature(seen, None, est._hyper("temperature", seen)),
-            "averaged" if est.normalizer.averages_views else "separate",
-        )
+        tau = est._temperature(seen, None, est._hyper("temperature", seen))
+    return seen, tau, "averaged" if est.normalizer.averages_views else "separate"
 
 
 def _check(

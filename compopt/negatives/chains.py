@@ -110,7 +110,7 @@ class Chains(SampledPairs):
         self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
-        # by direction; without index2 samples of both modalities have the same positions
+        # by direction; one look-up for both where they have the same positions, that is without index2
         samples = {id(positions): positions for positions in names}
         self._samples = [Samples(positions) for positions in samples.values()]
         scale = scale_of(call.tau, z1, self._batch, self._directions)
@@ -146,7 +146,7 @@ class Chains(SampledPairs):
                 self._totals[:, at[0], at[1]] = _by_direction(sums, count)
                 score[at] = _by_direction(similarity.gather(0, last[None])[0], count)
                 self._stayed[at] = _by_direction(last == candidates.width, count)
-                moved = torch.where(last < candidates.width, self._names(at, last), _flat(sample[at]))
+                moved = torch.where(last < candidates.width, self._names(last), _flat(sample[at]))
                 sample[at] = _by_direction(moved, count)
                 walks.append(done)
             if self._call.chunk_size is None:  # else they are repeated, since visits take a number per pair
@@ -190,7 +190,7 @@ class Chains(SampledPairs):
         width = outside.new_full((1, len(outside)), -torch.inf)
         return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
-    def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
+    def _names(self, column: Tensor) -> Tensor:
         if len(self._samples) == 1:
             return self._samples[0].name(column)
         return torch.cat([s.name(part) for s, part in zip(self._samples, column.chunk(2), strict=True)])
@@ -200,10 +200,8 @@ class Chains(SampledPairs):
         sample = self.outside.sample[at]
         if len(self._samples) == 1:
             return self._samples[0].find(_flat(sample))
-        column, found = zip(
-            *(s.find(part) for s, part in zip(self._samples, sample.unbind(1), strict=True)), strict=True
-        )
-        return torch.cat(column), torch.cat(found)
+        first, second = (s.find(part) for s, part in zip(self._samples, sample.unbind(1), strict=True))
+        return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
         column, found = self._find(at)

@@ -208,17 +208,13 @@ class MCMCNegativeSampler(Normalizer):
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + away
         squares = squares if call.encoder is None else squares + away.square()
-        return (
-            sample,
-            score,
-            failed,
-            {
-                "acceptance_rate": partial(_share, accepted, proposed),
-                "outside_visits": partial(_share, away, inside, away),
-                "unused_anchors": partial(_unused, usable, proposed),
-                "effective_negatives": partial(_effective, usable, squares),
-            },
-        )
+        metrics: dict[str, Callable[[], Tensor]] = {
+            "acceptance_rate": partial(_share, accepted, proposed),
+            "outside_visits": partial(_share, away, inside, away),
+            "unused_anchors": partial(_unused, usable, proposed),
+            "effective_negatives": partial(_effective, usable, squares),
+        }
+        return sample, score, failed, metrics
 
     @outside_of_graphs
     def sample(self, scores: Tensor, index: Tensor, candidates: Tensor) -> Tensor:

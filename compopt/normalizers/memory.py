@@ -127,22 +127,14 @@ class MemoryNormalizer(Normalizer):
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+        norms = torch.linalg.vector_norm(weights, dim=2)
+        effective = partial(effective_negatives, pairs.sides, call.batch.own, positive.shape[1], total, norms)
         return Estimate(
             log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
-            metrics={
-                "queue_share": partial(torch.mean, total),
-                "effective_negatives": partial(
-                    effective_negatives,
-                    pairs.sides,
-                    call.batch.own,
-                    pairs.positive.shape[1],
-                    total,
-                    torch.linalg.vector_norm(weights, dim=2),
-                ),
-            },
+            metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
     def _feature_gradients(
