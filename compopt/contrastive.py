@@ -23,7 +23,7 @@ from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
-from compopt.estimator.groups import Hyper, parse
+from compopt.estimator.groups import GroupSpec, Hyper, parse
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
@@ -125,7 +125,7 @@ class ContrastiveEstimator(Estimator):
         offload_dir: str | os.PathLike[str] | None = None,
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
-        sample_groups: Sequence[Mapping[str, Any]] | None = None,
+        sample_groups: GroupSpec | None = None,
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.one_of("directions", directions, DIRECTIONS)

@@ -137,33 +137,11 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
     _, p = targets(z1, z2, tau)
     est = compopt.EMC2Estimator(n, tau=tau, proposals=proposals, dtype=torch.float64)
     u = []
-    for seed in range(100):
+    for seed in range(40):
         started(est, z1, z2, tau, seed, 100 * seed)
         wander(est, z1, z2, 3, n, generator)
         u.append(ranked(est.read(torch.arange(n))["chain"], p, generator))
-    assert (chi_square(torch.cat(u)) > 70) == biased
-
-
-@pytest.mark.slow
-def test_unimodal_chains_keep_the_softmax_over_both_views():
-    """Views that are alike, so that both passes have one target: the samples' softmax."""
-    n, tau = 10, 0.3
-    z, _ = data_set(n, seed=8)
-    generator = torch.Generator().manual_seed(4)
-    s, p = targets(z, z, tau)
-    est = compopt.EMC2Estimator(n, tau=tau, mode="unimodal", dtype=torch.float64)
-    state, u = est.state_dict(), []
-    for seed in range(500):
-        chain = torch.multinomial(p[0], 1, generator=generator)
-        state["rows"] = {
-            "chain": chain,
-            "score": s[0].gather(1, chain),
-            "count": torch.ones_like(state["rows"]["count"]),
-        }
-        est.load_state_dict({**state, "t": 100 * seed})
-        wander(est, z, z, 3, 4, generator)
-        u.append(ranked(est.read(torch.arange(n))["chain"], p[:1], generator))
-    assert chi_square(torch.cat(u)) < 33.7
+    assert (chi_square(torch.cat(u)) > 45) == biased  # p = 1e-6
 
 
 @pytest.mark.slow

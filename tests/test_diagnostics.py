@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt import diagnostics
@@ -14,52 +15,37 @@ CASES = [("bimodal", {}), ("unimodal", {"views": "averaged"}), ("unimodal", {"vi
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 2e-4)])
-@pytest.mark.parametrize("tau", [0.005, 0.1, 1.0])
+@pytest.mark.parametrize("tau, chunk_size", [(0.005, 512), (0.1, 1), (1.0, 4)])
 @pytest.mark.parametrize("mode, views", CASES)
-def test_against_dense(mode, views, tau, dtype, rtol):
+def test_against_dense(mode, views, tau, chunk_size, dtype, rtol):
     z1, z2 = features(N, 5, seed=1, dtype=dtype)
+    options = {"mode": mode, "chunk_size": chunk_size, **views}
     want = dense_log_normalizers(z1, z2, tau, mode, **views)
-    got = diagnostics.log_normalizers(z1, z2, tau, mode=mode, **views)
+    got = diagnostics.log_normalizers(z1, z2, tau, **options)
     assert got.shape == want.shape
     near(got, want, rtol)
-    near(diagnostics.global_loss(z1, z2, tau, mode=mode, **views), dense_global_loss(z1, z2, tau, mode, **views), rtol)
-    gradient = diagnostics.global_gradient(z1, z2, tau, mode=mode, **views)
+    near(diagnostics.global_loss(z1, z2, tau, **options), dense_global_loss(z1, z2, tau, mode, **views), rtol)
+    gradient = diagnostics.global_gradient(z1, z2, tau, **options)
     for g, w in zip(gradient, dense_global_gradient(z1, z2, tau, mode, **views), strict=True):
         near(g, w, rtol)
 
 
-@pytest.mark.parametrize("mode, views", CASES)
-@pytest.mark.parametrize("chunk_size", [1, 4, 1000])
-def test_chunks_change_nothing(mode, views, chunk_size):
-    for function in (diagnostics.log_normalizers, diagnostics.global_loss, diagnostics.global_gradient):
-        z1, z2 = features(N, 5, seed=2)
-        whole = function(z1, z2, 0.1, mode=mode, **views)
-        parts = function(z1, z2, 0.1, mode=mode, **views, chunk_size=chunk_size)
-        if isinstance(whole, torch.Tensor):
-            whole, parts = (whole,), (parts,)
-        for a, b in zip(whole, parts, strict=True):
-            near(a, b, 1e-12)
-
-
 def test_no_n_by_n_matrix():
-    """3000 samples in chunks of 8: a peak far below the 72 MB of a dense float64 matrix."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+    """1000 samples in chunks of 8."""
     largest = 0
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
+            largest = max(largest, result.numel() if isinstance(result, torch.Tensor) else 0)
             return result
 
-    z1, z2 = features(3000, 4, seed=3, dtype=torch.float32)
+    z1, z2 = features(1000, 4, seed=3, dtype=torch.float32)
     with Watch():
         diagnostics.log_normalizers(z1, z2, 0.1, chunk_size=8)
         diagnostics.global_gradient(z1, z2, 0.1, chunk_size=8)
-    assert largest <= 8 * 3000 * 2
+    assert largest <= 8 * 1000 * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,20 +67,6 @@ def test_normalizer_error_is_the_mean_squared_error_over_seen_rows(mode, referen
     exact = dense_log_normalizers(z1, z2, tau, mode)
     want = ((alpha - exact)[seen] ** 2).mean()
     near(diagnostics.normalizer_error(est, z1, z2), want)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_normalizer_error_changes_nothing(mode):
-    from tests.helpers import assert_same_bits, snapshot
-
-    z1, z2 = features(N, 5, seed=7)
-    est = compopt.ISogCLREstimator(N, mode=mode, tau_init=0.2, dtype=torch.float64)
-    run(est, z1, z2, torch.arange(N))
-    est.step()
-    before = snapshot(est, N)
-    error = float(diagnostics.normalizer_error(est, z1, z2))
-    assert error >= 0 and est.pending == 0 and est.training
-    assert_same_bits(before, snapshot(est, N))
 
 
 def test_individual_temperatures_are_used():

@@ -10,7 +10,7 @@ import compopt
 from tests.database import MODES, dual_options
 from tests.helpers import batches, features, near, run
 from tests.reference import DualReference, FixedReference, MCMCReference, Reference
-from tests.test_chains import data_set, wander
+from tests.test_chains import data_set
 
 N = 13
 TAU = 0.2
@@ -80,23 +80,6 @@ def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
             assert bank.calls[-1].dtype == torch.int64 and bank.calls[-1].device.type == "cpu"
             assert len(set(last)) == len(last) and not set(last) & set(index.tolist())
     assert asked > 10
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_encode_visits_outside_are_dropped(mode):
-    """At a low temperature a chain stays at a good sample; an anchor without another visit only pulls its positive."""
-    n = 30
-    z1, z2 = data_set(n, seed=6)
-    est = compopt.EMC2Estimator(n, tau=0.02, mode=mode, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    wander(est, z1, z2, 40, 10, generator)
-    index = torch.randperm(n, generator=generator)[:4]
-    loss, g1, g2 = run(est, z1[index], z2[index], index)
-    metrics = est.metrics
-    assert torch.isfinite(loss) and torch.isfinite(g1).all() and torch.isfinite(g2).all()
-    assert metrics["unused_anchors"] > 0.3 and metrics["outside_visits"] > 0.3
-    run(est, z1[index], z2[index], index, encode=Bank(n, 6, mode))
-    assert est.metrics["unused_anchors"] == 0
 
 
 def test_an_anchor_without_a_visit_pulls_its_positive_only():
@@ -232,18 +215,6 @@ def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
         ]
         for one, other in zip(got[1:], got[2:], strict=False):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_fractions_mean_the_same_in_one_group_and_in_several():
-    from compopt.negatives.walk import burn_in_count
-
-    for fraction in (0.1, 0.3, 0.7, 0.9):
-        count = torch.arange(1, 300)
-        want = [min(int(round(fraction * 10) * r // 10), r - 1) for r in count.tolist()]
-        for dtype in (torch.float32, torch.float64):
-            assert burn_in_count(torch.tensor(fraction, dtype=dtype), count).tolist() == want
-        assert burn_in_count(fraction, count).tolist() == want
-        assert [burn_in_count(fraction, r) for r in count.tolist()] == want
 
 
 @pytest.mark.parametrize("directions", ["forward", "both"])

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
 from tests.helpers import features, run
-from tests.pool import the_pool
 
 D = 4
 MODES = ("bimodal", "unimodal", "forward")
@@ -168,26 +166,6 @@ def test_effective_negatives_count_the_memory(mode, size):
             weights[:, : len(anchors)].diagonal(diagonal).zero_()
         found.append((weights.sum(1).square() / weights.square().sum(1))[:128])
     torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
-
-
-def shown(group, mode):
-    """The metric after three batches of 12, the last with further candidates; on this rank."""
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    est = build(mode, process_group=group)
-    own, more = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks), slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
-    for step in range(3):
-        extra = features(6, D, seed=9)[0][more] if step == 2 else None
-        est(*(z[own] for z in features(12, D, seed=step)), (torch.arange(12) + 12 * step)[own], extra=extra)
-        est.step()
-    return est.metrics["effective_negatives"].item()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("mode", MODES)
-def test_effective_negatives_of_ranks(mode):
-    """Each has those of its own anchors, as many as the others."""
-    of_ranks = the_pool(3, timeout=120).run(shown, 3, mode)
-    assert sum(of_ranks) / 3 == pytest.approx(shown(None, mode), rel=1e-12)
 
 
 def test_a_bad_sample_that_is_in_no_pair_is_not_kept():

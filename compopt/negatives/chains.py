@@ -23,17 +23,9 @@ CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 class Outside:
     """Stored samples of the own chains, their similarities and, if the user encodes them, their features.
 
-    Args:
-        sample, score: as the rows have them, ``(b, D)``.
-        anchors: own features by direction, ``(b, d)`` each.
-        encoder: gives features of other samples, or ``None``.
-        ranks: with more than one the encoder runs in every call, so that all of them run it equally often.
-
-    Attributes:
-        sample: ``(b, A)``.
-        score: similarity that the walks see, ``(b, A)``.
-        fresh: similarity of now where the sample was encoded, else as stored, ``(b, A)``.
-        error: raised by the encoder, to be raised again once the other ranks know.
+    ``sample`` and ``score`` are as the rows have them, ``(b, D)``; ``fresh`` is the similarity of now where the sample
+    was encoded, else the stored one. With several ranks the encoder runs in every call, so that all of them run it
+    equally often; an ``error`` of the encoder is raised again once the other ranks know.
     """
 
     def __init__(
@@ -52,12 +44,7 @@ class Outside:
         return self._encoder is not None
 
     def encode(self, needed: Tensor, spare: Tensor) -> None:
-        """Encode the samples of some anchors in one call, each sample once.
-
-        Args:
-            needed: ``(b, A)``.
-            spare: a sample of the batch, ``(1,)``, for a rank that needs none.
-        """
+        """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
         assert self._encoder is not None
         names, place = torch.unique(self.sample[needed], return_inverse=True)
         if not len(names):
@@ -102,20 +89,12 @@ class Outside:
 class Chains(SampledPairs):
     """Weights ``w_ij = visits of chain i to j / all its visits``, the anchors' own part of a batch.
 
-    Args:
-        call: the batch. With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients
-            instead of kept.
-        ranks: of the batch.
-        burn_in: proposals that do not count, a number or ``(b, A)``: below 1 a fraction of ``|N_i|``.
-        seed: of the draws.
-        sweep: propose every negative once, in order, instead of independent draws.
-        rescore: encode the stored samples outside the batch before the chains move.
+    With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients instead of kept.
 
     Attributes:
         sample, score: where each own chain is now and its similarity, ``(b, D)``; not finite where it is nowhere.
         inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, A)``.
-        squares: sum of squared visits inside, ``(b, A)``.
-        accepted, proposed: number of proposals, ``(b, A)``.
+        squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, A)``.
         outside: the stored samples.
     """
 
@@ -131,9 +110,9 @@ class Chains(SampledPairs):
         self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
-        # by direction; without index2 samples of both modalities have the same positions
-        samples = {id(positions): Samples(positions) for positions in names}
-        self._samples = [samples[id(positions)] for positions in names]
+        # by direction; one look-up for both where they have the same positions, that is without index2
+        samples = {id(positions): positions for positions in names}
+        self._samples = [Samples(positions) for positions in samples.values()]
         scale = scale_of(call.tau, z1, self._batch, self._directions)
         scale = scale if isinstance(scale, Tensor) else z1.new_full((1, 1), scale)
         self._scale = scale.expand(self._batch, self._directions)[own]
@@ -149,10 +128,7 @@ class Chains(SampledPairs):
         self._run()
         self._finish()
 
-    # -- walks -------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
-        """Move the chains, and encode what the batch lacks."""
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
             outside.encode(self._absent(), spare)
@@ -170,7 +146,7 @@ class Chains(SampledPairs):
                 self._totals[:, at[0], at[1]] = _by_direction(sums, count)
                 score[at] = _by_direction(similarity.gather(0, last[None])[0], count)
                 self._stayed[at] = _by_direction(last == candidates.width, count)
-                moved = torch.where(last < candidates.width, self._names(at, last), _flat(sample[at]))
+                moved = torch.where(last < candidates.width, self._names(last), _flat(sample[at]))
                 sample[at] = _by_direction(moved, count)
                 walks.append(done)
             if self._call.chunk_size is None:  # else they are repeated, since visits take a number per pair
@@ -180,7 +156,6 @@ class Chains(SampledPairs):
             outside.encode(self.away > 0, spare)
 
     def _blocks(self) -> Iterator[slice]:
-        """Yield own anchors that walk at a time."""
         most = CPU_PROPOSALS if self._scale.device.type == "cpu" else DEVICE_PROPOSALS
         side_by_side = self._together[0].stop
         rows = max(1, min(self._call.chunk_size or self._batch, most // (self._views * side_by_side * self._batch)))
@@ -215,19 +190,20 @@ class Chains(SampledPairs):
         width = outside.new_full((1, len(outside)), -torch.inf)
         return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
-    def _names(self, at: tuple[slice, slice], column: Tensor) -> Tensor:
-        """Return data-set positions of the samples in some columns, ``(P,)``."""
-        samples = self._samples[at[1]]
-        return torch.cat([s.name(part) for s, part in zip(samples, column.chunk(len(samples)), strict=True)])
+    def _names(self, column: Tensor) -> Tensor:
+        if len(self._samples) == 1:
+            return self._samples[0].name(column)
+        return torch.cat([s.name(part) for s, part in zip(self._samples, column.chunk(2), strict=True)])
 
     def _find(self, at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """Return columns of the stored samples, and True where the batch has them, ``(P,)``."""
-        sample = self.outside.sample[at].unbind(1)
-        column, found = zip(*(s.find(part) for s, part in zip(self._samples[at[1]], sample, strict=True)), strict=True)
-        return torch.cat(column), torch.cat(found)
+        sample = self.outside.sample[at]
+        if len(self._samples) == 1:
+            return self._samples[0].find(_flat(sample))
+        first, second = (s.find(part) for s, part in zip(self._samples, sample.unbind(1), strict=True))
+        return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
-        """Return the slot of every chain before its first proposal."""
         column, found = self._find(at)
         allowed = candidates.allows(column)
         if self._views == 2:  # the row does not say which view: drawn as the softmax would
@@ -241,11 +217,10 @@ class Chains(SampledPairs):
 
     def _absent(self) -> Tensor:
         """Return True for chains whose stored sample is not in the batch, ``(b, A)``."""
-        stored = zip(self._samples, self.outside.sample.unbind(1), strict=True)
-        return torch.stack([~samples.find(sample)[1] for samples, sample in stored], dim=1) & self._seen
+        found = self._find((slice(None), slice(0, self._directions)))[1]
+        return self._seen & ~_by_direction(found, self._directions)
 
     def _finish(self) -> None:
-        """Sum up the visits that count, and note where the chains are."""
         fresh, own = self.outside.fresh, self._call.batch.own
         self.visits, dot = self.inside, self._dot
         if self.outside.encoded:
@@ -258,8 +233,6 @@ class Chains(SampledPairs):
         self.score = torch.where(self._stayed, fresh, self.score)
         if self._call.unimodal:
             self.sample, self.score = self.sample[:, 1:], self.score[:, 1:]
-
-    # -- gradients ---------------------------------------------------------------------------------------------
 
     def gradients(self, coefficient: Scalar) -> Tensor:
         coefficient = self._pairs.factor(coefficient)

@@ -45,14 +45,13 @@ class MCMCNegativeSampler(Normalizer):
     A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
     those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
     contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05. It is worse while features still spread: a
-    similarity stored when all were alike stays too large until its sample is met again (``metrics["unused_anchors"]``).
+    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features still spread
+    (``metrics["unused_anchors"]``).
 
     *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
-    own burn-in. Rows do not say which view a chain was at, ``encode`` gives one view of a sample, and the two views of
-    an anchor share what is stored. That is exact where views are alike, and else the approximation of the paper's
-    section 4.1. In the batch the view is drawn by the softmax of the two; outside it the stored sample is proposed
-    twice as often as any view of the batch, as both of its views would be.
+    own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the softmax of the two), and
+    ``encode`` gives one view of a sample: exact where views are alike, else the approximation of the paper's section
+    4.1.
 
     Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
@@ -78,8 +77,8 @@ class MCMCNegativeSampler(Normalizer):
     outside the batch; ``unused_anchors``, the share of anchors without a usable visit; ``effective_negatives``, of the
     visits.
 
-    As normalizer it reports ``log ghat`` of the batch for ``alpha``. A :class:`~compopt.TemperatureDual` beside it
-    learns from ``sum_j w_ij h_ij`` of the visits.
+    It reports ``log ghat`` of the batch for ``alpha``. A :class:`~compopt.TemperatureDual` beside it learns from
+    ``sum_j w_ij h_ij`` of the visits.
 
     Cost: three matrix products beside the kernel's, and some 40 passes over the proposals, so that it is a method for
     small batches (``benchmarks/results/chains.md``). Memory: the visits, a number per pair and direction; with
@@ -106,8 +105,6 @@ class MCMCNegativeSampler(Normalizer):
         >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
         >>> est(z1, z2, torch.arange(8)).backward()
         >>> est.step()
-        >>> bool((est.read(torch.arange(8))["chain"] < 8).all())  # every chain is at a sample of the batch
-        True
     """
 
     def __init__(
@@ -211,19 +208,13 @@ class MCMCNegativeSampler(Normalizer):
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + away
         squares = squares if call.encoder is None else squares + away.square()
-        return (
-            sample,
-            score,
-            failed,
-            {
-                "acceptance_rate": partial(_share, accepted, proposed),
-                "outside_visits": partial(_share, away, inside, away),
-                "unused_anchors": partial(_unused, usable, proposed),
-                "effective_negatives": partial(_effective, usable, squares),
-            },
-        )
-
-    # -- alone ---------------------------------------------------------------------------------------------------
+        metrics: dict[str, Callable[[], Tensor]] = {
+            "acceptance_rate": partial(_share, accepted, proposed),
+            "outside_visits": partial(_share, away, inside, away),
+            "unused_anchors": partial(_unused, usable, proposed),
+            "effective_negatives": partial(_effective, usable, squares),
+        }
+        return sample, score, failed, metrics
 
     @outside_of_graphs
     def sample(self, scores: Tensor, index: Tensor, candidates: Tensor) -> Tensor:
@@ -234,9 +225,9 @@ class MCMCNegativeSampler(Normalizer):
             \Pr[\text{accept } j] = \min(1, e^{s_{ij} - s_{i,\text{current}}})
 
         Each chain gets ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
-        candidate once (``"sweep"``). For pools drawn uniformly from all candidates the positions of the chains follow
-        the softmax over all of them; the weights, averaged over pools, follow it only roughly, since visits outside the
-        pool are dropped. In training mode with gradients enabled the chains are deposited and wait for :meth:`step`.
+        candidate once (``"sweep"``). For pools drawn uniformly from all candidates the chains follow the softmax over
+        all of them, the weights only roughly, since visits outside the pool are dropped. In training mode with
+        gradients enabled the chains are deposited and wait for :meth:`step`.
 
         Args:
             scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain whose
@@ -294,9 +285,6 @@ class MCMCNegativeSampler(Normalizer):
         sample = torch.where(last < pool.width, names[last.clamp(max=len(names) - 1)], stored[:, None])
         score = by_slot.gather(0, last.T).T + bad  # of a chain that is nowhere -inf, which is not committed
         return weights, sample, score
-
-
-# -- metrics, for when somebody asks ---------------------------------------------------------------------------
 
 
 def _share(part: Tensor, *whole: Tensor) -> Tensor:

@@ -39,19 +39,9 @@ class Samples:
 class Candidates:
     """Negatives of some anchors, of either direction, numbered from 0 to ``|N_i| - 1``.
 
-    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views.
-
-    Args:
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.pairs.PairStatistics`.
-        positions: of the anchors in the global batch, ``(b,)``.
-        distinct: known on the host: all keys are one key without repeats.
-        views: columns per sample, 1 or 2.
-
-    Attributes:
-        width: columns.
-        most: no anchor has more negatives, known on the host.
-        count: ``|N_i|``, ``(b,)`` int64, or ``(1,)`` where all have ``most``.
-        alike: known on the host: all anchors have ``most`` negatives.
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views. No anchor has
+    more than ``most`` negatives; with ``alike`` all have as many, as the host knows, and ``count`` is ``(1,)`` instead
+    of ``(b,)``.
     """
 
     def __init__(self, keys: Sequence[Tensor], positions: Tensor, distinct: bool, views: int) -> None:
@@ -87,12 +77,7 @@ class Candidates:
 
 
 class Pool:
-    """Candidates that are the same for all anchors, with the attributes of :class:`Candidates`.
-
-    Args:
-        size: number of candidates, ``M``.
-        like: on the device of the batch.
-    """
+    """Candidates that are the same for all anchors, with the attributes of :class:`Candidates`."""
 
     alike = True
 
@@ -101,7 +86,7 @@ class Pool:
         self.count = torch.full((1,), size, dtype=torch.int64, device=like.device)
 
     def column(self, number: Tensor) -> Tensor:
-        """Return the column of each candidate by its number, ``(R, b)``."""
+        """Return the column of each candidate by its number."""
         return number.clamp(max=self.width)
 
 
@@ -170,12 +155,7 @@ def walk(
 def move(keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slot of every chain after each proposal, ``(R, b)``, and how many it accepted, ``(b,)``.
 
-    Args:
-        keys: ``s_r / tau - log U_r``, ``(R, b)``.
-        scores: ``s_r / tau``, ``(R, b)``.
-        slots: proposed ones, ``(R, b)``.
-        score: of where each chain is, ``(b,)``.
-        start: where that is, ``(b,)``.
+    ``keys``, ``scores`` and ``slots`` are of the proposals, ``(R, b)``; a chain begins at ``start`` with ``score``.
     """
     accepted = torch.empty_like(keys, dtype=torch.bool)
     if keys.device.type == "cpu":

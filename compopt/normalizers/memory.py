@@ -32,16 +32,13 @@ class MemoryNormalizer(Normalizer):
         w_{ij} = \frac{e^{h_{ij}/\tau_i - \alpha_i}}{|N_i| + m}, \qquad
         z_q = z_q^{then} - \bar z^{then} + \bar z^{now}
 
-    A plain queue of features fails in training for two reasons, which are removed here:
+    Two facts make a queue of past features useful in training:
 
-    * *Drift.* Encoders move all features together. Anchors are pulled to where positives are now and pushed from where
-      negatives were, so that they move away from their past features. The queue keeps each feature less the mean of its
-      batch, and adds the mean of the present batch: what all anchors together are pulled to is then what they are
-      pushed from, as it is within a batch. A running mean lags behind and is not enough.
+    * *Drift.* Encoders move all features together, so that anchors would be pushed away from their own past. The queue
+      keeps each feature less the mean of its batch, and adds the mean of the present batch.
     * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
       alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: as much pull
-      as push on each anchor, and on all candidates together. With the whole pull on both sides all features collapse
-      to a point.
+      as push on each anchor, and on all candidates together. Otherwise all features collapse to a point.
 
     Args:
         dim: of the features.
@@ -49,31 +46,21 @@ class MemoryNormalizer(Normalizer):
 
     Neither is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
-    sample; in unimodal mode there are two per sample. An anchor that has no negative in its batch contributes nothing,
-    whatever is in the queue.
-
-    A sample is not its own negative in the queue either: the queue keeps ``index``, ``index2`` and ``labels``, as far
-    as the calls give them.
+    sample (the queue keeps ``index``, ``index2`` and ``labels``, as far as the calls give them); in unimodal mode there
+    are two per sample. An anchor that has no negative in its batch contributes nothing.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
-    by ``step()``. Within an accumulation window the copy has the earlier batches' features too, of the same weights,
-    moved to this batch's mean like all others. With ``offload=`` the state stays on the device: a step reads and writes
-    151 MB of its 17 MB (m = 4096, d = 512), which takes 0.08 ms at 2 TB/s; copies to and from the host would add
-    0.69 ms at 25 GB/s (``benchmarks/results/off_device.md``).
+    by ``step()``; within an accumulation window it has the earlier batches' features too. With ``offload=`` the state
+    stays on the device (``benchmarks/results/off_device.md``).
 
     Cost: two products of the global batch's anchors with the queue, on every rank; three matrices of that size,
-    ``(D B, m)``, which ``chunk_size`` does not split.
-
-    With ``directions="forward"`` candidates learn from the batch's share of the weights alone, about a tenth at batch
-    16: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md).
-
-    In ``eval()`` leave the index of validation data out: a number that a training sample has too would mask its slot.
+    ``(D B, m)``, which ``chunk_size`` does not split. With ``directions="forward"`` candidates learn from the batch's
+    share of the weights alone: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md). In
+    ``eval()`` leave the index of validation data out, whose numbers would mask the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
-    ``effective_negatives`` counts the queue's.
-
-    Communicates: nothing of its own.
+    ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
         ValueError: dim or length < 1; at the call features of another dimension.
@@ -118,8 +105,6 @@ class MemoryNormalizer(Normalizer):
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         return {"queue": FINITE}
 
-    # -- the call ----------------------------------------------------------------------------------------------
-
     def estimate(self, call: Call) -> Estimate:
         pairs, positive = call.pairs, call.pairs.positive
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
@@ -142,28 +127,20 @@ class MemoryNormalizer(Normalizer):
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+        norms = torch.linalg.vector_norm(weights, dim=2)
+        effective = partial(effective_negatives, pairs.sides, call.batch.own, positive.shape[1], total, norms)
         return Estimate(
             log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
-            metrics={
-                "queue_share": partial(torch.mean, total),
-                "effective_negatives": partial(
-                    effective_negatives,
-                    pairs.sides,
-                    call.batch.own,
-                    pairs.positive.shape[1],
-                    total,
-                    torch.linalg.vector_norm(weights, dim=2),
-                ),
-            },
+            metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
     def _feature_gradients(
         self, z: Tensor, queue: Tensor, weights: Tensor, total: Tensor, scale: Tensor, slope: Tensor
     ) -> Tensor:
-        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor; the queue moves nothing else."""
+        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor."""
         push = torch.bmm(weights, queue).addcmul_(total, self._anchors(z.flip(0)), value=-1)
         gradient = push.mul_(self._by_queue(slope * scale).unsqueeze(2)).view(-1, *z.shape[1:])
         return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
@@ -211,7 +188,7 @@ class MemoryNormalizer(Normalizer):
         return torch.stack(features)
 
     def _anchors(self, z: Tensor) -> Tensor:
-        """``(2, B, d)`` -> ``(Q, P, d)``: both views meet one queue."""
+        """Rearrange ``(2, B, d)`` -> ``(Q, P, d)``: both views meet one queue."""
         return z.view(1, -1, self.dim) if self._views else z[: self._directions]
 
     def _by_queue(self, value: Tensor) -> Tensor:
@@ -219,8 +196,6 @@ class MemoryNormalizer(Normalizer):
 
     def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
         return value.expand(1 if self._views else self._directions, -1).reshape(like.shape[1], len(like)).T
-
-    # -- for diagnostics ---------------------------------------------------------------------------------------
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
@@ -246,13 +221,9 @@ def per_anchor_scale(tau: float | Tensor, like: Tensor) -> Tensor:
 
 
 def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
-    """``(sum w)^2 / sum w^2`` over batch and queue, a mean over the anchors that ``sides`` measure.
+    """Return ``(sum w)^2 / sum w^2`` over batch and queue, a mean over the anchors that ``sides`` measure.
 
-    Args:
-        sides: sums over the batch, of this rank's anchors.
-        own: where its samples are.
-        directions: or views, of anchors.
-        share, norms: of the queue's weights the sum and the root of the sum of squares, of all ranks' anchors.
+    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights, of all anchors.
     """
     of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
     found = []
@@ -265,7 +236,7 @@ def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, shar
 
 
 def known_keys(given: Mapping[str, Tensor]) -> Tensor:
-    """``(3, B)``; :data:`UNKNOWN` where the caller gave none."""
+    """Return keys by name, ``(3, B)``; :data:`UNKNOWN` where the caller gave none."""
     index, missing = given["index"], torch.full_like(given["index"], UNKNOWN)
     named = torch.where(index < FIRST_NAME, UNKNOWN, index)
     return torch.stack([named, *(given.get(name, missing) for name in KEYS[1:])])

@@ -64,25 +64,19 @@ class MovingAverageEstimator(Normalizer):
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
     (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views,
-    objective V2). A row never visited takes ``log(eps + g)`` itself. Rows belong to the estimator that this is a part
-    of, or to it alone.
-
-    Communicates: as a part nothing of its own; alone see :meth:`update`.
+    objective V2). A row never visited takes ``log(eps + g)`` itself. As a part it communicates nothing of its own;
+    alone see :meth:`update`.
 
     .. note::
-        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one.
-        The updated one is used here; it also bounds every weight by ``1 / gamma`` of the batch softmax.
-        The two-way estimator of SogCLR's section 4 prints one positive term where its objective has two, one per
-        direction; the objective is followed.
+        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
+        here; it also bounds every weight by ``1 / gamma`` of the batch softmax. Section 4 of SogCLR prints one positive
+        term for both directions where its objective has two; the objective is followed.
 
     Raises:
         ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
         TypeError: a hyper-parameter that is no number.
         MemoryError: at the first use alone, where the rows do not fit; name a placement.
         RuntimeError: as a part, a method is called that only the owner has, such as ``update`` or ``step``.
-
-    Warns:
-        UserWarning: it becomes a part, and drops the rows of commits of its own.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
@@ -95,8 +89,6 @@ class MovingAverageEstimator(Normalizer):
         >>> u.update(torch.tensor([0.0, 1.0]), index).tolist()  # a first visit takes log g itself
         [0.0, 1.0]
         >>> u.step()
-        >>> [round(x, 4) for x in u.update(torch.tensor([0.0, 0.0]), index).tolist()]
-        [0.0, 0.6201]
     """
 
     def __init__(
@@ -143,7 +135,6 @@ class MovingAverageEstimator(Normalizer):
         return {} if temperature is None else {"tau": temperature.constants()}
 
     def _beside(self) -> Temperature | None:
-        """Return the temperature of the same owner, at which the rows are averaged."""
         temperature = getattr(self.owner, "temperature", None)
         return temperature if isinstance(temperature, Temperature) else None
 
@@ -229,6 +220,5 @@ class MovingAverageEstimator(Normalizer):
         return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, first=batch.unseen("log_u")), batch
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
-        """Deposit new averages, if the call deposits."""
         if batch.depositing:
             self._deposit(batch, {DOMAINS[self.domain][0]: log_u})

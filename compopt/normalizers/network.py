@@ -1,4 +1,4 @@
-r"""Prototypes under a log-sum-exp: predictions of log-normalizers, their gradients, and steps of training on a batch.
+r"""Prototypes under a log-sum-exp: predictions of log-normalizers, their training, and the queue they restart from.
 
 Letters (shapes): ``D`` networks (one per direction of anchors; 1 in unimodal mode, shared by both views), ``P``
 anchors of each, ``d`` their dimension, ``m`` prototypes. A network maps unit features ``e_i`` to
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from compopt import functional as F
-from compopt.distributed.ranks import Ranks
+from compopt.distributed.ranks import Part, Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
@@ -45,25 +45,17 @@ def on_host(name: str, value: Tensor) -> bool:
 class Prototypes:
     r"""``l_i = log 1/m sum_j exp(<e_i, W_j / |W_j|> / tau_i)`` over the active prototypes of all ranks (eq. 10, 11).
 
-    One batch of anchors before prototypes that change between predictions.
-
     Args:
         features: unit features of the anchors, ``(D, P, d)``.
         scale: ``1 / tau``, a number, or of each anchor, ``(D, P)``.
         active: prototypes in use, ``(m,)``.
-        ranks: hold ``m / K`` prototypes each.
-
-    Attributes:
-        bounded: no exponent needs a maximum, as the host knows.
-        log_count: logarithm of the number of active prototypes, 0-d, which :meth:`predict` leaves out.
-
-    Communicates: :meth:`predict` and :meth:`partition` one all-reduce of ``D P`` doubles, :meth:`feature_gradients` one
-    of ``D P d``.
+        ranks: hold ``m / K`` prototypes each. A prediction sums ``D P`` doubles over them.
     """
 
     def __init__(self, features: Tensor, scale: Scalar, active: Tensor, ranks: Ranks) -> None:
         active = active.to(features.device)
         self.features, self.scale, self.ranks = features, scale, ranks
+        # no exponent needs a maximum, as the host knows
         self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
         self.log_count = active.sum(dtype=features.dtype).log_()
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
@@ -75,7 +67,7 @@ class Prototypes:
         self._gradient: Tensor | None = None
 
     def predict(self, weights: Tensor) -> Tensor:
-        """Return ``l_i + log_count``, ``(D, P)``, for prototypes ``weights`` ``(D, m_k, d)``."""
+        """Return ``l_i + log_count``, ``(D, P)``, for prototypes ``(D, m_k, d)``."""
         if self.bounded:
             return self.partition(weights).log()
         logits = self._compare(weights)
@@ -100,7 +92,6 @@ class Prototypes:
         return self._total
 
     def _compare(self, weights: Tensor) -> Tensor:
-        """``<e_i, W_j / |W_j|> / tau_i``, far below all that occurs where a prototype is not active."""
         self._weights = weights
         norm = torch.linalg.vector_norm(weights, dim=2).unsqueeze(1)
         # a prototype of no length has no direction: its cosine is 0 and it does not learn
@@ -111,21 +102,16 @@ class Prototypes:
         return self._logits
 
     def _by_partition(self, weight: Tensor) -> Tensor:
-        """Factor that takes ``e_ij`` to ``weight_i softmax_ij``."""
+        """Return the factor that takes ``e_ij`` to ``weight_i softmax_ij``."""
         return weight / self._total if self.bounded else weight * self._share
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """Return the gradient of ``sum_i weight_i l_i`` with respect to the prototypes of the last prediction.
-
-        Uses up what that kept; the next call overwrites the result.
-        """
+        """Return the gradient of ``sum_i weight_i l_i`` by the prototypes; uses up what the prediction kept."""
         return self.gradient_by_partition(self._by_partition(weight))
 
     def gradient_by_partition(self, quotient: Tensor) -> Tensor:
-        r"""Return :meth:`gradient` of the weights ``quotient_i partition_i``.
-
-        With ``q = weight_i softmax_ij / tau_i``: ``(sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|``.
-        """
+        """Return :meth:`gradient` of the weights ``quotient_i partition_i``."""
+        # q_ij = weight_i softmax_ij / tau_i:  (sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|
         assert self._logits is not None and self._e is not None
         e = self._e.div_(self._norm)
         along = torch.bmm(quotient.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
@@ -133,7 +119,7 @@ class Prototypes:
         return self._gradient.addcmul_(along.mT, self._weights, value=-1)
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
-        """Return the same with respect to the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
+        """Return the same by the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
         assert self._e is not None
         factor = self._by_partition(weight * self.scale)
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
@@ -141,14 +127,9 @@ class Prototypes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Arrangement of samples, directions and ranks as the networks see them.
+    """Arrangement of samples and directions as the networks see them.
 
-    Attributes:
-        shared: one network for both views (unimodal mode).
-        directions: of anchors, ``A``.
-        dtype: of the networks.
-        unit_features: the estimator's features are L2-normalised already.
-        ranks: of the batch and the prototypes.
+    ``shared``: one network for both views (unimodal mode). ``unit_features``: the estimator has normalised them.
     """
 
     shared: bool
@@ -171,12 +152,7 @@ class Layout:
         return torch.stack(units[: self.directions]), torch.stack(units[::-1][: self.directions])
 
     def per_anchor(self, value: Scalar, like: Tensor) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)`` in the networks' dtype; a number stays one.
-
-        Args:
-            value: of each anchor.
-            like: of shape ``(B, A)``.
-        """
+        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays one."""
         if not isinstance(value, Tensor):
             return value
         by_direction = value.to(self.dtype).expand(like.shape).T
@@ -190,15 +166,7 @@ class Layout:
 class NetworkBatch:
     """Anchors of a call as the networks see them: numbers where all have the same value, else ``(D, P)``.
 
-    Attributes:
-        anchors, others: see :meth:`Layout.anchors`; a sample that is not finite is NaN, and so is what it gets.
-        finite: 0-d, the whole batch is.
-        tau, eps: temperatures, and what is added inside the logarithms.
-        shift: ``s_ii / tau_i``.
-        target: ``log(eps + ghat_i)``.
-        weight: of each anchor in the objective.
-        exact: there is no eps, as the host knows: ``alpha`` is the log-partition but for a shift.
-        most: an upper bound of ``target - alpha`` that the host knows: both are of cosines over ``tau``.
+    A sample that is not finite is NaN, and so is what it gets.
     """
 
     def __init__(self, layout: Layout, call: Call) -> None:
@@ -208,32 +176,28 @@ class NetworkBatch:
         log_ghat = layout.per_anchor(pairs.log_ghat, like)
         self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in self.features)]))
         self.tau, self.eps = layout.per_anchor(call.tau, like), layout.per_anchor(call.hyper("eps"), like)
+        # s_ii / tau_i, and log(eps + ghat_i)
         self.shift = layout.per_anchor(like, like) / self.tau
         self.target = F.add_eps(log_ghat, self.eps)
         self.weight = layout.per_anchor(pairs.factor(1.0 / self.anchors.shape[1]), like)
+        # without eps, as the host knows, alpha is the log-partition but for a shift
         self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
+        # bound of target - alpha that the host knows: both are of cosines over tau
         self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
 
     def per_sample(self, value: Tensor) -> Tensor:
         """Rearrange ``(D, P)`` -> ``(B, A)``."""
         return self.layout.per_sample(value, self.like)
 
-    def _meet(self, state: State) -> Prototypes:
+    def meet(self, state: State) -> Prototypes:
+        """Return the anchors before the prototypes that a state has in use."""
         return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
-        """Derivatives with respect to ``alpha`` -> those with respect to the log-partition: the same but for eps."""
+        """Turn derivatives by ``alpha`` into those by the log-partition, which differ where there is eps."""
         return weight if self.exact else weight * (relative - F.add_eps(relative, self.eps)).exp_()
 
-    def predict(self, state: State) -> Prediction:
-        """Return the log-normalizers of the prototypes that a state has in use."""
-        return Prediction(self, self._meet(state), state["prototypes"])
-
-    def train(self, state: State, optimizer: FunctionalOptimizer, lr: float, updates: int) -> dict[str, Tensor]:
-        """Return new prototypes and the optimizer's tensors after some updates on this batch."""
-        return optimizer.run(state, lr, updates, self._gradient(self._meet(state)))
-
-    def _gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
+    def gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
         """Return the gradient of ``sum_i weight_i tau_i (exp(-alpha_i)(eps + ghat_i) + alpha_i)`` by the prototypes.
 
         Its negative derivative by ``alpha`` is ``expm1(gap)`` with ``gap = log(eps + ghat) - alpha``.
@@ -263,29 +227,20 @@ class NetworkBatch:
 
 
 class Prediction:
-    """Log-normalizers of a batch by some prototypes.
+    """Log-normalizers ``alpha`` of a batch by some prototypes, and their ``target`` ``log(eps + ghat)``, ``(B, A)``."""
 
-    Attributes:
-        alpha: ``(B, A)``.
-        target: ``log(eps + ghat)``, ``(B, A)``.
-    """
-
-    def __init__(self, batch: NetworkBatch, prototypes: Prototypes, weights: Tensor) -> None:
-        self._batch, self._prototypes = batch, prototypes
-        self._relative = prototypes.predict(weights) - (batch.shift + prototypes.log_count)
+    def __init__(self, batch: NetworkBatch, state: State, prototypes: Prototypes | None = None) -> None:
+        self._batch, self._prototypes = batch, batch.meet(state) if prototypes is None else prototypes
+        self._relative = self._prototypes.predict(state["prototypes"]) - (batch.shift + self._prototypes.log_count)
         self.alpha = batch.per_sample(F.add_eps(self._relative, batch.eps))
         self.target = batch.per_sample(batch.target)
 
     def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
         """Return gradients of the objective that reach the features through ``alpha``, ``(2, B, d)``.
 
-        ``exp(-alpha)(eps + ghat) + alpha`` has the derivative ``1 - exp(-alpha)(eps + ghat)``, that is
-        ``1 - sum_j w_ij``.
-
-        Args:
-            alpha: this prediction's but for a constant, ``(B, A)``.
-            slope: derivative of the value with respect to ``alpha``, ``(B, A)``.
+        ``alpha`` is this prediction's but for a constant, ``slope`` the derivative of the value by it, ``(B, A)``.
         """
+        # exp(-alpha)(eps + ghat) + alpha has the derivative 1 - exp(-alpha)(eps + ghat), that is 1 - sum_j w_ij
         batch, layout, features = self._batch, self._batch.layout, self._batch.features
         rest = layout.per_anchor((self.target - alpha).expm1_().neg_(), alpha)
         weight = batch.through_eps(layout.per_anchor(slope, alpha) * rest, self._relative)
@@ -305,16 +260,14 @@ class Prediction:
 class FunctionalOptimizer:
     """Function made of a ``torch.optim`` optimizer: takes prototypes and state, returns new ones, and keeps nothing.
 
-    Args:
-        make: called with a list of tensors and ``lr=``.
-
-    Raises:
-        TypeError: ``make`` does not return a ``torch.optim.Optimizer``, or one that keeps something else than tensors
-            of the parameters' shapes and numbers in tensors, or changes its own options, or needs more than gradients.
+    ``make`` is called with a list of tensors and ``lr=``. A ``TypeError`` refuses optimizers that keep something else
+    than tensors of the parameters' shapes and numbers in tensors, or that change their own options.
     """
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.make = make
+        self._made_for: tuple[str, float] = ("", 0.0)
+        self._optimizer: torch.optim.Optimizer | None = None  # lent to one batch after another, without their tensors
         try:
             with HOST:
                 self._try()
@@ -342,6 +295,9 @@ class FunctionalOptimizer:
             if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
                 raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}
+
     def _made(self, tensor: Tensor, lr: float) -> torch.optim.Optimizer:
         # torch fuses AdaGrad on the CPU only, and only if asked to
         fused = self.make is torch.optim.Adagrad and tensor.device.type == "cpu"
@@ -353,30 +309,32 @@ class FunctionalOptimizer:
     def run(self, state: State, lr: float, updates: int, gradient: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Take steps on copies of the ``prototypes`` and the optimizer's tensors in ``state``, and return these."""
         weights = state["prototypes"].clone()
-        with HOST:
-            optimizer = self._made(weights, lr)
         kept = {name.removeprefix(PREFIX): value.clone() for name, value in state.items() if name.startswith(PREFIX)}
+        made_for = (weights.device.type, lr)
+        if self._optimizer is None or self._made_for != made_for or not kept:  # a new one makes its first state, too
+            with HOST:
+                self._optimizer, self._made_for = self._made(weights, lr), made_for
+        optimizer = self._optimizer
+        optimizer.param_groups[0]["params"] = [weights]
         if kept:
+            optimizer.state.clear()
             optimizer.state[weights] = kept
         for _ in range(updates):
             weights.grad = gradient(weights)
             with nullcontext() if optimizer.state else HOST:
                 optimizer.step()
         weights.grad = None
-        kept = optimizer.state[weights]
+        kept = optimizer.state.pop(weights, {})
+        optimizer.param_groups[0]["params"] = []
         return {"prototypes": weights, **{PREFIX + key: v for key, v in kept.items() if isinstance(v, Tensor)}}
 
     def expected(self, prototypes: Tensor, state: State) -> dict[str, Tensor]:
-        """Return the optimizer's tensors after a step, by name, on the meta device.
-
-        Args:
-            prototypes: for shape and dtype.
-            state: saved one. A counter may be of float32 or float64: it has the default dtype of its run.
-        """
+        """Return the optimizer's tensors after a step, by name, on the meta device, to compare a saved state with."""
         found = {}
         for key, value in self._kept.items():
             dtype = prototypes.dtype if value.dim() and value.is_floating_point() else value.dtype
             saved = state[PREFIX + key].dtype if PREFIX + key in state else dtype
+            # a counter has the default dtype of its run
             if not value.dim() and {saved, dtype} <= {torch.float32, torch.float64}:
                 dtype = saved
             shape = prototypes.shape if value.dim() else ()
@@ -386,3 +344,63 @@ class FunctionalOptimizer:
     def initial(self, name: str, like: Tensor) -> Tensor:
         """Return a tensor of the optimizer before its first step."""
         return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
+
+
+def empty_ring(networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a ring of the newest features, without any, as entries of a normalizer's state.
+
+    ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: slots of all ranks that hold a feature, ``(m,)``.
+    ``queue_place``: next slot to fill, number of filled slots, and number of commits at the last restart (-1: none),
+    ``(3,)`` int64 that stay on the host. They advance even if a device finds out later that the batch is unusable;
+    the slots then keep what they held.
+    """
+    return {
+        "queue": torch.zeros(networks, part.size, dim, dtype=dtype, device="cpu"),
+        "queue_active": torch.zeros(width, dtype=torch.bool, device="cpu"),
+        "queue_place": torch.tensor([0, 0, -1], device="cpu"),
+    }
+
+
+def push(
+    state: State, new: Tensor, usable: Tensor, part: Part, t: int, restart_every: int | None
+) -> tuple[dict[str, Tensor], bool]:
+    """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes where that is due.
+
+    Returns new values of ``prototypes`` and of the ring's entries, since a batch may be discarded, and True after a
+    restart: every ``restart_every`` commits, and when the ring first fills.
+    """
+    queue, active, prototypes = state["queue"].clone(), state["queue_active"].clone(), state["prototypes"]
+    width = len(active)
+    start, filled, restarted_at = state["queue_place"].tolist()
+    if new.shape[1] >= width:
+        new, start = new[:, -width:], 0
+    size = new.shape[1]
+    now_filled = min(width, filled + size)
+    restart = filled < width == now_filled
+    if restart_every is not None:
+        restart = restart or t // restart_every != restarted_at // restart_every
+    known = part.of(state["queue_active"])
+    # On an accelerator the host cannot know that every slot holds a feature without waiting.
+    fill = not restart and not (known.device.type == "cpu" and known.all())
+    if fill:
+        prototypes = prototypes.clone()
+    # slices of slots, since a selection by mask would make the host wait for the device; the second one wraps around
+    for first, stop, taken in ((start, min(start + size, width), 0), (0, start + size - width, width - start)):
+        if first >= stop:
+            continue
+        active[first:stop].logical_or_(usable)
+        low, high = max(first, part.start), min(stop, part.stop)
+        if low >= high:
+            continue
+        own = slice(low - part.start, high - part.start)
+        features = new[:, taken + low - first : taken + high - first].to(queue.dtype)
+        torch.where(usable, features, queue[:, own], out=queue[:, own])
+        if fill:  # a slot that held nothing gets its feature as prototype
+            prototypes[:, own] = torch.where(known[own, None], prototypes[:, own], queue[:, own])
+    place = [(start + size) % width, now_filled, t if restart else restarted_at]
+    return {
+        "prototypes": queue if restart else prototypes,
+        "queue": queue,
+        "queue_active": active,
+        "queue_place": torch.tensor(place, device="cpu"),
+    }, restart

@@ -31,9 +31,11 @@ from compopt.normalizers.network import (
     NetworkBatch,
     Prediction,
     Prototypes,
+    State,
+    empty_ring,
     on_host,
+    push,
 )
-from compopt.normalizers.queue import empty_ring, push
 from compopt.stores import Offload
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
@@ -47,11 +49,10 @@ class NeuralNormalizer(Normalizer):
         W \text{ descends } \tfrac{1}{B} \sum_i \tau_i \bigl(e^{-\alpha_i} (\epsilon + \hat g_i) + \alpha_i\bigr)
 
     One ``W`` per direction, ``m`` prototypes that stand for the features of the other modality. In each call in
-    training mode: the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
-    first batch included) ``W`` becomes that queue; then ``updates`` steps are taken on this batch, and the network
-    after them gives ``alpha``. While the queue is being filled only as many prototypes are in use, each new feature
-    being one; when it is full for the first time, ``W`` restarts as well. A call that deposits nothing (``eval()``)
-    takes the same steps and drops their result.
+    training mode the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
+    first included), and when the queue is full for the first time, ``W`` becomes that queue; then ``updates`` steps are
+    taken on this batch, and the network after them gives ``alpha``. While the queue is being filled only as many
+    prototypes are in use. A call that deposits nothing (``eval()``) drops the result of its steps.
 
     *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
     of SogCLR).
@@ -77,9 +78,8 @@ class NeuralNormalizer(Normalizer):
 
     State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, ``D`` networks (1 in
     unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` holds them whole. A call works on
-    a copy, committed by ``step()``. With ``offload=`` they stay on the device: a step reads and writes 1.8 GB of these
-    50 MB (m = 4096, d = 512), which takes 0.9 ms at 2 TB/s; copies to and from the host would add 4.0 ms at 25 GB/s
-    (``benchmarks/results/off_device.md``).
+    a copy, committed by ``step()``. With ``offload=`` they stay on the device, where a step reads and writes 1.8 GB of
+    these 50 MB (m = 4096, d = 512; ``benchmarks/results/off_device.md``).
 
     Metrics: ``network_gap``, the mean of ``|log(eps + ghat_i) - alpha_i|`` in nats.
 
@@ -186,10 +186,8 @@ class NeuralNormalizer(Normalizer):
 
     @property
     def part(self) -> Part:
-        """Prototypes of this rank."""
+        """Range of the prototypes of this rank."""
         return self.layout.ranks.part(self.prototypes)
-
-    # -- the call ----------------------------------------------------------------------------------------------
 
     def estimate(self, call: Call) -> Estimate:
         prediction = self.learn_from(call)
@@ -203,14 +201,11 @@ class NeuralNormalizer(Normalizer):
     def learn_from(self, call: Call, look_first: bool = False) -> Prediction:
         """Run queue, restart and updates on one batch, and return the prediction after them.
 
-        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing: the state
-        stays as it was. On a device, where the host cannot know of it, the host's own counters (of the queue, of the
-        optimizer) advance.
+        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing. On a
+        device, where the host cannot know of it, the host's own counters (of the queue, of the optimizer) advance.
 
-        Args:
-            call: the batch.
-            look_first: return the prediction before the batch's features and updates reach the network; of the very
-                first batch, that of the queue with it.
+        ``look_first`` asks for the prediction before the batch's features and updates reach the network; of the very
+        first batch, that of the queue with it.
         """
         hyper, device = call.hyper.of_first_group(), call.batch.features[0].device
         self._check_dim(call.batch.features[0])
@@ -218,21 +213,24 @@ class NeuralNormalizer(Normalizer):
         state = old = self._state_on(device, self.working_state(call.training))
         # The host reads the flag on the CPU only; on a device the whole step is taken, and undone by _choose.
         usable = device.type != "cpu" or bool(batch.finite)
-        before = batch.predict(state) if look_first and state["queue_place"].tolist()[1] > 0 else None
+        before = Prediction(batch, state) if look_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
             new, restarted = push(state, batch.others, batch.finite, self.part, call.t, hyper("restart_every"))
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
         if look_first and before is None:
-            before = batch.predict(state)
+            before = Prediction(batch, state)
+        prototypes = None
         if usable and hyper("updates"):
-            state = {**state, **batch.train(state, self.optimizer, hyper("lr"), hyper("updates"))}
+            prototypes = batch.meet(state)
+            gradient = batch.gradient(prototypes)
+            state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
         if call.training:
             self._pending_state = state
-        return batch.predict(state) if before is None else before
+        return Prediction(batch, state, prototypes) if before is None else before
 
     def _check_dim(self, features: Tensor) -> None:
         if features.shape[1] != self.dim:
@@ -251,16 +249,10 @@ class NeuralNormalizer(Normalizer):
             at = slice(start, start + STORED_CHUNK)
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
-            scale, epsilon = (
-                layout.per_anchor(x[at] if isinstance(x, Tensor) and x.dim() else x, positive) for x in (1 / tau, eps)
-            )
-            prototypes = Prototypes(layout.anchors(own)[0], scale, state["queue_active"], alone)
-            shift = layout.per_anchor(positive, positive) * scale + prototypes.log_count
-            alpha = F.add_eps(prototypes.predict(state["prototypes"]) - shift, epsilon)
+            tau_here, eps_here = (x[at] if isinstance(x, Tensor) and x.dim() else x for x in (tau, eps))
+            alpha = self._ask(state, layout.anchors(own)[0], tau_here, eps_here, positive, alone)
             chunks.append(layout.per_sample(alpha, positive))
         return torch.cat(chunks)
-
-    # -- state, split over the ranks ---------------------------------------------------------------------------
 
     @property
     def split_state(self) -> bool:
@@ -273,7 +265,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
     def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``new`` where ``good`` (0-d, on the device), else ``old``; the host's counters are the new ones."""
+        """Return ``new`` where ``good``, 0-d, else ``old``; the host's counters are the new ones."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):
@@ -321,8 +313,6 @@ class NeuralNormalizer(Normalizer):
             restored[name] = value.to(device="cpu" if host else like.device, dtype=kept).clone()
         self.state = restored
 
-    # -- alone ---------------------------------------------------------------------------------------------------
-
     @outside_of_graphs
     def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
         r"""Train the network on observed log-normalizers, and return its prediction.
@@ -331,9 +321,9 @@ class NeuralNormalizer(Normalizer):
             \log g_i \approx \log \tfrac{1}{N} \sum_j e^{s_{ij} / \tau_i}, \qquad
             \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{\cos(e_i, W_j) / \tau_i}\Bigr)
 
-        The steps are those of the class, with ``s_ii = 0``. The network starts from prototypes that are drawn uniformly
-        from the sphere (``seed``). Inputs are L2-normalised. In training mode with gradients enabled the new network is
-        deposited and waits for :meth:`step`; later updates before it go on from there.
+        The steps are those of the class, with ``s_ii = 0``, on L2-normalised inputs. The network starts from prototypes
+        that are drawn uniformly from the sphere (``seed``). In training mode with gradients enabled the new network is
+        deposited and waits for :meth:`step`.
 
         Args:
             anchors: features, ``(B, dim)``, floating point, of this rank's samples.
@@ -377,16 +367,21 @@ class NeuralNormalizer(Normalizer):
             batch, tau = self._meet(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             layout, z = self.layout, batch.values["z1"]
-            scale = 1 / layout.per_anchor(tau, z[:, :1])
-            prototypes = Prototypes(layout.anchors((z, z))[0], scale, self.state["queue_active"], layout.ranks)
-            log_partition = prototypes.predict(self.state["prototypes"].to(z.device)) - prototypes.log_count
             eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
-            return F.add_eps(log_partition, layout.per_anchor(eps, z[:, :1]))[0][batch.own].to(batch.dtype)
+            anchors, state = layout.anchors((z, z))[0], self._state_on(z.device, self.state)
+            alpha = self._ask(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
+            return alpha[0][batch.own].to(batch.dtype)
+
+    def _ask(self, state: State, anchors: Tensor, tau: Scalar, eps: Scalar, positive: Tensor, ranks: Ranks) -> Tensor:
+        """Return ``alpha`` of a state's network, ``(D, P)``; ``positive`` has ``s_ii``, ``(B, A)``."""
+        tau, eps, own = (self.layout.per_anchor(x, positive) for x in (tau, eps, positive))
+        prototypes = Prototypes(anchors, 1 / tau, state["queue_active"], ranks)
+        return F.add_eps(prototypes.predict(state["prototypes"]) - (own / tau + prototypes.log_count), eps)
 
     def _meet(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Batch, float | Tensor]:
-        """Check the arguments and gather those of all ranks; temperatures of the batch, a number or ``(B, 1)``."""
+        """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
         refuse_transforms()
         engine = self._engine
         with engine.handshake.guard():
@@ -410,7 +405,6 @@ class NeuralNormalizer(Normalizer):
         return batch, batch.values.get("tau", tau)
 
     def _observed(self, batch: Batch, tau: float | Tensor) -> Call:
-        """Return a call with the observed log-normalizers in the place of pairs."""
         log_g = batch.values["log_g"][:, None]
         pairs = cast(PairStatistics, Observed(torch.zeros_like(log_g), log_g))
         engine = self._engine
@@ -426,12 +420,7 @@ class NeuralNormalizer(Normalizer):
 
 @dataclass
 class Observed:
-    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` counts as 0.
-
-    Attributes:
-        positive: zeros, ``(B, 1)``.
-        log_ghat: ``(B, 1)``.
-    """
+    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` is 0; ``(B, 1)`` each."""
 
     positive: Tensor
     log_ghat: Tensor

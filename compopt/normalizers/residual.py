@@ -30,15 +30,13 @@ class ResidualNormalizer(Normalizer):
         r_i \leftarrow (1 - \gamma)\, r_i + \gamma\, (\epsilon + \hat g_i)\, e^{-\alpha_i^{net}}, \qquad
         \alpha_i = \alpha_i^{net} + \log r_i
 
-    A moving average per sample is exact but stale; a network is current but approximate. Here the network follows the
-    drift, and the row holds what the network cannot express. Three facts make it work in small batches:
+    Here the network follows the drift, and the row holds what the network cannot express:
 
     * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` (``2 / gamma``
-      where two views share a row), whatever the batch drew;
+      where two views share a row);
     * the network has not met the batch yet (``prediction="before"``), so that it is no copy of the batch's estimate;
     * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, goes to the prototypes: a
-      control variate. An anchor that drew easy negatives learns from the
-      prototypes, and its expected gradient does not change.
+      control variate, which does not change an anchor's expected gradient.
 
     The network need not learn: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
     is the queue of the newest features, one product per direction and step. :class:`~compopt.ResidualEstimator` has it.
@@ -58,9 +56,7 @@ class ResidualNormalizer(Normalizer):
     State, per sample: ``log_ratio`` (in nats, 0 before the first visit) and the number of visits, one each per
     direction (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
 
-    Metrics: ``network_gap``, see :class:`~compopt.NeuralNormalizer`.
-
-    Communicates: what the network does.
+    Metrics and communication: those of the network, see :class:`~compopt.NeuralNormalizer`.
 
     Raises:
         TypeError: neural is not a :class:`~compopt.NeuralNormalizer`.
@@ -68,7 +64,8 @@ class ResidualNormalizer(Normalizer):
             ``n`` of its own.
 
     References:
-        Ours; the network is that of NeuCLIP, the average that of SogCLR.
+        Ours; the network is that of NeuCLIP, the average that of SogCLR, the queue that of MoCo (He et al., CVPR 2020)
+        and cross-batch memory (Wang et al., CVPR 2020), where its features are further negatives.
 
     Example:
         >>> import torch, compopt
@@ -132,8 +129,6 @@ class ResidualNormalizer(Normalizer):
     ) -> Tensor:
         network = self.neural.stored(rows, features, tau, hyper)
         return network + rows["log_ratio"] if self.remembers else network
-
-    # -- the network's state is this part's --------------------------------------------------------------------
 
     def structure(self) -> dict[str, Any]:
         return {**self.neural.structure(), "prediction": self.prediction, "first": self.first}

@@ -1,8 +1,7 @@
 """Published methods as compositions of a normalizer and a temperature."""
 
-from compopt.presets.batch import DCLEstimator, InfoNCEEstimator
+from compopt.presets.batch import DCLEstimator, InfoNCEEstimator, MemoryEstimator, recommended
 from compopt.presets.emc2 import EMC2Estimator
-from compopt.presets.memory import MemoryEstimator, recommended
 from compopt.presets.moving_average import FastCLIPEstimator, ISogCLREstimator, SogCLREstimator
 from compopt.presets.neural import NeuCLIPEstimator, ResidualEstimator
 

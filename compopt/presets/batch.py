@@ -1,19 +1,25 @@
-"""Presets without state per sample: InfoNCE (SimCLR, CLIP) and decoupled contrastive learning."""
+"""Presets without rows: InfoNCE (SimCLR, CLIP), decoupled contrastive learning, a memory; and which to begin with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.normalizers import BatchNormalizer
+from compopt.distributed.ranks import ProcessGroup
+from compopt.normalizers import BatchNormalizer, MemoryNormalizer
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+LENGTH = 128  # samples in the memory
+LARGE = 1024  # from here on so many more change little
+TAU = 0.07
 
 
 class InfoNCEEstimator(ContrastiveEstimator):
@@ -26,11 +32,9 @@ class InfoNCEEstimator(ContrastiveEstimator):
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
             learning, :class:`~compopt.DCLEstimator`, the control that a stateful method must beat.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
@@ -38,13 +42,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
     Example:
         >>> import torch, compopt
         >>> est = compopt.InfoNCEEstimator(tau=0.1)
-        >>> z = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1)
-        >>> labels = torch.arange(4)
-        >>> logits = z[0] @ z[1].T / 0.1
-        >>> ce = torch.nn.functional.cross_entropy
-        >>> expected = (ce(logits, labels) + ce(logits.T, labels)) / 2 - torch.tensor(3.0).log()
-        >>> torch.allclose(est(z[0], z[1]), 0.1 * expected, atol=1e-5)
-        True
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
     @takes_options()
@@ -55,11 +53,8 @@ class InfoNCEEstimator(ContrastiveEstimator):
         learn_tau: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            BatchNormalizer(include_positive),
-            FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32)),
-            **options,
-        )
+        temperature = FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32))
+        super().__init__(BatchNormalizer(include_positive), temperature, **options)
 
 
 class DCLEstimator(ContrastiveEstimator):
@@ -69,18 +64,16 @@ class DCLEstimator(ContrastiveEstimator):
         -s_{ii} + \tau \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{s_{ij}/\tau}, \qquad
         w_{ij} = \frac{e^{s_{ij}/\tau}}{\sum_{k \in N_i} e^{s_{ik}/\tau}}
 
-    With the positive in the denominator (InfoNCE) all weights of an anchor shrink together once its positive is easy,
-    the more so the fewer negatives the batch holds. Without it they sum to one. It keeps no state: what a stateful
-    method gains should be stated against it. The same as ``InfoNCEEstimator(include_positive=False)``.
+    With the positive in the denominator all weights of an anchor shrink together once its positive is easy, the more
+    so the fewer negatives the batch holds; without it they sum to one. What a stateful method gains should be stated
+    against this. The same as ``InfoNCEEstimator(include_positive=False)``.
 
     Args:
         tau: temperature, a number or a 0-d tensor.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: none per sample, so ``index`` may be left out when no sample repeats.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
 
     References:
         Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL (not DCLW, which weights the positives too).
@@ -88,11 +81,94 @@ class DCLEstimator(ContrastiveEstimator):
     Example:
         >>> import torch, compopt
         >>> est = compopt.DCLEstimator(tau=0.1)
-        >>> z1, z2 = torch.randn(2, 4, 8, requires_grad=True).unbind()
-        >>> est(z1, z2).backward()
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
     @takes_options()
     def __init__(self, tau: float | Tensor = 0.07, learn_tau: bool = False, **options: Unpack[Options]) -> None:
         temperature = FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32))
         super().__init__(BatchNormalizer(include_positive=False), temperature, **options)
+
+
+class MemoryEstimator(ContrastiveEstimator):
+    r"""DCL whose negatives are the batch's and the newest features of past batches, which follow the encoders' drift.
+
+    .. math::
+        \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij} + \sum_q w_{iq} \nabla_{z_i} h_{iq}, \qquad
+        w \propto e^{h / \tau}, \quad \sum_j w_{ij} + \sum_q w_{iq} = 1
+
+    The second sum moves the anchor only. See :class:`~compopt.MemoryNormalizer` for the queue, why, and the sources.
+
+    Args:
+        dim: of the features.
+        length: samples whose features are kept.
+        tau: temperature, a number or a 0-d tensor.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
+
+    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
+    may be left out when no sample repeats within a batch or the queue.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.MemoryEstimator(dim=16, length=64)
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+    """
+
+    @takes_options()
+    def __init__(self, dim: int, length: int = 128, tau: float | Tensor = 0.07, **options: Unpack[Options]) -> None:
+        temperature = FixedTemperature(tau, dtype=options.get("dtype", torch.float32))
+        super().__init__(MemoryNormalizer(dim, length), temperature, **options)
+
+
+def recommended(
+    dim: int,
+    n: int | None = None,
+    batch_size: int | None = None,
+    mode: Literal["bimodal", "unimodal"] = "bimodal",
+    directions: Literal["both", "forward"] = "both",
+    chunk_size: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ContrastiveEstimator:
+    """Return the estimator to begin with, which needs no tuning.
+
+    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples and more, and
+    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Neither keeps anything per sample. Why:
+    ``docs/which.md``.
+
+    Args:
+        dim: of the features.
+        n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter. Like
+            ``batch_size`` it decides what is built: give both as before to resume from a checkpoint.
+        batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
+            ``None``: not known, taken to be small.
+        mode: ``"bimodal"`` or ``"unimodal"``.
+        directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
+
+    Returns:
+        The estimator. Communicates nothing here; what its calls do, see there.
+
+    Raises:
+        ValueError: dim, n or batch_size < 1, an unknown mode.
+        TypeError: dim, n or batch_size is no integer.
+
+    Example:
+        >>> import compopt
+        >>> type(compopt.recommended(512, batch_size=64)).__name__
+        'MemoryEstimator'
+        >>> type(compopt.recommended(512, batch_size=4096)).__name__
+        'DCLEstimator'
+    """
+    checks.count("dim", dim)
+    length = LENGTH if n is None else max(1, min(LENGTH, checks.count("n", n) // 4))
+    large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
+    options: Options = {
+        "mode": mode,
+        "directions": directions,
+        "chunk_size": chunk_size,
+        "process_group": process_group,
+    }
+    if large or directions == "forward":
+        return DCLEstimator(TAU, **options)
+    return MemoryEstimator(dim, length, TAU, **options)

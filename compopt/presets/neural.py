@@ -9,7 +9,7 @@ import torch
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator.groups import GroupSpec, parse, sizes
+from compopt.estimator.groups import GroupSpec, sizes
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
 from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -36,13 +36,10 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
             sample and direction.
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
     mode and with one direction); a learned temperature adds its own.
-
-    The call, communication, cost, errors: see :class:`~compopt.ContrastiveEstimator`,
-    :class:`~compopt.NeuralNormalizer` and :class:`~compopt.TemperatureDual`.
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
@@ -53,8 +50,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
         >>> est(z1, z2).backward()
         >>> est.step()
-        >>> est.state_dict()["extra"]["normalizer"]["prototypes"].shape
-        torch.Size([2, 32, 8])
     """
 
     @takes_options()
@@ -87,36 +82,14 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         groups = None if n is None else sizes(n)
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if learn_tau:
+            mode: Literal["individual", "global"] = "individual" if learn_tau == "individual" else "global"
             temperature = TemperatureDual(
-                groups,
-                rho=rho,
-                lr=tau_lr,
-                tau_init=tau,
-                tau_min=tau_min,
-                tau_max=tau_max,
-                max_grad=max_grad,
-                mode="individual" if learn_tau == "individual" else "global",
-                optimizer="adam",
-                betas=betas,
+                groups, rho, tau_lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas
             )
-        super().__init__(
-            NeuralNormalizer(
-                dim,
-                prototypes,
-                lr,
-                updates,
-                restart_every,
-                eps,
-                optimizer,
-                reset_optimizer,
-                through_alpha,
-                seed,
-                n=groups,
-            ),
-            temperature,
-            sample_groups=None if n is None else parse(n),
-            **options,
+        network = NeuralNormalizer(
+            dim, prototypes, lr, updates, restart_every, eps, optimizer, reset_optimizer, through_alpha, seed, n=groups
         )
+        super().__init__(network, temperature, sample_groups=n, **options)
 
 
 class ResidualEstimator(ContrastiveEstimator):
@@ -128,7 +101,7 @@ class ResidualEstimator(ContrastiveEstimator):
         + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
 
     with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
-    :class:`~compopt.ResidualNormalizer` for ``r_i`` and why.
+    :class:`~compopt.ResidualNormalizer` for ``r_i``, why, and the sources.
 
     Args:
         dim: of the features.
@@ -137,16 +110,10 @@ class ResidualEstimator(ContrastiveEstimator):
         tau: temperature.
         prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
         eps: added to the inner function.
-        **options: see :class:`~compopt.ContrastiveEstimator`.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, m, d)`` (``(1, m, d)`` in unimodal mode and with one direction), twice; with ``n`` a
     logarithm and a count per sample and direction, 16 bytes a sample.
-
-    Calls, communication and errors: see :class:`~compopt.ContrastiveEstimator` and the parts.
-
-    References:
-        Ours. MoCo (He et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020) keep a queue of features too,
-        as further negatives; here it predicts the normalizer, and its features take the weight that the batch leaves.
 
     Example:
         >>> import torch, compopt
@@ -168,9 +135,5 @@ class ResidualEstimator(ContrastiveEstimator):
         **options: Unpack[Options],
     ) -> None:
         queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
-        super().__init__(
-            ResidualNormalizer(queue, None if n is None else sizes(n), gamma),
-            FixedTemperature(tau),
-            sample_groups=None if n is None else parse(n),
-            **options,
-        )
+        normalizer = ResidualNormalizer(queue, None if n is None else sizes(n), gamma)
+        super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)

@@ -32,9 +32,8 @@ class FixedTemperature(Temperature):
 
     Hyper-parameters: ``tau``, if it is a number and not learned.
 
-    State: nothing per sample; the parameter ``log_inverse``, 0-d, when ``learn=True`` (part of ``state_dict``).
-
-    Communicates: nothing. With several ranks each gets the whole gradient of a learned or 0-d ``tau``.
+    State: nothing per sample; the parameter ``log_inverse``, 0-d, when ``learn=True`` (part of ``state_dict``). Nothing
+    is communicated: with several ranks each gets the whole gradient of a learned or 0-d ``tau``.
 
     Raises:
         ValueError: tau <= 0, a tensor that is not 0-d, or a tensor together with ``learn=True``.
@@ -48,10 +47,6 @@ class FixedTemperature(Temperature):
         >>> tau = compopt.FixedTemperature(0.1, learn=True)
         >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(True), tau)
         >>> optimizer = torch.optim.AdamW(est.parameters())  # beside the model's
-        >>> z1, z2 = torch.randn(2, 8, 4)
-        >>> est(z1, z2).backward()
-        >>> [parameter.grad is not None for parameter in est.parameters()]
-        [True]
     """
 
     def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
@@ -90,7 +85,6 @@ class FixedTemperature(Temperature):
             checks.positive("tau", group["tau"])
 
     def _shared(self) -> Tensor | None:
-        """Return a temperature that is a tensor; ``None``: groups have numbers."""
         if self.log_inverse is None:
             return self.tensor
         return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
