@@ -113,11 +113,13 @@ class Pairs(PairStatistics):
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _per_anchor(self, sides: Sequence[Tensor]) -> Tensor:
-        """Return a quantity of the row anchors, and of the column anchors if there are any, as ``(B, A)``."""
+    def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
         if len(sides) == 1:
-            return sides[0].view(-1, self.batch).T
-        return torch.stack([side if self.extra is None else side[: self.batch] for side in sides]).T
+            return [values.view(-1, self.batch).T for values in sides[0]]
+        # one copy for all of them: on an accelerator each is a launch
+        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
+        return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
         """``(B, A)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
@@ -206,22 +208,17 @@ class Pairs(PairStatistics):
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
         met = None
         if excluded is not None:
-            by_side = [excluded[0, : self.shape[0]], excluded[1]]
-            met = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
+            by_side = [[excluded[0, : self.shape[0]]], [excluded[1]]]
+            (met,) = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
         candidates = (self.shape[1], self.shape[1] if self.unimodal else self.batch)[: self.directions]
         self._count_negatives(candidates, met, self.positive)
-        total = self._per_anchor([side.total for side in self.sides])
+        total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
-        if self.uniform:
-            self._offset = self.positive * (-1 / self.tau)
-        else:
-            shift = self._per_anchor([side.shift for side in self.sides if side.shift is not None])
-            self._offset = (shift - self.positive) * self._scale
+        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
-            dot = self._per_anchor([side.dot for side in self.sides if side.dot is not None])
-            self.mean_h = self.real(dot / total - self.positive)
+            self.mean_h = self.real(rest[1] / total - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         x = self.x if stop - start == self.shape[0] else self.x[start:stop]
@@ -265,9 +262,7 @@ class Pairs(PairStatistics):
         self.release()  # what the gradient goes through next finds their memory
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
-        pull: Scalar = weight * self.directions
-        if isinstance(weight, Tensor):
-            pull = (weight if weight.shape == factor.shape else weight.expand_as(factor)).sum(1, keepdim=True)
+        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
         for own, other in zip(gradient.unbind(), reversed(self._views), strict=True):
             minus_product(own, other, pull, out=own)
         return gradient, outside

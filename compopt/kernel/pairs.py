@@ -38,11 +38,13 @@ class Sums(NamedTuple):
     Attributes:
         total: the sum, ``(P,)``.
         norms: ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+        squared: ``norms`` holds the squares; their roots are taken when the metric is asked for.
         shift, dot: as of :class:`Exponentials`.
     """
 
     total: Tensor
     norms: Tensor
+    squared: bool
     shift: Tensor | None
     dot: Tensor | None
 
@@ -53,19 +55,19 @@ class Sums(NamedTuple):
         spread = max(0, SPREAD_ANCHORS - start)
         if spread < anchors:
             few = few.narrow(1 - dim, 0, spread)
-        # a norm along columns of a row-major matrix is five times as slow as these two operations
-        norms = few.square().sum(0).sqrt_() if dim == 0 else torch.linalg.vector_norm(few, dim=1)
-        return cls(side.exp.sum(dim), norms, side.shift, side.dot)
+        # a norm along the columns of a row-major matrix is five times as slow as a sum of squares
+        norms = few.square().sum(0) if dim == 0 else torch.linalg.vector_norm(few, dim=1)
+        return cls(side.exp.sum(dim), norms, dim == 0, side.shift, side.dot)
 
     def merged(self, more: Sums, scale: Tensor | float) -> Sums:
-        """Add candidates that the same anchors have met since, against a maximum that may have grown."""
-        total, norms, dot = self.total, self.norms, self.dot
+        """Add candidates that column anchors have met since, against a maximum that may have grown."""
+        total, squares, dot = self.total, self.norms, self.dot
         if self.shift is not None and more.shift is not None:
             shrink = (self.shift - more.shift).mul_(scale).exp_()
-            total, norms = total * shrink, norms * shrink[:SPREAD_ANCHORS]
+            total, squares = total * shrink, squares * shrink[:SPREAD_ANCHORS].square()
             dot = None if dot is None else dot * shrink
         dot = None if dot is None or more.dot is None else dot + more.dot
-        return Sums(total + more.total, torch.hypot(norms, more.norms), more.shift, dot)
+        return Sums(total + more.total, squares + more.norms, True, more.shift, dot)
 
     def log_total(self, scale: Tensor | float) -> Tensor:
         """``log sum_j exp(s_ij / tau_i)``."""
@@ -75,18 +77,20 @@ class Sums(NamedTuple):
     def effective(self) -> Tensor:
         """``(sum w)^2 / sum w^2`` of the first anchors; NaN of those without candidates."""
         first = slice(len(self.norms))
-        number = (self.total[first] / self.norms).square()
+        norms = self.norms.sqrt() if self.squared else self.norms
+        number = (self.total[first] / norms).square()
         return number if self.shift is None else number.masked_fill(self.shift[first] <= MASKED, torch.nan)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """Concatenate sums of different anchors."""
+    """Concatenate sums of different row anchors."""
     if len(parts) == 1:
         return parts[0]
-    total, norms, shift, dot = zip(*parts, strict=True)
+    total, norms, _, shift, dot = zip(*parts, strict=True)
     return Sums(
         torch.cat(total),
         torch.cat(norms),
+        False,
         None if shift[0] is None else torch.cat(shift),
         None if dot[0] is None else torch.cat(dot),
     )
