@@ -1,4 +1,4 @@
-"""Batches that leave every block size behind, against dense autograd: what loops over six samples cannot see."""
+"""Batches that leave every block size behind: what loops over six samples cannot see."""
 
 import math
 
@@ -6,120 +6,46 @@ import pytest
 import torch
 
 import compopt
-from tests.database import MODES, dual_options
-from tests.helpers import features, generator, near, run
+from tests.database import BY_NAME, MODES
+from tests.helpers import features, generator, make, near, run
+from tests.reference import dense_global_gradient, dense_global_loss
 
-N, B, DIM = 2000, 389, 24  # a prime: no block divides it
-
-
-def batch(seed, dtype=torch.float64):
-    """Features and an index with some dozens of repeats."""
-    index = torch.randint(0, N, (B,), generator=generator(seed))
-    index[-30:] = index[:30]
-    return *features(B, DIM, seed, dtype=dtype), index
-
-
-class Dense:
-    """Moving average and (optionally) a momentum dual with whole matrices; autograd does the gradients."""
-
-    def __init__(self, mode, gamma, tau, reference, dual=None):
-        self.mode, self.gamma, self.reference, self.dual = mode, gamma, reference, dual
-        width = 2 if mode == "bimodal" else 1
-        self.u = torch.zeros(N, width, dtype=torch.float64)
-        self.count = torch.zeros(N, dtype=torch.long)
-        self.tau = torch.full((N, width), tau, dtype=torch.float64)
-        self.m = torch.zeros(N, width, dtype=torch.float64)
-
-    def step(self, z1, z2, index):
-        """One forward and commit: (loss, g1, g2)."""
-        z1, z2 = (z.detach().double().requires_grad_() for z in (z1, z2))
-        a, b = (z / z.norm(dim=1, keepdim=True) for z in (z1, z2))
-        negative = index[:, None] != index[None, :]
-        cross = a @ b.T
-        positive = cross.diagonal()
-        scores = [cross, cross.T]
-        if self.mode == "unimodal":
-            scores = [torch.cat([cross, a @ a.T], 1), torch.cat([cross.T, b @ b.T], 1)]
-            negative = torch.cat([negative, negative], 1)
-        size = negative.sum(1)
-        tau = self.tau[index].expand(B, 2)
-        unseen = (self.count[index] == 0)[:, None]
-
-        def inner(d):
-            x = scores[d] if self.reference == "none" else scores[d] - positive[:, None]
-            return (torch.exp(x / tau[:, d, None]) * negative).sum(1) / size
-
-        g = torch.stack([inner(0), inner(1)], 1).detach()
-        if self.mode == "unimodal":
-            g = g.mean(1, keepdim=True)
-        u = torch.where(unseen, g, (1 - self.gamma) * self.u[index] + self.gamma * g)
-        alpha = u.log().expand(B, 2) - (positive.detach()[:, None] / tau if self.reference == "none" else 0.0)
-        surrogate, gradients = 0.0, []
-        rho = self.dual["rho"] if self.dual else 0.0
-        for d in range(2):
-            h = scores[d] - positive[:, None]
-            w = (torch.exp(h / tau[:, d, None] - alpha[:, d, None]) * negative / size[:, None]).detach()
-            # the positive belongs to the outer function ("none"), or to every pair
-            linear = (w * scores[d]).sum(1) - positive if self.reference == "none" else (w * h).sum(1)
-            surrogate = surrogate + linear.sum()
-            gradients.append(alpha[:, d] + rho - linear.detach() / tau[:, d])
-        loss = (tau * (alpha + rho)).mean()
-        g1, g2 = torch.autograd.grad(surrogate / (2 * B), (z1, z2))
-        self.commit(index, u, torch.stack(gradients, 1), g)
-        return loss, g1, g2
-
-    def commit(self, index, u, gradients, like):
-        """Means over the occurrences of a sample."""
-        occurrences = torch.bincount(index, minlength=N)[:, None]
-        seen = occurrences[:, 0] > 0
-
-        def mean(x):
-            return (torch.zeros(N, x.shape[1], dtype=x.dtype).index_add_(0, index, x) / occurrences)[seen]
-
-        if self.dual:
-            gradients = gradients.mean(1, keepdim=True) if self.mode == "unimodal" else gradients
-            gradients = gradients.clamp(-self.dual["max_grad"], self.dual["max_grad"])
-            m = 0.1 * self.m[index] + 0.9 * gradients
-            tau = (self.tau[index] - self.dual["lr"] * m).clamp(self.dual["tau_min"], self.dual["tau_max"])
-            self.m[seen], self.tau[seen] = mean(m), mean(tau)
-        self.u[seen] = mean(u)
-        self.count += seen
+B, DIM = 389, 24  # a prime: no block divides it
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("chunk_size", [None, 100, 388])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reference", ["none", "positive"])
-def test_moving_average(reference, mode, chunk_size, dtype, rtol):
-    est = compopt.SogCLREstimator(
-        N, gamma=0.7, tau=0.05, reference=reference, mode=mode, chunk_size=chunk_size, dtype=dtype
-    )
-    dense = Dense(mode, 0.7, 0.05, reference)
-    for t in range(3):
-        z1, z2, index = batch(t, dtype)
-        for got, want in zip(run(est, z1, z2, index), dense.step(z1, z2, index), strict=True):
-            near(got, want, rtol)
-        est.step()
-    columns = est.read(torch.arange(N))
-    assert torch.equal(columns["count"].long(), dense.count)
-    seen = dense.count > 0
-    near(columns["log_u"][seen], dense.u[seen].log(), rtol, atol=rtol)
+def test_the_whole_data_set_is_dense_autograd(reference, mode, chunk_size, dtype, rtol):
+    """With gamma = 1 and all samples in the batch, value and gradient are those of the global objective."""
+    options = {"reference": reference, "mode": mode, "chunk_size": chunk_size, "dtype": dtype}
+    est = compopt.SogCLREstimator(B, gamma=1.0, tau=0.05, **options)
+    z1, z2 = features(B, DIM, 0, dtype=dtype)
+    loss, g1, g2 = run(est, z1, z2, torch.randperm(B, generator=generator(0)))
+    wide = z1.double(), z2.double()
+    near(loss, dense_global_loss(*wide, 0.05, mode), rtol)
+    for got, want in zip((g1, g2), dense_global_gradient(*wide, 0.05, mode), strict=True):
+        near(got, want, rtol)
 
 
+@pytest.mark.parametrize("chunk_size", [7, 100, 388])
 @pytest.mark.parametrize("mode", MODES)
-def test_individual_temperatures(mode):
-    options = dual_options(0.1)
-    est = compopt.ISogCLREstimator(N, gamma=0.7, **options, mode=mode, dtype=torch.float64)
-    dense = Dense(mode, 0.7, 0.1, "positive", options)
-    for t in range(4):
-        z1, z2, index = batch(10 + t)
-        for got, want in zip(run(est, z1, z2, index), dense.step(z1, z2, index), strict=True):
+@pytest.mark.parametrize("name", ["infonce", "sogclr", "isogclr"])
+def test_block_sizes_do_not_matter(name, mode, chunk_size):
+    """With repeats, and a temperature that differs between the anchors."""
+    n, info = 2000, BY_NAME[name]
+    whole, blocks = (make(info, mode, n, chunk_size=size)[0] for size in (None, chunk_size))
+    for t in range(3):
+        index = torch.randint(0, n, (B,), generator=generator(t))
+        index[-30:] = index[:30]
+        for got, want in zip(*(run(est, *features(B, DIM, t), index) for est in (blocks, whole)), strict=True):
             near(got, want)
-        est.step()
-    seen = dense.count > 0
-    columns = est.read(torch.arange(N))
-    near(columns["tau"][seen], dense.tau[seen])
-    near(columns["tau_exp_avg"][seen], dense.m[seen])
+        blocks.step(), whole.step()
+    if info.has_rows:
+        rows = [est.read(torch.arange(n)) for est in (blocks, whole)]
+        for column, want in rows[1].items():
+            near(rows[0][column].double(), want.double(), what=column)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 64])
