@@ -174,8 +174,11 @@ class _ClosedForm(torch.autograd.Function):
                 "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
-        # one launch for all; features' gradients are never in half precision, which a scaler's factor may overflow
-        scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)
+        # never in half precision for features, which a scaler's factor may overflow
+        if torch._C._functorch.is_legacy_batchedtensor(grad_output):  # is_grads_batched=True, which lacks the other
+            scaled = [gradient * grad_output for gradient in ctx.saved_tensors]
+        else:  # one launch for all
+            scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)
         return None, *(g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
 
 

@@ -29,7 +29,7 @@ from compopt.functional import Scalar, minus_product
 from compopt.kernel.pairs import (
     MASKED,
     Exponentials,
-    Extra,
+    PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
@@ -57,52 +57,24 @@ class Pairs(PairStatistics):
     Args:
         z: features of the two modalities or views, ``(2, B, d)``, float32 or float64, no graph.
         tau: one number for all anchors, or a tensor ``(B, 2)``: a column per direction.
-        keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
-            is the data-set index.
-        distinct: True if it is known on the host that the first key has no repeats and that it is the only one.
-        directions: 1: anchors are ``z1`` alone.
-        extra: further candidates of the anchors of direction 1.
-        unimodal: both views of the other samples are candidates (otherwise the other modality's features).
-        bounded: True if features have norm at most one.
-        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
-        moments: also compute ``mean_h`` (temperature gradients need it).
+        keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`.
     """
 
-    def __init__(
-        self,
-        z: Tensor,
-        tau: float | Tensor,
-        keys: Sequence[Tensor],
-        *,
-        distinct: bool,
-        directions: int = 2,
-        extra: Extra | None = None,
-        unimodal: bool = False,
-        bounded: bool = True,
-        chunk_size: int | None = None,
-        moments: bool = False,
-    ) -> None:
-        self.z, self.tau, self.keys, self.extra = z, tau, keys, extra
-        self.unimodal, self.directions = unimodal, directions
+    def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
+        super().__init__(keys, options)
+        extra, unimodal, chunk_size = self.extra, self.unimodal, options.chunk_size
+        self.z, self.tau, self.batch = z, tau, z.shape[1]
         self._views = first, second = z.unbind()
-        self.batch, self.moments = z.shape[1], moments
-        # view 2 has none of the further candidates
-        self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
         self.x = z.view(-1, z.shape[2]) if unimodal else first
-        self._inside = self.x if unimodal else second
-        self.y = self._inside if extra is None else torch.cat([self._inside, extra.features])
+        self.y = self.x if unimodal else second
+        if extra is not None:
+            self.y = torch.cat([self.y, extra.features])
         self.shape = (self.x.shape[0], self.y.shape[0])
-        self.uniform = is_uniform(tau, bounded, moments)
+        self.uniform = is_uniform(tau, options)
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform and extra is None
-        self._columns_are_anchors = not unimodal and directions == 2
-        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1)
-        if directions == 2:
-            self.positive = self.positive.expand(-1, 2)
-        self._plan_memory(chunk_size)
-        self._sweep()
-
-    def _plan_memory(self, chunk_size: int | None) -> None:
+        self._columns_are_anchors = not unimodal and self.directions == 2
+        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1).expand(-1, self.directions)
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
@@ -110,6 +82,7 @@ class Pairs(PairStatistics):
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
+        self._sweep()
 
     # -- geometry ----------------------------------------------------------------------------------------------
 

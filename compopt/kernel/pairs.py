@@ -96,13 +96,37 @@ def joined(parts: Sequence[Sums]) -> Sums:
     )
 
 
+class PairOptions(NamedTuple):
+    """Facts of a call that decide which pairs there are, and how they are swept.
+
+    Attributes:
+        distinct: the host knows that the first key has no repeats and is the only one.
+        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
+        extra: further candidates of the anchors of direction 1.
+        unimodal: both views of the other samples are candidates (otherwise the other modality's features).
+        bounded: features have norm at most one.
+        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
+        moments: also compute ``mean_h``, which the gradients of temperatures need.
+    """
+
+    distinct: bool
+    directions: int = 2
+    extra: Extra | None = None
+    unimodal: bool = False
+    bounded: bool = True
+    chunk_size: int | None = None
+    moments: bool = False
+
+
 class PairStatistics(ABC):
     """Statistics of all anchors of the (global) batch, ``(B, A)`` each, a column per direction that has anchors.
 
-    Attributes:
-        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
+    Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
+        options: ``directions``, ``extra``, ``unimodal`` and ``moments`` become attributes too.
+
+    Attributes:
         distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
         negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
         positive: ``s_ii``.
@@ -112,14 +136,8 @@ class PairStatistics(ABC):
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
         sides: sums of the anchors that this process swept.
-        extra: further candidates, if there are any.
     """
 
-    directions: int
-    extra: Extra | None
-    keys: Sequence[Tensor]
-    distinct: bool
-    unimodal: bool
     negatives: int
     positive: Tensor
     count: Scalar
@@ -127,6 +145,12 @@ class PairStatistics(ABC):
     log_sum: Tensor
     mean_h: Tensor | None
     sides: list[Sums]
+
+    def __init__(self, keys: Sequence[Tensor], options: PairOptions) -> None:
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments = options
+        self.keys = keys
+        # view 2 has none of the further candidates
+        self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
@@ -148,8 +172,7 @@ class PairStatistics(ABC):
     def release(self) -> None:
         """Free what only :meth:`gradients` needs, which does so itself, unless somebody else gives the gradients."""
 
-    # cached: a normalizer and the gradients ask for it
-    @cached_property
+    @cached_property  # a normalizer and the gradients ask for it
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
@@ -216,9 +239,9 @@ class SampledPairs(ABC):
         """
 
 
-def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
+def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
     """Return whether one exponential without any shift serves the anchors of both directions."""
-    return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
+    return isinstance(tau, float) and options.bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not options.moments
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
