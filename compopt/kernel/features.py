@@ -176,7 +176,7 @@ class _ClosedForm(torch.autograd.Function):
             )
         # never in half precision for features, which a scaler's factor may overflow
         if torch._C._functorch.is_legacy_batchedtensor(grad_output):  # is_grads_batched=True, which lacks the other
-            scaled = [gradient * grad_output for gradient in ctx.saved_tensors]
+            scaled: Sequence[Tensor] = [gradient * grad_output for gradient in ctx.saved_tensors]
         else:  # one launch for all
             scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)
         return None, *(g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
