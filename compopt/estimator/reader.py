@@ -198,6 +198,7 @@ class BatchReader:
         return self._batch(alone, there, dict(values or {}), rows, host_rows, block, bad, like, known, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
+        """Start reading the rows of a batch."""
         for name in self.row_keys:
             if name in keys:
                 check_range(name, keys[name], self.groups.n)  # one on a device is checked when its batch is called

@@ -127,6 +127,7 @@ class RowBlock:
         return result
 
     def release(self) -> None:
+        """Free the blocks."""
         self._kept.clear()
 
     def _combine(
