@@ -28,7 +28,7 @@ from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import Extra, PairStatistics
+from compopt.kernel.pairs import Extra, PairOptions, PairStatistics
 from compopt.objective import Objective, Summary
 from compopt.stores import Offload
 from compopt.stores.table import Placement
@@ -343,20 +343,19 @@ class ContrastiveEstimator(Estimator):
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
         engine, own, keys = self._engine, given.own.unit, list(batch.keys.values())
-        options: dict[str, Any] = {
-            "distinct": batch.distinct,
-            "directions": self._anchors,
-            "extra": self._gather_extra(batch, given),
-            "unimodal": self.mode == "unimodal",
-            "bounded": self.normalize,
-            "chunk_size": self.chunk_size,
-            # for the derivative with respect to the temperature
-            "moments": self.temperature.learns or given.wants(temperature),
-        }
+        options = PairOptions(
+            distinct=batch.distinct,
+            directions=self._anchors,
+            extra=self._gather_extra(batch, given),
+            unimodal=self.mode == "unimodal",
+            bounded=self.normalize,
+            chunk_size=self.chunk_size,
+            moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
+        )
         if engine.ranks.size == 1:
-            pairs: PairStatistics = Pairs(own, tau, keys, **options)
+            pairs: PairStatistics = Pairs(own, tau, keys, options)
         else:
-            pairs = GatheredPairs(own, batch.features, tau, keys, engine.ranks, batch.sizes, **options)
+            pairs = GatheredPairs(own, batch.features, tau, keys, options, engine.ranks, batch.sizes)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
             self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
         return pairs

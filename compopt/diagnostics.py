@@ -25,6 +25,7 @@ from compopt.distributed.collectives import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.kernel.local import Pairs
+from compopt.kernel.pairs import PairOptions
 
 Views = Literal["averaged", "separate"]
 CHUNK_SIZE = 512
@@ -318,16 +319,10 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
 
 
 def _pairs(z: list[Tensor], tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str) -> Pairs:
-    return Pairs(
-        torch.stack([side.detach() for side in z]),
-        tau,
-        [torch.arange(len(z[0]), device=z[0].device)],
-        distinct=True,
-        directions=len(DIRECTIONS[directions]),
-        unimodal=mode == "unimodal",
-        bounded=bounded,
-        chunk_size=chunk_size,
-    )
+    count, unimodal = len(DIRECTIONS[directions]), mode == "unimodal"
+    options = PairOptions(True, count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size)
+    index = torch.arange(len(z[0]), device=z[0].device)
+    return Pairs(torch.stack([side.detach() for side in z]), tau, [index], options)
 
 
 def _of_views(log_g: Tensor, mode: str, views: str) -> Tensor:
@@ -363,7 +358,6 @@ def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau
     """Return the estimates of a (stateless) normalizer for one batch, ``(B, A)``."""
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
     batch = est._look(rows, a, {"z1": a, "z2": b})
-    unimodal = est.mode == "unimodal"
-    z = torch.stack([a, b])
-    pairs = Pairs(z, own, [rows], distinct=True, directions=est._anchors, unimodal=unimodal, bounded=est.normalize)
+    options = PairOptions(True, est._anchors, unimodal=est.mode == "unimodal", bounded=est.normalize)
+    pairs = Pairs(torch.stack([a, b]), own, [rows], options)
     return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand_as(pairs.positive)

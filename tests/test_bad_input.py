@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import compopt
@@ -26,9 +24,7 @@ TAU, GAMMA = 0.2, 0.7
 
 NAMES = tuple("infonce clip-learned sogclr sogclr-positive isogclr isogclr-adam batch-dual global-dual".split())
 WITH_INDEX = NAMES[2:]  # the others have no n, so any index is one of theirs
-PRESETS = [(name, mode) for name in NAMES for mode in MODES]
-
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PRESETS = [(name, mode) for name in ("infonce", "sogclr", "isogclr", "global-dual") for mode in MODES]
 
 # What an error may say to tell the user what to do instead.
 REMEDY = re.compile(
@@ -132,12 +128,7 @@ CALLS = [
     Call("0-d features", lambda a, b, i: (a[0, 0], b[0, 0], i), ValueError, ("z1", r"\(\)")),
     Call("second features of 1 dimension", lambda a, b, i: (a, b[:, 0], i), ValueError, ("z2", r"\(5,\)")),
     Call("other batch of z2", lambda a, b, i: (a, b[:3], i), ValueError, ("z2", r"\(5, 3\)", r"\(3, 3\)")),
-    Call(
-        "other dimension of z2",
-        lambda a, b, i: (a, b[:, :2], i),
-        ValueError,
-        ("z2", r"\(5, 3\)", r"\(5, 2\)"),
-    ),
+    Call("other dimension of z2", lambda a, b, i: (a, b[:, :2], i), ValueError, ("z2", r"\(5, 3\)", r"\(5, 2\)")),
     Call("no features at all", lambda a, b, i: (a[:, :0], b[:, :0], i), ValueError, ("z1", r"\(5, 0\)")),
     Call("int64 features", lambda a, b, i: (a.long(), b.long(), i), TypeError, ("z1", "int64")),
     Call("int z2", lambda a, b, i: (a, b.int(), i), TypeError, ("z2", "int32")),
@@ -161,23 +152,12 @@ CALLS = [
     Call("longer index", lambda a, b, i: (a, b, torch.arange(6)), ValueError, ("index", r"\b6\b", r"\b5\b")),
     Call("index on meta", lambda a, b, i: (a, b, i.to("meta")), DEVICE, ("index", "meta")),
     Call("index = n", lambda a, b, i: (a, b, at(i, N)), IndexError, ("index", r"\b12\b", "n"), WITH_INDEX),
-    Call(
-        "negative index",
-        lambda a, b, i: (a, b, at(i, -1)),
-        IndexError,
-        ("index", "-1", r"\b12\b"),
-        WITH_INDEX,
-    ),
+    Call("index -1", lambda a, b, i: (a, b, at(i, -1)), IndexError, ("index", "-1", r"\b12\b"), WITH_INDEX),
     Call("index 2^62", lambda a, b, i: (a, b, at(i, 2**62)), IndexError, (str(2**62),), WITH_INDEX),
     # distinct samples
     Call("one sample", lambda a, b, i: (a[:1], b[:1], i[:1]), ValueError, ("distinct", r"\b1\b", "drop_last=True")),
     Call("no sample", lambda a, b, i: (a[:0], b[:0], i[:0]), ValueError, ("distinct", r"\b0\b")),
-    Call(
-        "one sample five times",
-        lambda a, b, i: (a, b, i.new_full((5,), 4)),
-        ValueError,
-        ("index", "distinct", "4|1"),
-    ),
+    Call("one sample five times", lambda a, b, i: (a, b, i.new_full((5,), 4)), ValueError, ("index is 4", "distinct")),
 ]
 
 
@@ -190,37 +170,6 @@ def test_call(call, name, mode):
     with refused(call.error, *call.words, est=est):
         est(*call.change(*batch(seed=7)))
     still_works(est)
-
-
-@quick
-@given(
-    position=st.integers(0, B - 1),
-    value=st.one_of(st.integers(N, 2**63 - 1), st.integers(-(2**63), -1)),
-    name=st.sampled_from(WITH_INDEX),
-    mode=st.sampled_from(MODES),
-)
-def test_any_index_outside(position, value, name, mode):
-    est = used(name, mode)
-    z1, z2, index = batch()
-    index[position] = value
-    with refused(IndexError, "index", number(value), rf"\b{N}\b", est=est):
-        est(z1, z2, index)
-    with refused(IndexError, "index", number(value), rf"\b{N}\b", est=est):
-        est.read(index)
-
-
-@quick
-@given(
-    sample=st.integers(0, N - 1),
-    size=st.integers(1, 6),
-    name=st.sampled_from(NAMES),
-    mode=st.sampled_from(MODES),
-)
-def test_one_distinct_sample(sample, size, name, mode):
-    est = used(name, mode)
-    z1, z2, _ = batch(B=size)
-    with refused(ValueError, "distinct", "1" if size == 1 else f"index is {sample}", est=est):
-        est(z1, z2, torch.full((size,), sample))
 
 
 @pytest.mark.parametrize("index", [[0, 1], (0, 1), range(2), np.arange(2)], ids=["list", "tuple", "range", "array"])
@@ -296,6 +245,7 @@ ACTIONS = [
     ("sogclr", lambda est: est.read(None), TypeError, ("index", "None")),
     ("isogclr", lambda est: est.read([0, 1]), TypeError, ("index", "list")),
     ("sogclr", lambda est: est.read(torch.tensor([0.0])), TypeError, ("index", "float32")),
+    ("sogclr", lambda est: est.read(torch.tensor([0, N])), IndexError, ("index", number(N))),
     ("sogclr", lambda est: est.read(torch.tensor([True])), TypeError, ("index", "bool")),
     ("sogclr", lambda est: est.read(torch.tensor([[0], [1]])), ValueError, ("index", r"\(2, 1\)")),
     ("sogclr", call(tau=torch.full((3,), 0.1)), ValueError, ("tau", r"\(3,\)")),

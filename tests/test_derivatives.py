@@ -59,24 +59,6 @@ def test_a_graph_of_the_gradient_is_refused(info, mode):
     loss.backward()  # the first derivative is still there
 
 
-def test_a_gradient_penalty_through_an_encoder_is_refused():
-    """The usual way to meet it: the penalty joins the loss before backward."""
-    encoder = torch.nn.Linear(4, 4, dtype=torch.float64)
-    z1, z2, index = batch()
-    loss = compopt.SogCLREstimator(N, tau=0.1)(encoder(z1), encoder(z2), index)
-    with pytest.raises(RuntimeError, match=SECOND):
-        torch.autograd.grad(loss, list(encoder.parameters()), create_graph=True)
-
-
-@pytest.mark.parametrize("outer", [functional.hvp, functional.vhp, functional.hessian, functional.jvp])
-def test_functional_second_derivatives_are_refused(outer):
-    """functional.jvp is a double backward too."""
-    z1, z2, index = batch()
-    direction = () if outer is functional.hessian else (torch.ones_like(z1),)
-    with pytest.raises(RuntimeError, match=SECOND):
-        outer(lambda z: compopt.InfoNCEEstimator(tau=0.2)(z, z2, index), z1, *direction)
-
-
 def test_a_graph_of_the_gradient_of_encoded_samples_is_refused():
     est, (z1, z2, index) = chains_outside()
     bank = [z.requires_grad_() for z in features(N, 4, seed=3)]
@@ -137,15 +119,6 @@ def test_transforms_are_refused(name, transform):
     assert_same_bits(before, snapshot(est, N))
     for got, want in zip(run(est, z1, z2, index), run(twin, z1, z2, index), strict=True):
         assert torch.equal(got, want)
-
-
-def test_transforms_over_the_temperature_or_a_captured_tensor_are_refused():
-    z1, z2, index = batch()
-    est = compopt.InfoNCEEstimator(tau=0.1)
-    with pytest.raises(RuntimeError, match=TRANSFORM):
-        torch.func.grad(lambda tau: est(z1, z2, index, tau=tau))(torch.tensor(0.1, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=TRANSFORM):
-        torch.func.vmap(lambda x: x * est(z1, z2, index))(torch.ones(2))
 
 
 def test_transforms_of_a_moving_average_are_refused():

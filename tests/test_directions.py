@@ -67,19 +67,6 @@ def test_what_excludes_pairs(kind, name):
             compare_state(est, ref, N, info)
 
 
-@pytest.mark.parametrize("name", ["sogclr", "isogclr", "emc2"])
-def test_rows_are_those_of_direction_1(name):
-    one, _ = make(BY_NAME[name], "forward", N, gamma=0.6)
-    both, _ = make(BY_NAME[name], "bimodal", N, gamma=0.6)
-    for z1, z2, index in batches(N, steps=6, seed=4):
-        run(one, z1, z2, index), run(both, z1, z2, index)
-        one.step(), both.step()
-    rows, wide = one.read(torch.arange(N)), both.read(torch.arange(N))
-    for column in rows.keys() - {"count"}:
-        assert rows[column].shape == (N, 1)
-        near(rows[column].nan_to_num(0, 0, 0), wide[column][:, :1].nan_to_num(0, 0, 0), what=column)
-
-
 def test_the_queue_takes_in_the_batch_only():
     queues = []
     for given in ({}, further(0)):
@@ -268,13 +255,6 @@ def test_diagnostics():
         diagnostics.global_loss(z1, z2, 0.2, "unimodal", directions="forward")
 
 
-def test_metrics():
-    est = compopt.SogCLREstimator(N, directions="forward")
-    z1, z2, index = batches(N, 1, seed=13, dtype=torch.float32)[0]
-    run(est, z1, z2, index)
-    assert est.metrics["new_rows"] == len(index) and 1 <= est.metrics["effective_negatives"] <= len(index) - 1
-
-
 Z = torch.randn(4, D)
 
 
@@ -310,13 +290,3 @@ def test_what_cannot_be_built_or_called():
         compopt.DCLEstimator(directions="backward")
     with pytest.raises(ValueError, match="extra= must be left out"):
         compopt.EMC2Estimator(N)(Z, Z, torch.arange(4), extra=Z)
-
-
-def test_a_further_candidate_that_is_not_finite(recwarn):
-    est = compopt.SogCLREstimator(N, directions="forward")
-    z1, z2, index = batches(N, 1, seed=14, dtype=torch.float32)[0]
-    extra = torch.randn(3, D)
-    extra[1, 0] = torch.nan
-    assert not est(z1, z2, index, extra=extra).isfinite()
-    est.step()
-    assert not est.read(torch.arange(N))["count"].any()

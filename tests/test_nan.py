@@ -240,28 +240,6 @@ def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
     assert_same_bits(snapshot(twin, N), snapshot(est, N))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stateless_estimator_shows_it_in_the_loss(mode):
-    est = compopt.InfoNCEEstimator(tau=0.1, mode=mode)
-    z1, z2, index = batches(N, 1, seed=97)[0]
-    assert not torch.isfinite(quietly(est, poisoned(z1, [0], float("nan")), z2, index)[0])
-    assert torch.isfinite(quietly(est, z1, z2, index)[0])
-
-
-def test_clean_batches_do_not_warn_after_a_bad_one():
-    """One bad batch is reported once, not for ever."""
-    est = compopt.SogCLREstimator(N, tau=0.1)
-    z1, z2, index = batches(N, 1, seed=98, dtype=torch.float32)[0]
-    quietly(est, poisoned(z1, [0], float("nan")), z2, index)
-    quietly(est.step)
-    for _ in range(2):
-        quietly(est, z1, z2, index)
-        quietly(est.step)
-    for _ in range(3):
-        assert quietly(est, z1, z2, index)[1] == []
-        assert quietly(est.step)[1] == []
-
-
 @pytest.mark.covering("info mode")
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("mode", MODES)

@@ -182,45 +182,10 @@ def test_what_deposits_nothing_may_be_checkpointed(name, use_reentrant):
     assert_same_bits(before, snapshot(est, N))
 
 
-class _InBackward(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.function()
-        return g, None
-
-
 def tensor_hook(x, call):
     y = 2 * x
     y.register_hook(lambda g: call())
     y.sum().backward()
-
-
-def node_hook(x, call):
-    y = (2 * x).exp()
-    y.grad_fn.register_hook(lambda *_: call())
-    y.sum().backward()
-
-
-def accumulation_hook(x, call):
-    x.register_post_accumulate_grad_hook(lambda _: call())
-    x.exp().sum().backward()
-
-
-def module_hook(x, call):
-    module = torch.nn.Tanh()
-    module.register_full_backward_hook(lambda *_: call())
-    module(x).sum().backward()
-
-
-def own_function(x, call):
-    _InBackward.apply(x, call).sum().backward()
 
 
 def checkpointed_output(use_reentrant):
@@ -272,10 +237,6 @@ def closure(x, call):
 
 WAYS = {
     "tensor hook": tensor_hook,
-    "node hook": node_hook,
-    "accumulation hook": accumulation_hook,
-    "module hook": module_hook,
-    "own function": own_function,
     "hook on a checkpointed output": checkpointed_output(False),
     "hook on a reentrant output": checkpointed_output(True),
     "hook inside a checkpointed encoder": inside_checkpointed_encoder(False),

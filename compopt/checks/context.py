@@ -103,7 +103,7 @@ def drops_entries() -> bool:
 
 
 def _callers() -> Iterator[tuple[str | None, str]]:
-    """Modules and names of the functions that are running, nearest first."""
+    # modules and names of the functions that are running, nearest first
     frame = inspect.currentframe()
     for _ in range(STATE_MAKERS_DEPTH):
         if frame is None:

@@ -30,18 +30,8 @@ def check_strided(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {layout}; pass {name}.to_dense()")
 
 
-# -- integers ----------------------------------------------------------------------------------------------------------
-
-
 def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of {} samples") -> Tensor:
-    """Return a 1-D integer tensor as int64.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        batch: number of entries; ``None``: any.
-        of: what they are entries of.
-    """
+    """Return a 1-D integer tensor of ``batch`` entries (``None``: any number) as int64; ``of``: of what they are."""
     if not isinstance(value, Tensor):
         remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
         wanted = "integers" if batch is None else f"{batch} integers"
@@ -116,9 +106,6 @@ def one_name(labels: Any, group: Any) -> Any:
     return group if labels is None else labels
 
 
-# -- features ----------------------------------------------------------------------------------------------------------
-
-
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:
     """Refuse all but two floating-point matrices ``(B, d)`` of one shape, dtype and device; at least so many rows."""
     for name, z in (("z1", z1), ("z2", z2)):
@@ -162,9 +149,6 @@ def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:
         )
     if z.device != z1.device:
         raise ValueError(f"{name} must be on the device of z1, got {z.device} and {z1.device}")
-
-
-# -- other numbers -----------------------------------------------------------------------------------------------------
 
 
 def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:

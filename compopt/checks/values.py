@@ -34,10 +34,7 @@ class Range:
     ) -> int | None:
         """Return the place of the first value outside, in the flattened tensor; ``None`` if there is none.
 
-        Args:
-            value: any shape.
-            n: number of samples.
-            accepted: returns where a value outside is accepted too, in the shape of ``value``.
+        ``accepted()`` is true where a value outside is accepted too, in the shape of ``value``.
         """
         if not value.numel():
             return None
@@ -57,10 +54,8 @@ class Range:
     def _inside(self, value: Tensor, n: int | None) -> Tensor:
         inside = value.isfinite()
         for _, holds, bound in self._bounds(n):
-            vector = isinstance(bound, Sequence)
-            inside = inside & holds(
-                value, torch.tensor(bound, dtype=value.dtype, device=value.device) if vector else bound
-            )
+            limit = value.new_tensor(bound) if isinstance(bound, Sequence) else bound
+            inside = inside & holds(value, limit)
         return inside
 
     def describe(self, dtype: torch.dtype, n: int | None = None) -> str:
@@ -73,16 +68,9 @@ FINITE = Range()
 
 
 def dense(what: str, value: Any, like: Tensor | None = None) -> None:
-    """Refuse what is no tensor, or has no values that can be copied.
+    """Refuse what is no tensor (``TypeError``), or has no values that can be copied (``ValueError``).
 
-    Args:
-        what: names it in the message.
-        value: what was given.
-        like: a tensor whose own kind of wrapper is accepted (DTensor).
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: a sparse, nested or quantized tensor, one on the meta device, one of a subclass that wraps others.
+    A subclass that wraps other tensors is refused unless it is that of ``like`` (DTensor).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be a tensor, got {str(value)[:80]!r} of type {type(value).__name__}")

@@ -217,7 +217,8 @@ class Estimator:
             with engine.handshake.guard():  # a warning may be an error
                 if engine.forgotten.unsure_of_positions:
                     engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
-                engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
+                if engine.forgotten.unsure_of_optimizer:
+                    engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
@@ -367,7 +368,8 @@ class Estimator:
             engine.saving.warn()
         if engine.attachments.skipped():  # an attached engine has skipped the update
             self.discard()
-        engine.forgotten.updated(list(self.parameters()))
+        if engine.forgotten.unsure_of_optimizer:
+            engine.forgotten.updated(list(self.parameters()))
         if not engine.pending:
             return
         if found_inf is not None:

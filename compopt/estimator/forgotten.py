@@ -102,13 +102,19 @@ class Forgotten:
 
     # -- a learned temperature ---------------------------------------------------------------------------------
 
+    @property
+    def unsure_of_optimizer(self) -> bool:
+        """True as long as learned parameters may have gradients and no optimizer."""
+        return self._graded is not None
+
     def updated(self, parameters: Sequence[Parameter]) -> None:
         """Note gradients at an update; optimizers may take them away right after it."""
-        if self._graded is not None:
-            self._graded_since |= _have_gradients(parameters)
+        self._graded_since |= _have_gradients(parameters)
 
     def learned(self, parameters: Sequence[Parameter], attached: Attachments, async_checks: AsyncChecks) -> None:
         """Watch, at a call, the parameters that the user's optimizer should learn."""
+        if not parameters:
+            self._graded = None  # nothing is learned, now or later
         if self._graded is None or not (self._graded_since or _have_gradients(parameters)):
             return
         self._graded_since = False

@@ -234,10 +234,14 @@ class SampleGroups:
 
     def _unchanged(self) -> bool:
         try:
-            # 3.0 equals 3, but is no number of updates
-            return self.groups == self.checked and _types(self.groups) == _types(self.checked)
+            if self.groups != self.checked:
+                return False
         except (ValueError, RuntimeError):  # an array was put in: comparing it gives no single truth value
             return False
+        for group, checked in zip(self.groups, self.checked, strict=True):
+            if [*map(type, group.values())] != [*map(type, checked.values())]:
+                return False  # 3.0 equals 3, but is no number of updates
+        return True
 
     def saved(self) -> Groups:
         """Return a copy of plain values; there may have been edits since :meth:`check`."""
@@ -291,7 +295,3 @@ class SampleGroups:
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:
         """Return the hyper-parameters of one component for these rows, ``(B, R)``."""
         return Hyper(self.groups, self.names[role], rows, dtype)
-
-
-def _types(groups: Groups) -> list[list[type]]:
-    return [[*map(type, group.values())] for group in groups]

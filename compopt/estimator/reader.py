@@ -52,7 +52,7 @@ class AsyncChecks:
             react(int(value))
 
     def two_samples(self, name: str, key: Tensor, known: Survey | None) -> Tensor | None:
-        """Refuse a global batch without two distinct samples; on a device a 0-d flag, and the refusal later."""
+        """Refuse a global batch without two distinct samples; on a device return a flag, and refuse later."""
         if key.shape[0] < 2:
             raise ValueError(
                 f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
@@ -103,11 +103,8 @@ class BatchReader:
     the latter.
 
     Args:
-        groups: sizes and hyper-parameters of the data sets.
         table: the rows; ``None`` for an estimator without any.
-        handshake: with the other ranks.
         async_checks: what is learned on the device and refused later.
-        dtype: of the rows.
         columns: what each part keeps per sample, by role.
         row_keys: which keys of a call name rows.
     """
@@ -191,7 +188,9 @@ class BatchReader:
         rows, bad = self.agree(lambda: self._in_range(keys, there, {"index": known}))
         block = None
         if self.table is not None and self.table.sharded:
-            block = self._look_sharded(index, like.device)
+            indices = self.ranks.gather_objects(index.cpu())  # each rank may ask for others
+            found = self._read_sharded(torch.cat(indices), None, like.device)
+            block = found.split([len(other) for other in indices])[self.ranks.rank]
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
@@ -208,13 +207,13 @@ class BatchReader:
             self.prefetcher.start(rows, self._device)
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Run an action; on shards, where ranks ask each other for rows next, refuse on all if one rank refuses."""
+        """Run an action; on shards, where ranks ask each other for rows next, all refuse if one does."""
         return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _fingerprint(self, identity: Callable[[], object]) -> int:
-        """Return a fingerprint of what must be equal on all ranks; computed anew when a sample group was changed."""
+        # computed anew only when a sample group was changed, which makes another list
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
             self._crc = zlib.crc32(repr((identity(), values)).encode())
@@ -224,13 +223,7 @@ class BatchReader:
     def _in_range(
         self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor], known: Mapping[str, Survey | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return row numbers ``(b, R)`` on the device, in range, and a flag if some on a device were not.
-
-        Args:
-            keys: as they were given.
-            there: the same on the device.
-            known: facts about them.
-        """
+        """Return row numbers ``(b, R)`` on the device, in range, and a flag if some on a device were not."""
         bad: Tensor | None = None
         n = self.groups.n
         for name in self.row_keys if n is not None else ():
@@ -306,12 +299,6 @@ class BatchReader:
             mine = self.table.rows.fetch(accelerator.to_device(local, device), local)
         return self.table.fetch_sharded(rows, device, owned, mine)
 
-    def _look_sharded(self, index: Tensor, device: torch.device) -> Tensor:
-        """Read rows on shards, where each rank may ask for others."""
-        indices = self.ranks.gather_objects(index.cpu())
-        block = self._read_sharded(torch.cat(indices), None, device)
-        return block.split([len(other) for other in indices])[self.ranks.rank]
-
     def _batch(
         self,
         agreed: Agreement,
@@ -330,21 +317,9 @@ class BatchReader:
         if self.table is not None and block is not None:
             block = block.view(-1, self.table.layout.width(block))
             columns = self.table.unpack(rows, block, dtype)
-        batch = Batch(
-            keys=keys,
-            values=values,
-            sizes=agreed.sizes,
-            more=agreed.more,
-            own=agreed.own,
-            rows=rows,
-            host_rows=host_rows,
-            columns=columns,
-            block=block,
-            distinct=len(keys) == 1 and known is not None and known.distinct,
-            bad=bad,
-            dtype=dtype,
-            depositing=depositing,
-        )
+        distinct = len(keys) == 1 and known is not None and known.distinct
+        sizes, more, own = agreed.sizes, agreed.more, agreed.own
+        batch = Batch(keys, values, sizes, more, own, rows, host_rows, columns, block, distinct, bad, dtype, depositing)
         if columns:
             self._show_unseen(batch)
         return batch
@@ -369,10 +344,8 @@ class BatchReader:
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move keys to a device."""
     return {name: key if key.device == device else accelerator.to_device(key, device) for name, key in keys.items()}
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Join two flags on the device."""
     return one if other is None else other if one is None else one | other

@@ -31,6 +31,7 @@ from compopt.kernel.pairs import (
     MASKED,
     Exponentials,
     Extra,
+    PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
@@ -126,7 +127,7 @@ class RowBlock:
         return result
 
     def release(self) -> None:
-        """Give back the blocks."""
+        """Free the blocks."""
         self._kept.clear()
 
     def _combine(
@@ -161,10 +162,9 @@ class GatheredPairs(PairStatistics):
         own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
         everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
-        keys: of the global batch, ``(B,)`` each, see :class:`~compopt.kernel.pairs.PairStatistics`.
+        keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`; keys are those of the global batch.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
-        distinct, directions, extra, unimodal, bounded, chunk_size, moments: see :class:`~compopt.kernel.local.Pairs`.
 
     Communicates: one all-gather of ``1 + A`` to ``1 + 3 A`` floats per sample, for ``A`` directions of anchors.
     """
@@ -175,28 +175,20 @@ class GatheredPairs(PairStatistics):
         everyone: tuple[Tensor, Tensor],
         tau: float | Tensor,
         keys: Sequence[Tensor],
+        options: PairOptions,
         ranks: Ranks,
         sizes: Sequence[int],
-        *,
-        distinct: bool,
-        directions: int = 2,
-        extra: Extra | None = None,
-        unimodal: bool = False,
-        bounded: bool = True,
-        chunk_size: int | None = None,
-        moments: bool = False,
     ) -> None:
-        self.keys, self.unimodal, self.directions, self.extra = keys, unimodal, directions, extra
-        self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
+        super().__init__(keys, options)
         self._z, self._everyone, self._batch = own, everyone, len(everyone[0])
         self._first = sum(sizes[: ranks.rank])
         self._own = slice(self._first, self._first + len(own[0]))
-        scale = scale_of(tau, own, self._batch, directions)
-        self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, directions), scale)
-        uniform = tau if isinstance(tau, float) and is_uniform(tau, bounded, moments) else None
-        self._options = (uniform, chunk_size, moments)
+        scale = scale_of(tau, own, self._batch, self.directions)
+        self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
+        uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
+        self._options = (uniform, options.chunk_size, self.moments)
         self._row_blocks = [self._block_of(direction) for direction in range(2)]
-        self._anchors = self._row_blocks[:directions]
+        self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
         self._exchange(ranks, sizes)
 
@@ -215,7 +207,7 @@ class GatheredPairs(PairStatistics):
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
         """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
-        candidates = [self._spread(key) for key in self.keys]
+        candidates = [key.repeat(2) if self.unimodal else key for key in self.keys]
         extra = self.extra if direction == 0 else None
 
         def same(rows: slice) -> Tensor:
@@ -226,10 +218,6 @@ class GatheredPairs(PairStatistics):
 
         return same
 
-    def _spread(self, per_sample: Tensor) -> Tensor:
-        """One value per sample -> one per candidate."""
-        return per_sample.repeat(2) if self.unimodal else per_sample
-
     # -- statistics --------------------------------------------------------------------------------------------
 
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
@@ -238,8 +226,7 @@ class GatheredPairs(PairStatistics):
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
         own = [positive, torch.stack(log_total, dim=1)]
-        moments = self._anchors[0].moments
-        if moments:
+        if self.moments:
             own.append(torch.stack([sums.dot / sums.total for sums in self.sides if sums.dot is not None], dim=1))
         if not self.distinct:
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
@@ -248,7 +235,7 @@ class GatheredPairs(PairStatistics):
         excluded = None if self.distinct else everyone[-1]
         self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
         self.log_sum = self.real(everyone[1] - self.positive * self._scale)
-        self.mean_h = self.real(everyone[2] - self.positive) if moments else None
+        self.mean_h = self.real(everyone[2] - self.positive) if self.moments else None
 
     def release(self) -> None:
         for block in self._row_blocks:

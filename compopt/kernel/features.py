@@ -174,12 +174,12 @@ class _ClosedForm(torch.autograd.Function):
                 "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
-        scaled: list[Tensor | None] = [None]
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            factor = grad_output if grad_output.dtype == gradient.dtype else grad_output.to(gradient.dtype)
-            product = gradient * factor  # never in half precision, which a scaler's factor may overflow
-            scaled.append(product if product.dtype == dtype else product.to(dtype))
-        return tuple(scaled)
+        # never in half precision for features, which a scaler's factor may overflow
+        if torch._C._functorch.is_legacy_batchedtensor(grad_output):  # is_grads_batched=True, which lacks the other
+            scaled: Sequence[Tensor] = [gradient * grad_output for gradient in ctx.saved_tensors]
+        else:  # one launch for all
+            scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)
+        return None, *(g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -29,7 +29,7 @@ from compopt.functional import Scalar, minus_product
 from compopt.kernel.pairs import (
     MASKED,
     Exponentials,
-    Extra,
+    PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
@@ -57,52 +57,24 @@ class Pairs(PairStatistics):
     Args:
         z: features of the two modalities or views, ``(2, B, d)``, float32 or float64, no graph.
         tau: one number for all anchors, or a tensor ``(B, 2)``: a column per direction.
-        keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
-            is the data-set index.
-        distinct: True if it is known on the host that the first key has no repeats and that it is the only one.
-        directions: 1: anchors are ``z1`` alone.
-        extra: further candidates of the anchors of direction 1.
-        unimodal: both views of the other samples are candidates (otherwise the other modality's features).
-        bounded: True if features have norm at most one.
-        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
-        moments: also compute ``mean_h`` (temperature gradients need it).
+        keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`.
     """
 
-    def __init__(
-        self,
-        z: Tensor,
-        tau: float | Tensor,
-        keys: Sequence[Tensor],
-        *,
-        distinct: bool,
-        directions: int = 2,
-        extra: Extra | None = None,
-        unimodal: bool = False,
-        bounded: bool = True,
-        chunk_size: int | None = None,
-        moments: bool = False,
-    ) -> None:
-        self.z, self.tau, self.keys, self.extra = z, tau, keys, extra
-        self.unimodal, self.directions = unimodal, directions
+    def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
+        super().__init__(keys, options)
+        extra, unimodal, chunk_size = self.extra, self.unimodal, options.chunk_size
+        self.z, self.tau, self.batch = z, tau, z.shape[1]
         self._views = first, second = z.unbind()
-        self.batch, self.moments = z.shape[1], moments
-        # view 2 has none of the further candidates
-        self.distinct = distinct and (extra is None or (extra.positions is None and not unimodal))
         self.x = z.view(-1, z.shape[2]) if unimodal else first
-        self._inside = self.x if unimodal else second
-        self.y = self._inside if extra is None else torch.cat([self._inside, extra.features])
+        self.y = self.x if unimodal else second
+        if extra is not None:
+            self.y = torch.cat([self.y, extra.features])
         self.shape = (self.x.shape[0], self.y.shape[0])
-        self.uniform = is_uniform(tau, bounded, moments)
+        self.uniform = is_uniform(tau, options)
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform and extra is None
-        self._columns_are_anchors = not unimodal and directions == 2
-        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1)
-        if directions == 2:
-            self.positive = self.positive.expand(-1, 2)
-        self._plan_memory(chunk_size)
-        self._sweep()
-
-    def _plan_memory(self, chunk_size: int | None) -> None:
+        self._columns_are_anchors = not unimodal and self.directions == 2
+        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1).expand(-1, self.directions)
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
@@ -110,14 +82,17 @@ class Pairs(PairStatistics):
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
+        self._sweep()
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _per_anchor(self, sides: Sequence[Tensor]) -> Tensor:
-        """Return a quantity of the row anchors, and of the column anchors if there are any, as ``(B, A)``."""
+    def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
         if len(sides) == 1:
-            return sides[0].view(-1, self.batch).T
-        return torch.stack([side if self.extra is None else side[: self.batch] for side in sides]).T
+            return [values.view(-1, self.batch).T for values in sides[0]]
+        # one copy for all of them: on an accelerator each is a launch
+        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
+        return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
         """``(B, A)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
@@ -206,22 +181,17 @@ class Pairs(PairStatistics):
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
         met = None
         if excluded is not None:
-            by_side = [excluded[0, : self.shape[0]], excluded[1]]
-            met = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
+            by_side = [[excluded[0, : self.shape[0]]], [excluded[1]]]
+            (met,) = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
         candidates = (self.shape[1], self.shape[1] if self.unimodal else self.batch)[: self.directions]
         self._count_negatives(candidates, met, self.positive)
-        total = self._per_anchor([side.total for side in self.sides])
+        total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
-        if self.uniform:
-            self._offset = self.positive * (-1 / self.tau)
-        else:
-            shift = self._per_anchor([side.shift for side in self.sides if side.shift is not None])
-            self._offset = (shift - self.positive) * self._scale
+        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
-            dot = self._per_anchor([side.dot for side in self.sides if side.dot is not None])
-            self.mean_h = self.real(dot / total - self.positive)
+            self.mean_h = self.real(rest[1] / total - self.positive)
 
     def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         x = self.x if stop - start == self.shape[0] else self.x[start:stop]
@@ -265,9 +235,7 @@ class Pairs(PairStatistics):
         self.release()  # what the gradient goes through next finds their memory
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
-        pull: Scalar = weight * self.directions
-        if isinstance(weight, Tensor):
-            pull = (weight if weight.shape == factor.shape else weight.expand_as(factor)).sum(1, keepdim=True)
+        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
         for own, other in zip(gradient.unbind(), reversed(self._views), strict=True):
             minus_product(own, other, pull, out=own)
         return gradient, outside

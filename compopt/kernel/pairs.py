@@ -38,11 +38,13 @@ class Sums(NamedTuple):
     Attributes:
         total: the sum, ``(P,)``.
         norms: ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
+        squared: ``norms`` holds the squares; their roots are taken when the metric is asked for.
         shift, dot: as of :class:`Exponentials`.
     """
 
     total: Tensor
     norms: Tensor
+    squared: bool
     shift: Tensor | None
     dot: Tensor | None
 
@@ -53,19 +55,19 @@ class Sums(NamedTuple):
         spread = max(0, SPREAD_ANCHORS - start)
         if spread < anchors:
             few = few.narrow(1 - dim, 0, spread)
-        # a norm along columns of a row-major matrix is five times as slow as these two operations
-        norms = few.square().sum(0).sqrt_() if dim == 0 else torch.linalg.vector_norm(few, dim=1)
-        return cls(side.exp.sum(dim), norms, side.shift, side.dot)
+        # a norm along the columns of a row-major matrix is five times as slow as a sum of squares
+        norms = few.square().sum(0) if dim == 0 else torch.linalg.vector_norm(few, dim=1)
+        return cls(side.exp.sum(dim), norms, dim == 0, side.shift, side.dot)
 
     def merged(self, more: Sums, scale: Tensor | float) -> Sums:
-        """Add candidates that the same anchors have met since, against a maximum that may have grown."""
-        total, norms, dot = self.total, self.norms, self.dot
+        """Add candidates that column anchors have met since, against a maximum that may have grown."""
+        total, squares, dot = self.total, self.norms, self.dot
         if self.shift is not None and more.shift is not None:
             shrink = (self.shift - more.shift).mul_(scale).exp_()
-            total, norms = total * shrink, norms * shrink[:SPREAD_ANCHORS]
+            total, squares = total * shrink, squares * shrink[:SPREAD_ANCHORS].square()
             dot = None if dot is None else dot * shrink
         dot = None if dot is None or more.dot is None else dot + more.dot
-        return Sums(total + more.total, torch.hypot(norms, more.norms), more.shift, dot)
+        return Sums(total + more.total, squares + more.norms, True, more.shift, dot)
 
     def log_total(self, scale: Tensor | float) -> Tensor:
         """``log sum_j exp(s_ij / tau_i)``."""
@@ -75,30 +77,56 @@ class Sums(NamedTuple):
     def effective(self) -> Tensor:
         """``(sum w)^2 / sum w^2`` of the first anchors; NaN of those without candidates."""
         first = slice(len(self.norms))
-        number = (self.total[first] / self.norms).square()
+        norms = self.norms.sqrt() if self.squared else self.norms
+        number = (self.total[first] / norms).square()
         return number if self.shift is None else number.masked_fill(self.shift[first] <= MASKED, torch.nan)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """Concatenate sums of different anchors."""
+    """Concatenate sums of different row anchors."""
     if len(parts) == 1:
         return parts[0]
-    total, norms, shift, dot = zip(*parts, strict=True)
+    total, norms, _, shift, dot = zip(*parts, strict=True)
     return Sums(
         torch.cat(total),
         torch.cat(norms),
+        False,
         None if shift[0] is None else torch.cat(shift),
         None if dot[0] is None else torch.cat(dot),
     )
 
 
+class PairOptions(NamedTuple):
+    """Facts of a call that decide which pairs there are, and how they are swept.
+
+    Attributes:
+        distinct: the host knows that the first key has no repeats and is the only one.
+        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
+        extra: further candidates of the anchors of direction 1.
+        unimodal: both views of the other samples are candidates (otherwise the other modality's features).
+        bounded: features have norm at most one.
+        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
+        moments: also compute ``mean_h``, which the gradients of temperatures need.
+    """
+
+    distinct: bool
+    directions: int = 2
+    extra: Extra | None = None
+    unimodal: bool = False
+    bounded: bool = True
+    chunk_size: int | None = None
+    moments: bool = False
+
+
 class PairStatistics(ABC):
     """Statistics of all anchors of the (global) batch, ``(B, A)`` each, a column per direction that has anchors.
 
-    Attributes:
-        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
+    Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
+        options: ``directions``, ``extra``, ``unimodal`` and ``moments`` become attributes too.
+
+    Attributes:
         distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
         negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
         positive: ``s_ii``.
@@ -108,14 +136,8 @@ class PairStatistics(ABC):
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
         sides: sums of the anchors that this process swept.
-        extra: further candidates, if there are any.
     """
 
-    directions: int
-    extra: Extra | None
-    keys: Sequence[Tensor]
-    distinct: bool
-    unimodal: bool
     negatives: int
     positive: Tensor
     count: Scalar
@@ -123,6 +145,12 @@ class PairStatistics(ABC):
     log_sum: Tensor
     mean_h: Tensor | None
     sides: list[Sums]
+
+    def __init__(self, keys: Sequence[Tensor], options: PairOptions) -> None:
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments = options
+        self.keys = keys
+        # view 2 has none of the further candidates
+        self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
@@ -144,8 +172,7 @@ class PairStatistics(ABC):
     def release(self) -> None:
         """Free what only :meth:`gradients` needs, which does so itself, unless somebody else gives the gradients."""
 
-    # cached: a normalizer and the gradients ask for it
-    @cached_property
+    @cached_property  # a normalizer and the gradients ask for it
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
@@ -212,9 +239,9 @@ class SampledPairs(ABC):
         """
 
 
-def is_uniform(tau: float | Tensor, bounded: bool, moments: bool) -> bool:
+def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
     """Return whether one exponential without any shift serves the anchors of both directions."""
-    return isinstance(tau, float) and bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not moments
+    return isinstance(tau, float) and options.bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not options.moments
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
