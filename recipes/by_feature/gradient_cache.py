@@ -8,45 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import compopt
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
-
-
-def save(folder, epoch, est, parts):
-    """Save the estimator in a directory of its own, and everything else in one file that names it."""
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
-
-
-def load(folder, est, parts):
-    """Continue after the epoch that was saved last."""
-    if not (folder / "last.pt").exists():
-        raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
-    saved = torch.load(folder / "last.pt")
-    compopt.load(est, folder / "state" / saved["state"])
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    return saved["epoch"]
+from recipes.minimal import data_and_model, load, recall, save
 
 
 def backward(est, model, images, tokens, index, size):

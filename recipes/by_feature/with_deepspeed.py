@@ -9,29 +9,11 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations import deepspeed as integration
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+from recipes.minimal import data_and_model, recall
 
 
 def main(argv=None):
