@@ -135,16 +135,7 @@ def build(
     placement: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
 ) -> compopt.ContrastiveEstimator:
-    """Return the estimator of method ``name``.
-
-    Args:
-        name: a key of ``METHODS``.
-        n: number of samples.
-        mode: ``"bimodal"`` or ``"unimodal"``.
-        options: the method's hyper-parameters.
-        placement: where its rows live: ``offload``, ``offload_dir``, ``shard``.
-        batch_size: samples of a call on all ranks, on which ``recommended`` depends.
-    """
+    """Return the estimator of method ``name``."""
     method = METHODS[name]
     given: dict[str, Any] = {size: value for size, value in (("n", n), ("dim", DIM)) if size in method.sizes}
     given |= {method.renamed.get(key, key): value for key, value in options.items() if key not in IN_THE_LOOP}
