@@ -58,7 +58,7 @@ class IconNames(NamedImages):
 def zero_shot(
     data: icons.Icons, train: Tensor, held_out: Tensor, count: int = CLASSES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(k,) captions that are the classes, the most common first; (m,) places in ``held_out`` that have one; (m,) which."""
+    """(k,) captions that are the classes, the most common first; (m,) places in ``held_out``; (m,) their classes."""
     classes = icons.common_captions(data, train, count)
     position = torch.full((len(data.names),), -1)
     position[classes] = torch.arange(len(classes))

@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt.samplers import SpectralBatchSampler
-from compopt.samplers.pairs import batch_losses
+from compopt.samplers.ordered import batch_losses
 from tests.samplers import B, N, both, filled, loader, moving, ordered, spectral, table, train
 
 # epochs -------------------------------------------------------------------------------------------
