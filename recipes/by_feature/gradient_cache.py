@@ -3,15 +3,13 @@
 python -m recipes.by_feature.gradient_cache
 """
 
-import argparse
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
 import compopt
-from recipes.minimal import data_and_model, load, recall, save
+from recipes.minimal import arguments, data_and_model, load, recall, save
 
 
 def backward(est, model, images, tokens, index, size):
@@ -28,13 +26,9 @@ def backward(est, model, images, tokens, index, size):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser = arguments(__doc__, "runs/gradient_cache")
+    parser.set_defaults(batch_size=256)
     parser.add_argument("--micro-batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/gradient_cache"))
-    parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)

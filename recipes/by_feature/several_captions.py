@@ -3,24 +3,15 @@
 python -m recipes.by_feature.several_captions
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
-from recipes.minimal import data_and_model, load, recall, save
+from recipes.minimal import arguments, data_and_model, load, recall, save
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/several_captions"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/several_captions").parse_args(argv)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     captions, caption_of = train.tensors[1].unique(dim=0, return_inverse=True)

@@ -3,14 +3,11 @@
 python -m recipes.by_feature.two_data_sets
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import compopt
-from recipes.minimal import data_and_model, load, recall, save
+from recipes.minimal import arguments, data_and_model, load, recall, save
 
 
 def by_style(pairs):
@@ -20,13 +17,7 @@ def by_style(pairs):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/two_data_sets"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/two_data_sets").parse_args(argv)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     upright, slanted = by_style(train)

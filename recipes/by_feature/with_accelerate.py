@@ -4,9 +4,6 @@ python -m recipes.by_feature.with_accelerate
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_accelerate --resume
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
@@ -14,17 +11,11 @@ from torch.utils.data import DataLoader
 
 import compopt
 from compopt.integrations import accelerate as integration
-from recipes.minimal import data_and_model, recall
+from recipes.minimal import arguments, data_and_model, recall
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/with_accelerate").parse_args(argv)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # without it, a resumed run draws other batches
     # without cpu=True, torchrun on a CPU makes no group, and every process trains alone
     accelerator = Accelerator(cpu=compopt.accelerator.available() is None, dataloader_config=order)

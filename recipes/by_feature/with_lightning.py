@@ -4,16 +4,13 @@ python -m recipes.by_feature.with_lightning
 python -m recipes.by_feature.with_lightning --epochs 3 --resume --devices 2   # starts the second process itself
 """
 
-import argparse
-from pathlib import Path
-
 import lightning
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations.lightning import EstimatorCallback
-from recipes.minimal import data_and_model, recall
+from recipes.minimal import arguments, data_and_model, recall
 
 
 class DualEncoder(lightning.LightningModule):
@@ -43,12 +40,7 @@ class DualEncoder(lightning.LightningModule):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_lightning"))
-    parser.add_argument("--resume", action="store_true")
+    parser = arguments(__doc__, "runs/with_lightning")
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -4,16 +4,13 @@ python -m recipes.by_feature.with_transformers
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --epochs 3 --resume
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
 import compopt
 from compopt.integrations.transformers import EstimatorCallback
-from recipes.minimal import data_and_model, recall
+from recipes.minimal import arguments, data_and_model, recall
 
 
 def collate(items):
@@ -35,13 +32,7 @@ class DualEncoderTrainer(Trainer):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_transformers"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/with_transformers").parse_args(argv)
     settings = TrainingArguments(
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
         learning_rate=1e-3, weight_decay=0.01, lr_scheduler_type="constant", eval_strategy="epoch",
