@@ -45,15 +45,7 @@ def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def build(
     options: Mapping[str, Any], n: int, size: int, per_epoch: int, seed: int, labels: Tensor | None = None
 ) -> Shuffled:
-    """The batches that ``options`` describe.
-
-    Args:
-        options: ``kind``, random by default, and those of :data:`OPTIONS` that it takes.
-        n, size: samples, and how many a batch has.
-        per_epoch: random batches per epoch; a sampler has epochs of its own.
-        seed: decides the choice.
-        labels: (n,) samples with equal ones mean the same, and are not chosen for being hard for each other.
-    """
+    """The batches that ``options`` describe."""
     given = dict(options)
     kind = given.pop("kind", RANDOM)
     chosen = arguments(kind, given)

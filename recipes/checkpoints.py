@@ -23,11 +23,7 @@ def latest(folder: Path) -> Path | None:
 
 @contextlib.contextmanager
 def writing(what: Path, folder: Path) -> Iterator[None]:
-    """Let a failure, such as a full disk, say what is incomplete and from where ``--resume`` goes on.
-
-    Raises:
-        RuntimeError: writing ``what`` failed.
-    """
+    """Let a failure, such as a full disk, say what is incomplete and from where ``--resume`` goes on."""
     try:
         yield
     except Exception as error:  # torch, safetensors and the file system have classes of their own
@@ -38,11 +34,7 @@ def writing(what: Path, folder: Path) -> Iterator[None]:
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """On all ranks: write into the folder that is not the latest, then point to it.
-
-    Raises:
-        RuntimeError: it could not be written; the latest is as it was.
-    """
+    """On all ranks: write into the folder that is not the latest, then point to it."""
     current = launch.from_main(latest(folder))  # a network's cache may show other nodes an older one
     target = folder / ("b" if current == folder / "a" else "a")
     with writing(target, folder):
@@ -83,11 +75,7 @@ def _point(folder: Path, name: str) -> None:
 
 
 def load(accelerator: Accelerator, folder: Path) -> None:
-    """On all ranks: continue from the latest; accelerate unpickles, so trust the folder.
-
-    Raises:
-        ValueError: the checkpoint belongs to a run of another configuration.
-    """
+    """On all ranks: continue from the latest; accelerate unpickles, so trust the folder."""
     found = launch.from_main(latest(folder))
     if found is not None:
         accelerator.load_state(os.fspath(found))

@@ -57,13 +57,7 @@ class Control:
 
 
 class Run:
-    """A model in training with an estimator beside its optimizer.
-
-    Args:
-        task: data, encoders and measures.
-        config: method, hyper-parameters, seed.
-        control: when to measure, save and stop.
-    """
+    """A model in training with an estimator beside its optimizer."""
 
     def __init__(self, task: NamedImages | GlyphFaces, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()

@@ -104,11 +104,7 @@ def _split(unit: Tensor, units: int, seed: int, fraction: float) -> Split:
 
 
 def load(cache: str | os.PathLike[str] | None = None) -> Glyphs:
-    """The data set, from the cache file if it fits the installed fonts and libraries, else rendered anew.
-
-    Args:
-        cache: directory of ``glyphs.npz``; default: ``$COMPOPT_CACHE``, else ``.cache``.
-    """
+    """The data set, from the cache file if it fits the installed fonts and libraries, else rendered anew."""
     path, key = cached.file(cache, "glyphs.npz"), cache_key()
     arrays = cached.read(path, key, ("images", "codepoint", "face"))
     if arrays is None:

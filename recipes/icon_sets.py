@@ -75,11 +75,7 @@ class Icon(NamedTuple):
 
 @contextmanager
 def package(file: Path | None) -> Iterator[Path]:
-    """The packed package: ``file``, or one that npm fetches into a temporary folder.
-
-    Raises:
-        Unavailable: npm is missing, failed, or fetched another file than the pinned one.
-    """
+    """The packed package: ``file``, or one that npm fetches into a temporary folder."""
     if file is not None:
         yield file
         return
@@ -100,11 +96,7 @@ def package(file: Path | None) -> Iterator[Path]:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a packed package.
-
-    Raises:
-        Unavailable: there is no such file.
-    """
+    """SHA-256 of a packed package."""
     if not file.is_file():
         raise Unavailable(f"there is no file {file}; {REMEDY}")
     with file.open("rb") as content:
@@ -115,15 +107,7 @@ def digest(file: Path) -> str:
 
 
 def icons(packed: Path, left_out: Counter[str]) -> Iterator[Icon]:
-    """Every icon that is shown, set by set in the order of their names.
-
-    Args:
-        packed: the ``.tgz`` file.
-        left_out: is added to: how many were left out, and why.
-
-    Raises:
-        Unavailable: it is no such package.
-    """
+    """Every icon that is shown, set by set in the order of their names."""
     try:
         with tarfile.open(packed) as archive:
             members = [member for member in archive if re.fullmatch(r"package/json/[^/]+\.json", member.name)]

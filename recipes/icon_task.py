@@ -18,13 +18,6 @@ class IconNames(NamedImages):
 
     Zero-shot classification tells which of the :data:`CLASSES` captions that most training families have a
     held-out icon bears; icons that bear none of them are left out.
-
-    Args:
-        data: all pairs.
-        part: the held-out families that are measured: validation to choose by, test to report.
-        split_seed: which pairs ``limit`` chooses; the families of a part are fixed.
-        limit: train on a random choice of ``limit`` pairs only (0: all).
-        device: where images, tokens and features live.
     """
 
     labels = {
@@ -65,11 +58,7 @@ class IconNames(NamedImages):
 def zero_shot(
     data: icons.Icons, train: Tensor, held_out: Tensor, count: int = CLASSES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Classes among captions, and the held-out icons that have one.
-
-    Returns:
-        (k,) captions that are the classes, the most common one first; (m,) places in ``held_out``; (m,) their class.
-    """
+    """(k,) captions that are the classes, the most common first; (m,) places in ``held_out``; (m,) their classes."""
     classes = icons.common_captions(data, train, count)
     position = torch.full((len(data.names),), -1)
     position[classes] = torch.arange(len(classes))

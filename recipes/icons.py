@@ -91,14 +91,6 @@ def load(
     """The data set, from the cache file if it fits the package and the libraries, else built anew.
 
     Processes that ask for it at a time wait for the first one.
-
-    Args:
-        cache: directory of ``icons.npz``; default: ``$COMPOPT_CACHE``, else ``.cache``.
-        file: the package as ``npm pack`` leaves it; by default npm fetches the pinned version.
-        progress: show a bar.
-
-    Raises:
-        Unavailable: resvg or npm is missing, npm failed, or the file is missing or no such package.
     """
     path, packed = cached.file(cache, "icons.npz"), None if file is None else Path(file)
     key = cache_key(icon_sets.DIGEST if packed is None else icon_sets.digest(packed))
@@ -115,11 +107,7 @@ def load(
 
 
 def cache_key(package: str) -> str:
-    """Digest of everything the pairs depend on: the package's own digest, the renderer, parameters.
-
-    Raises:
-        Unavailable: the renderer is not installed.
-    """
+    """Digest of everything the pairs depend on: the package's own digest, the renderer, parameters."""
     try:
         renderer = importlib.metadata.version("resvg")
     except importlib.metadata.PackageNotFoundError:

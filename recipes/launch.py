@@ -88,11 +88,7 @@ def from_all(value: Any) -> list[Any]:
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """Call a function on the main process only, and give every rank its result.
-
-    Raises:
-        SystemExit: on the other ranks, if the function raised anything; the main process raises it as it is.
-    """
+    """Call a function on the main process only, and give every rank its result."""
     result, error = None, None
     if is_main():
         try:
@@ -108,11 +104,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse a folder in which a process does not see what the main process writes.
-
-    Raises:
-        SystemExit: on all ranks; it names both processes and their hosts.
-    """
+    """Refuse a folder in which a process does not see what the main process writes."""
     host = socket.gethostname()
     probe, author = from_main((f".seen-by-all-{secrets.token_hex(8)}", host))
     on_main((folder / probe).touch)
@@ -153,10 +145,6 @@ def accelerator(
     """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
 
     No rank waits for another longer than ``timeout`` seconds. Further options are those of ``Accelerator``.
-
-    Raises:
-        ValueError: an earlier run of this process had another precision or another DeepSpeed configuration, or
-            DeepSpeed was asked for without a launcher.
     """
     wanted = (deepspeed, accumulate if deepspeed else 1)
     known = _first[0] if _first else None
@@ -186,11 +174,7 @@ def accelerator(
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Refuse a process group of another size than the launcher was asked for, and FSDP that is not in force.
-
-    Raises:
-        SystemExit: the message says what was asked for, what there is, and the remedy.
-    """
+    """Refuse a process group of another size than the launcher was asked for, and FSDP that is not in force."""
     asked, found = os.environ.get("WORLD_SIZE"), world_size()
     if asked is None and found == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
         # accelerate sets both for several processes, and without --multi_gpu starts one of them

@@ -60,15 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def claim(folder: Path, made_from: dict[str, Any] | None = None) -> None:
-    """Make the folder and note what it is made from, or see that a former run noted the same.
-
-    Args:
-        folder: to write into.
-        made_from: arguments and data; without them only a folder that holds something else is refused.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Make the folder and note what it is made from, or see that a former run noted the same."""
     manifest = folder / MANIFEST
     if manifest.exists():
         former = json.loads(manifest.read_text())

@@ -29,6 +29,10 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "network_lr": (float, "step size of the network's AdaGrad"),
     "updates": (int, "steps of the network per batch"),
     "restart_every": (int, "commits between restarts of the network"),
+    "through_alpha": (
+        lambda word: word == "1",
+        "1: the gradient through the predicted normalizers reaches the encoders too",
+    ),
     "burn_in": (float, "proposals to a chain before its visits count, as a fraction of them"),
     "encode": (int, "1: samples outside the batch at which chains stay are encoded again; 0: such visits are dropped"),
     "group": (int, "1: samples with the same caption are not each other's negatives"),
@@ -104,7 +108,14 @@ METHODS: dict[str, Method] = {
     "neuclip": Method(
         "NeuCLIP",
         compopt.NeuCLIPEstimator,
-        {"tau": 0.07, "prototypes": 1024, "network_lr": 1.0, "updates": 10, "restart_every": 100},
+        {
+            "tau": 0.07,
+            "prototypes": 1024,
+            "network_lr": 1.0,
+            "updates": 10,
+            "restart_every": 100,
+            "through_alpha": False,
+        },
         sizes=("dim",),
         renamed={"network_lr": "lr"},
     ),
@@ -124,16 +135,7 @@ def build(
     placement: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
 ) -> compopt.ContrastiveEstimator:
-    """Return the estimator of method ``name``.
-
-    Args:
-        name: a key of ``METHODS``.
-        n: number of samples.
-        mode: ``"bimodal"`` or ``"unimodal"``.
-        options: the method's hyper-parameters.
-        placement: where its rows live: ``offload``, ``offload_dir``, ``shard``.
-        batch_size: samples of a call on all ranks, on which ``recommended`` depends.
-    """
+    """Return the estimator of method ``name``."""
     method = METHODS[name]
     given: dict[str, Any] = {size: value for size, value in (("n", n), ("dim", DIM)) if size in method.sizes}
     given |= {method.renamed.get(key, key): value for key, value in options.items() if key not in IN_THE_LOOP}

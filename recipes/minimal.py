@@ -49,14 +49,18 @@ def load(folder, est, parts):
     return saved["epoch"]
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description, folder):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/minimal"))
+    parser.add_argument("--folder", type=Path, default=Path(folder))
     parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv=None):
+    args = arguments(__doc__, "runs/minimal").parse_args(argv)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)

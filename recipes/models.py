@@ -22,11 +22,6 @@ class Tokenizer:
 
     A word (split at spaces and hyphens) that occurs in at least ``min_count`` captions is one token; any other is
     spelled, its first letter marked as the beginning of a word, so that unseen words can be read too.
-
-    Args:
-        captions: the distinct captions.
-        min_count: captions a word must occur in to become a token.
-        length: tokens per caption; shorter ones are padded with 0, longer ones cut.
     """
 
     def __init__(self, captions: Sequence[str], min_count: int = 2, length: int = 16) -> None:

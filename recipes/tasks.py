@@ -23,14 +23,8 @@ class NamedImages:
     share of queries whose top caption is the right one.  Text to image, a distinct held-out caption is a hit
     if any held-out image of that caption is on top.
 
-    Args:
-        images: (N, 32, 32) uint8, all of them.
-        caption: (N,) each image's caption, a position in ``names``.
-        names: the distinct captions.
-        train: positions of the training pairs; a pair's data-set index is its place in here.
-        held_out: positions of the held-out pairs.
-        tokenizer: reads captions.
-        device: where images, tokens and features live.
+    ``images`` (N, 32, 32) uint8 and ``caption`` (N,), positions in ``names``, are those of all pairs; ``train`` and
+    ``held_out`` are positions of pairs. A training pair's data-set index is its place in ``train``.
     """
 
     mode = "bimodal"
@@ -84,14 +78,7 @@ class NamedImages:
 
 
 class GlyphNames(NamedImages):
-    """Glyphs and their names.
-
-    Args:
-        data: all pairs.
-        split_seed: which 5 % of the pairs are held out.
-        limit: train on a random choice of ``limit`` pairs of the split only (0: all).
-        device: where images, tokens and features live.
-    """
+    """Glyphs and their names."""
 
     def __init__(
         self, data: glyphs.Glyphs, split_seed: int = 0, limit: int = 0, device: torch.device | str = "cpu"
@@ -118,11 +105,6 @@ class GlyphFaces:
     pixels.  The probes read one image per character: the bank and the regression's training set are the
     training characters in their first face (mostly DejaVu Sans), the queries are held-out characters in their
     last (mostly a bold, serif or STIX one), so that what the faces share has to be known.
-
-    Args:
-        data: all pairs.
-        split_seed: which 10 % of the characters are held out.
-        device: where images and features live.
     """
 
     mode = "unimodal"

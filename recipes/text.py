@@ -75,12 +75,8 @@ def load(
 ) -> TextPairs:
     """Pairs of WordNet, or without a folder those of the standard library; split by a seed of its own.
 
-    Args:
-        folder: of WordNet's files.
-        held_out: pairs for validation, and as many for the test; among them no text is that of another pair.
-        limit: train on so many pairs only.
-        each: of WordNet, train on every word of a synset as a pair with its definition.
-        seed: of the split.
+    Validation and test have ``held_out`` pairs each, of texts that no other pair has. With ``each`` every word of a
+    synset makes a training pair with its definition.
     """
     names, documents = docstrings() if folder is None else wordnet(folder)
     queries = names if folder is None else [", ".join(words) for words in names]

@@ -1,6 +1,5 @@
-"""The recipes that people copy: each trains, resumes bit for bit, and differs by its idea alone."""
+"""The recipes that people copy: each is short, trains, and resumes bit for bit."""
 
-import difflib
 import importlib
 import re
 import subprocess
@@ -22,18 +21,6 @@ from tests.pool import the_pool
 
 ROOT = Path(__file__).parent.parent
 BASE = Path(minimal.__file__)
-# lines that may differ, in both files together; those with a framework lose the functions that save and load
-ALLOWED = {
-    "chosen_batches": 18,
-    "gradient_cache": 22,
-    "several_captions": 16,
-    "two_data_sets": 24,
-    "with_accelerate": 48,
-    "with_deepspeed": 56,
-    "with_lightning": 62,
-    "with_sentence_transformers": 90,  # has data of its own
-    "with_transformers": 60,
-}
 SMALL = ("--limit", "192", "--batch-size", "32")
 
 
@@ -41,17 +28,9 @@ def features() -> list[str]:
     return sorted(path.stem for path in (BASE.parent / "by_feature").glob("*.py") if path.stem != "__init__")
 
 
-@pytest.mark.parametrize("name", features())
-def test_a_feature_is_a_small_change_of_the_minimal_recipe(name):
-    other = BASE.parent / "by_feature" / f"{name}.py"
-    lines = [path.read_text().split('"""', 2)[2].splitlines() for path in (BASE, other)]  # without the docstring
-    changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-"]
-    assert len(changed) <= ALLOWED[name], "\n".join(changed)
-
-
-@pytest.mark.parametrize("name", ["minimal", *(f"by_feature/{name}" for name in features() if "with_" in name)])
-def test_what_people_copy_is_short(name):
-    assert len((BASE.parent / f"{name}.py").read_text().splitlines()) <= 80
+@pytest.mark.parametrize(("name", "most"), [("minimal", 84), *((f"by_feature/{name}", 64) for name in features())])
+def test_what_people_copy_is_short(name, most):
+    assert len((BASE.parent / f"{name}.py").read_text().splitlines()) <= most
 
 
 def train(name: str, folder: Path, *options: str) -> None:

@@ -108,9 +108,9 @@ def test_where_the_index_is(batch, index, found):
 @pytest.mark.parametrize(
     "batch, index, error, message",
     [
-        ({"i": torch.tensor([4])}, -1, ValueError, "no key of a batch with the keys 'i'"),
-        ((1, 2), 2, ValueError, "no position in a batch of 2"),
-        ((1, 2), "i", TypeError, "position in a batch of type tuple"),
+        ({"i": torch.tensor([4])}, -1, ValueError, "selects nothing from a batch with the keys 'i'"),
+        ((1, 2), 2, ValueError, "selects nothing from a batch with 2 entries"),
+        ((1, 2), "i", TypeError, "type tuple has no entry"),
         ((1, 2), True, TypeError, "position"),
         (torch.zeros(3), -1, TypeError, "type Tensor has no entry"),
         (("x", torch.zeros(3)), -1, TypeError, "torch.float32"),

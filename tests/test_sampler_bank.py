@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import normalize
 
 from compopt.samplers import FeatureBank
-from compopt.samplers.pairs import batch_losses
+from compopt.samplers.ordered import batch_losses
 from tests.devices import DEVICE, PRETEND, counted, marked, needs_accelerator
 from tests.helpers import generator
 from tests.samplers import DIM, N, both, filled, moving, spectral, table

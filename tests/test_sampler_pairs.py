@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import normalize
 
 from compopt.samplers import spectral
-from compopt.samplers.ordered import highest
-from compopt.samplers.pairs import batch_losses, edge_weights, normalized_affinity
+from compopt.samplers.ordered import batch_losses, highest
+from compopt.samplers.spectral import edge_weights, normalized_affinity
 from tests.helpers import features, generator, near
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from compopt.samplers.pairs import batch_losses
+from compopt.samplers.ordered import batch_losses
 from tests.samplers import B, N, both, filled, ordered, spectral, table, train
 
 # epochs -------------------------------------------------------------------------------------------

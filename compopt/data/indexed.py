@@ -76,7 +76,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return range(len(self))[position]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Items of a batch, as torch's ``DataLoader`` asks for them; a ``ValueError`` unless one comes per position."""
+        """Items of a batch, as torch's ``DataLoader`` asks for them; a ``ValueError`` unless one comes for each."""
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return [self[position] for position in positions]
@@ -85,8 +85,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         if not isinstance(items, Sequence) or len(items) != len(positions):
             got = f"{len(items)} items" if isinstance(items, Sequence) else type(items).__name__
             raise ValueError(
-                f"{type(self.dataset).__name__}.__getitems__ must return a list of {len(positions)} items, one for "
-                f"each position, got {got}; Indexed gives each its position, and collate_fn makes the batch"
+                f"{type(self.dataset).__name__}.__getitems__ must return a list of {len(positions)} items, got {got}"
             )
         return [_with_index(item, self.first + position) for item, position in zip(items, positions, strict=True)]
 

@@ -101,12 +101,12 @@ class PrefetchLoader(Generic[T]):
             loader.base_dataloader = inner
 
     def _ahead(self) -> Iterator[T]:
-        batches = iter(self.loader)
-        current = self._take(batches)
+        batches = self._announced()
+        current = next(batches, _END)
         while current is not _END:
             following, error = _END, None
             try:
-                following = self._take(batches)
+                following = next(batches, _END)
             except Exception as problem:  # the loader's: this batch comes first
                 error = problem
             yield current
@@ -114,24 +114,20 @@ class PrefetchLoader(Generic[T]):
                 raise error
             current = following
 
-    def _take(self, batches: Iterator[Any]) -> Any:
-        """Take the next batch and announce it."""
-        batch = next(batches, _END)
-        if batch is not _END:
+    def _announced(self) -> Iterator[Any]:
+        for batch in self.loader:
             self._announce(*(select_index(batch, index) for index in self._wanted))
-        return batch
+            yield batch
 
 
-_END = object()
+_END: Any = object()
 
 
 class _Announced(PrefetchLoader[Any]):
     """Loader inside accelerate's, which looks ahead itself; each batch is announced when it is taken."""
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        while (batch := self._take(batches)) is not _END:
-            yield batch
+        return self._announced()
 
     @property  # type: ignore[misc]  # the loader outside passes its own class on, as accelerate does
     def __class__(self) -> type:
@@ -142,17 +138,12 @@ def select_index(batch: Any, index: Any) -> Tensor:
     """Return the data-set positions in a batch: at a position, under a key, or what a function finds."""
     if callable(index):
         found = index(batch)
-    elif isinstance(batch, Mapping):
-        if index not in batch:
-            keys = ", ".join(repr(key) for key in batch)
-            raise ValueError(f"index={index!r} is no key of a batch with the keys {keys}; pass index=key or a function")
-        found = batch[index]
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"index must be a position in a batch of type {type(batch).__name__}, got {index!r}")
-        if not -len(batch) <= index < len(batch):
-            raise ValueError(f"index={index} is no position in a batch of {len(batch)} entries")
-        found = batch[index]
+    elif isinstance(batch, Mapping) or (isinstance(batch, Sequence) and isinstance(index, int)):
+        try:
+            found = batch[index]
+        except (KeyError, IndexError):
+            held = f"the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"{len(batch)} entries"
+            raise ValueError(f"index={index!r} selects nothing from a batch with {held}; pass another") from None
     else:
         raise TypeError(
             f"a batch of type {type(batch).__name__} has no entry index={index!r}; pass index= as a function that "

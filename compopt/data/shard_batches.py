@@ -27,15 +27,11 @@ Integers = npt.NDArray[np.int64]
 
 
 class Spans:
-    """Ordered positions, kept as intervals: what thousands of workers leave of their blocks are millions of these.
-
-    Args:
-        intervals: ``(k, 2)``, first position and the one after the last; neighbours that continue each other are
-            joined.
-    """
+    """Ordered positions, kept as intervals ``(k, 2)``: thousands of workers leave millions of these of their blocks."""
 
     def __init__(self, intervals: Integers) -> None:
         intervals = intervals[intervals[:, 0] < intervals[:, 1]]
+        # neighbours that continue each other are joined
         apart, edge = intervals[1:, 0] != intervals[:-1, 1], np.ones(min(1, len(intervals)), dtype=bool)
         self._starts, stops = intervals[np.append(edge, apart), 0], intervals[np.append(apart, edge), 1]
         self._ends = np.cumsum(stops - self._starts)
@@ -211,10 +207,7 @@ class ShardBatches(IterableDataset[Any]):
         """Begin an epoch, ``epoch`` >= 0; each has another order. Call it on every rank, with the same number."""
         self.epoch, self.done = checks.whole("epoch", epoch), 0
         self._earlier: list[tuple[Layout, int]] = []  # layouts in which this epoch was read before, batches of a rank
-        self._spans = self._whole()
-
-    def _whole(self) -> Spans:
-        return Spans(np.array([[0, self.n]]))
+        self._spans = Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
         """Record that this rank has trained on the next ``batches`` >= 1; raise a ``ValueError`` if fewer are left."""
@@ -258,7 +251,7 @@ class ShardBatches(IterableDataset[Any]):
                 "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
                 "same sizes and in the same order, and the same seed, or begin with the next epoch: set_epoch"
             )
-        earlier, spans = [], self._whole()
+        earlier, spans = [], Spans(np.array([[0, self.n]]))
         for stage, options in enumerate(state_dict["read"]):
             layout = Layout(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
             done = checks.count("done", options["done"])

@@ -51,7 +51,6 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def _expand_braces(text: str) -> list[str]:
-    """Expand ``{000..099}`` and ``{a,b}``, from left to right."""
     found = re.search(r"\{([^{}]*)\}", text)
     if found is None:
         return [text]
@@ -66,11 +65,7 @@ def _expand_braces(text: str) -> list[str]:
 
 
 def check_files(shards: Iterable[str]) -> None:
-    """Refuse local shards that are missing or empty; URLs and pipes are not opened.
-
-    Raises:
-        FileNotFoundError: it names the first one.
-    """
+    """Raise a ``FileNotFoundError`` for local shards that are missing or empty; URLs and pipes are not opened."""
     shards = list(shards)
     bad = [shard for shard in shards if is_local(shard) and not size_of(shard)]
     if bad:
@@ -95,10 +90,6 @@ def count_all(shards: list[Path], progress: bool) -> list[int]:
 
     Taken from ``sizes.json`` (open_clip, webdataset), ``.nv-meta/.info.json`` (Energon), a wids index or img2dataset's
     ``*_stats.json`` in the shard's folder; otherwise every header of the shard is read.
-
-    Raises:
-        FileNotFoundError: a shard is neither there nor in any of these files.
-        ValueError: a shard is truncated or holds no sample.
     """
     recorded = {folder: dict(_recorded(folder)) for folder in {shard.parent for shard in shards}}
     counts: dict[Path, int] = {}
@@ -137,7 +128,6 @@ def _recorded(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _img2dataset(shard: Path) -> int | None:
-    """Count in ``00000_stats.json``, which img2dataset writes beside ``00000.tar``."""
     stats = _read_json(shard.with_name(f"{shard.name.split('.')[0]}_stats.json"))
     return int(stats["successes"]) if isinstance(stats, Mapping) and "successes" in stats else None
 
@@ -152,12 +142,7 @@ def _read_json(path: Path) -> Any:
 
 
 def count_samples(shard: Path) -> int:
-    """Count the samples of a tar file: runs of members with one key, as webdataset groups them.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no tar file, or ends within a member.
-    """
+    """Count the samples of a tar file: runs of members with one key, as webdataset groups them."""
     count, before, end = 0, None, 0
     if not shard.stat().st_size:
         raise ValueError(f"shard {shard} is empty: 0 bytes")

@@ -283,7 +283,6 @@ class indexed_reader:
                 self.index.index(sample, position)
 
     def _warn_if_short(self, url: Any, found: int) -> None:
-        """Warn once of each shard that gave fewer samples than it should."""
         # any key may be missing: only a ShardIndex knows how many samples there should be
         if not isinstance(self.index, ShardIndex) or not isinstance(url, str) or url in self._short:
             return

@@ -93,22 +93,19 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
 
 
 class _Rows:
-    """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it.
-
-    A save into a used folder leaves the earlier rows there, so that a run killed before accelerate has written its own
-    files still finds the rows that its old files name.
-    """
+    """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it."""
 
     def __init__(self, est: Estimator, name: str) -> None:
         self._est, self._name = est, name
         self._folder = self._saved = ""
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str | os.PathLike[str]) -> None:
-        """Write the rows; accelerate calls it on every rank before :meth:`state_dict`."""
+        # accelerate calls this on every rank before state_dict; rows of an earlier save into this folder stay, for a
+        # run that is killed before accelerate has written its own files
         self._saved = save(self._est, Path(output_dir) / self._name).name
 
     def locate(self, models: list[Any], input_dir: str | os.PathLike[str]) -> None:
-        """Remember the folder; accelerate calls it on every rank before :meth:`load_state_dict`."""
+        # accelerate calls this on every rank before load_state_dict
         self._folder = os.fspath(input_dir)
 
     def state_dict(self) -> dict[str, str]:

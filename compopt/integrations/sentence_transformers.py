@@ -114,21 +114,11 @@ class EstimatorLoss(nn.Module):
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch of tokenised columns, 0-d.
-
-        Args:
-            sentence_features: tokens of each column, ``B`` texts.
-            labels: the label column, ``(B,)`` or ``(B, k)`` integers; see the class.
-        """
+        """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
         return self.compute_loss_from_embeddings(embed_columns(self.model, sentence_features), labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of embeddings, 0-d; a loss around this one may have computed them (``SpladeLoss``).
-
-        Args:
-            embeddings: of each column, ``(B, d)``.
-            labels: as of :meth:`forward`.
-        """
+        """Compute the loss of each column's embeddings ``(B, d)``, 0-d; ``SpladeLoss`` calls this with its own."""
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         z1, z2, *negatives = embeddings
@@ -152,7 +142,6 @@ class EstimatorLoss(nn.Module):
             raise
 
     def _estimator(self, dimension: int) -> ContrastiveEstimator:
-        """Return the estimator of an embedding dimension; ``MatryoshkaLoss`` calls this loss with several."""
         if None not in self._by_dimension:
             if dimension not in self._by_dimension:
                 raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._by_dimension)}")
@@ -277,12 +266,9 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of the whole batch, and its gradient in the cached embeddings, for the mixin.
+        """Compute the loss of ``reps``, embeddings ``(b, d)`` of each column by mini-batch, for the mixin.
 
-        Args:
-            reps: embeddings of each column by mini-batch, ``(b, d)`` each.
-            labels: as of :meth:`forward`.
-            with_backward: leave gradients in ``reps``, and return the loss without its graph.
+        ``with_backward`` leaves gradients in ``reps``, and returns the loss without its graph.
         """
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
@@ -371,7 +357,6 @@ def add_index(
 
 
 def _rows(data: Any, column: str | None, first: int, known: dict[str, int]) -> list[int]:
-    """Return positions, or those of the first samples with the same text."""
     if column is None:
         return list(range(first, first + len(data)))
     return [known.setdefault(text, first + at) for at, text in enumerate(_texts(data, column))]

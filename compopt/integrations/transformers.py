@@ -167,11 +167,8 @@ class EstimatorCallback(TrainerCallback):
                 )
 
     def _resumed(self, args: Any, state: TrainerState) -> Path:
-        """Find the checkpoint that the Trainer has resumed from."""
-        if self.resume_from is not None:
-            places = [self.resume_from]
-        else:
-            places = [Path(str(args.resume_from_checkpoint)), _checkpoint(args, state)]
+        own = [Path(str(args.resume_from_checkpoint)), _checkpoint(args, state)]
+        places = own if self.resume_from is None else [self.resume_from]
         found = next((place for place in places if _is_of(state, place)), None)
         if found is None:
             raise FileNotFoundError(
@@ -192,7 +189,6 @@ class EstimatorCallback(TrainerCallback):
 
 
 def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str, Estimator]:
-    """Return estimators by the folder that each has inside a checkpoint."""
     found: dict[str, Any] = {name: est}
     if isinstance(est, Mapping):
         found = {f"{name}/{key}": each for key, each in est.items()}

@@ -65,11 +65,7 @@ class FeatureBank:
             return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 
     def check_width(self, d: int) -> None:
-        """Refuse features of another dimension ``d`` than those before.
-
-        Raises:
-            ValueError: with both dimensions.
-        """
+        """Refuse features of another dimension ``d`` than those before, with a ``ValueError``."""
         if self.rows is not None and self.rows.shape[2] != d:
             raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 

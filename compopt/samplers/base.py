@@ -26,6 +26,12 @@ PLANNING = "the planning of a sampler's epoch"
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+def twins(labels: Tensor) -> Tensor:
+    """True where two different samples have one label, ``(..., B, B)``."""
+    equal = labels[..., :, None] == labels[..., None, :]
+    return equal & ~torch.eye(labels.shape[-1], dtype=torch.bool, device=labels.device)
+
+
 class BankSampler(Sampler[list[int]]):
     """Batches chosen by the newest features of every sample; random ones until every sample was observed.
 
@@ -127,11 +133,7 @@ class BankSampler(Sampler[list[int]]):
 
     @abstractmethod
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """Form the plan of an epoch from its pieces and their results.
-
-        Returns:
-            The samples of all batches, one batch after the other, ``(samples,)`` int64; and metrics.
-        """
+        """Form the plan of an epoch, the samples of its batches in turn, ``(samples,)`` int64; and metrics."""
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features ``(..., d)``, twice, and labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
@@ -179,7 +181,8 @@ class BankSampler(Sampler[list[int]]):
         for number in range(self._seen, len(self)):
             if self.epoch == epoch:  # a later iteration may have begun
                 self._handed = number + 1
-            yield self._own(plan, number).tolist()
+            batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
+            yield self._ranks.part(len(batch)).of(batch).tolist()
 
     def _begin(self) -> Tensor:
         """Enter the next epoch, or a loaded one where its state was taken, and return its plan."""
@@ -204,25 +207,18 @@ class BankSampler(Sampler[list[int]]):
             if missing.any():
                 self._plans[self.epoch] = self.random_plan(self.epoch, missing)
             else:
-                self._warn_of_unseen(unseen)
+                samples = unseen.nonzero().flatten().tolist()
+                if samples and not self._warned_of_unseen:
+                    self._warned_of_unseen = True
+                    warn(
+                        f"{len(samples)} of n={self.n} samples have never had finite features, the first is "
+                        f"{samples[0]}; they are dealt to batches at random, and the others are chosen without them: "
+                        f"look at these samples"
+                    )
                 self._plans[self.epoch] = self._make_plan()
         self._begun = True
         self.metrics["wait_seconds"] = time.perf_counter() - started
         return self._plans[self.epoch]
-
-    def _own(self, plan: Tensor, number: int) -> Tensor:
-        """Part of a batch that this rank has."""
-        batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
-        return self._ranks.part(len(batch)).of(batch)
-
-    def _warn_of_unseen(self, unseen: Tensor) -> None:
-        samples = unseen.nonzero().flatten().tolist()
-        if samples and not self._warned_of_unseen:
-            self._warned_of_unseen = True
-            warn(
-                f"{len(samples)} of n={self.n} samples have never had finite features, the first is {samples[0]}; they "
-                f"are dealt to batches at random, and the others are chosen without them: look at these samples"
-            )
 
     def _make_plan(self) -> Tensor:
         """Compute the plan of this epoch; rank r of K computes the pieces r, r + K, ..."""

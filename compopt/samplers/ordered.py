@@ -13,8 +13,7 @@ from compopt import checks
 from compopt.checks import inputs
 from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler
-from compopt.samplers.pairs import batch_losses
+from compopt.samplers.base import BankSampler, twins
 
 # Numbers in the similarity matrices of the candidates that are weighed at a time
 PIECE = 1 << 20
@@ -27,9 +26,9 @@ class OrderedBatchSampler(BankSampler):
         L(I) = \frac1{2B} \sum_{k \in I} \log \sum_{l \in I} e^{(s_{kl} - s_{kk})/\tau}
                                        + \log \sum_{l \in I} e^{(s_{lk} - s_{kk})/\tau}
 
-    with the similarities ``s_kl = <z1_k, z2_l>`` of the bank's features. Candidates are cut from random permutations of
-    the data, each of which uses every sample once. A batch that is drawn again is kept only where there are too few
-    others. The kept batches come in random order.
+    with the similarities ``s_kl = <z1_k, z2_l>`` of the bank's features; the paper's loss is twice this. Candidates are
+    cut from random permutations of the data, each of which uses every sample once. A batch that is drawn again is kept
+    only where there are too few others. The kept batches come in random order.
 
     *An epoch here is ``keep`` batches*, not the data: at most a share ``keep B / n`` of the samples. :attr:`coverage`
     is this epoch's and :attr:`total_coverage` that of all epochs so far; samples that are never in a hard batch
@@ -150,17 +149,34 @@ class OrderedBatchSampler(BankSampler):
 
 
 def highest(batches: Tensor, losses: Tensor, keep: int) -> Tensor:
-    """Positions of the batches to keep, ``(keep,)``, ascending: those with the highest losses.
+    """Positions of the ``keep`` of ``batches`` (k, B) with the highest ``losses`` (k,), ascending.
 
     A set of samples is kept twice only if there are fewer than ``keep`` different ones.
-
-    Args:
-        batches: ``(k, B)``.
-        losses: ``(k,)``.
-        keep: at most ``k``.
     """
     _, first = np.unique(batches.sort(dim=1).values.numpy(), axis=0, return_index=True)
     again = np.ones(len(batches), dtype=bool)
     again[first] = False
     order = np.lexsort((-losses.numpy(), again))  # by the last key first
     return torch.from_numpy(np.sort(order[:keep]))
+
+
+def batch_losses(
+    z1: Tensor, z2: Tensor, tau: float, labels: Tensor | None = None, absent: Tensor | None = None
+) -> Tensor:
+    """Losses ``L`` of batches of normalised features ``(k, B, d)``, in nats: ``(k,)``.
+
+    Samples with equal ``labels`` (k, B) are not each other's negatives; those that are ``absent`` (k, B) are neither
+    anchors nor negatives, and a batch of such alone has loss 0.
+    """
+    s = z1 @ z2.mT  # (k, B, B)
+    own = s.diagonal(dim1=1, dim2=2)
+    if labels is not None:
+        s = s.masked_fill(twins(labels), -math.inf)
+    if absent is not None:
+        pairs = absent[:, :, None] | absent[:, None, :]
+        s = s.masked_fill(pairs & ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device), -math.inf)
+    rows = torch.logsumexp((s - own[:, :, None]) / tau, dim=2)  # anchors z1; the positive is the 1 in the logarithm
+    columns = torch.logsumexp((s - own[:, None, :]) / tau, dim=1)
+    if absent is None:
+        return (rows + columns).mean(1) / 2
+    return (rows + columns).sum(1) / (~absent).sum(1).clamp(min=1) / 2  # an absent sample's own terms are log 1

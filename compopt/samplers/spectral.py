@@ -15,8 +15,7 @@ from compopt import checks
 from compopt.checks import inputs
 from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler
-from compopt.samplers.pairs import edge_weights, normalized_affinity
+from compopt.samplers.base import BankSampler, twins
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
 # k-means is started so often; the best run counts
@@ -24,19 +23,12 @@ STARTS = 3
 
 
 class Group(NamedTuple):
-    """Samples that are clustered among themselves, a piece of an epoch's plan.
+    """Samples that are clustered among themselves, a piece of an epoch's plan."""
 
-    Attributes:
-        samples: ``(m,)`` data-set positions.
-        sizes: of its batches.
-        seed: of k-means.
-        absent: samples without features, ``(m,)`` bool.
-    """
-
-    samples: Tensor
-    sizes: list[int]
-    seed: int
-    absent: Tensor
+    samples: Tensor  # (m,) data-set positions
+    sizes: list[int]  # of its batches
+    seed: int  # of k-means
+    absent: Tensor  # (m,) bool: samples without features
 
 
 class SpectralBatchSampler(BankSampler):
@@ -47,12 +39,13 @@ class SpectralBatchSampler(BankSampler):
         c_{kl} = \log\bigl(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\bigr)
         + \log\bigl(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\bigr)
 
-    The mean of ``w`` over the pairs of a batch bounds its loss from below. An epoch's batches shall keep as much of it
-    inside as they can: the samples are drawn into random groups of at most ``group`` batches, and each group is cut
-    into batches by spectral clustering with the affinity ``exp(sharpness w)``; an assignment problem makes the clusters
-    even. The paper's edge weight is ``w``, and its authors' code passes ``exp(w)``; ``w`` sums four logarithms, so that
-    ``sharpness=0.25`` passes the geometric mean of what they are logarithms of. Fewer samples then end up in clusters
-    of almost nothing, and batches are harder (``benchmarks/results/batches.md``).
+    By Jensen's inequality a quarter of the mean of ``w`` over the pairs of a batch bounds its loss from below. An
+    epoch's batches shall keep as much of it inside as they can: the samples are drawn into random groups of at most
+    ``group`` batches, and each group is cut into batches by spectral clustering with the affinity ``exp(sharpness w)``;
+    an assignment problem makes the clusters even. The paper's edge weight is ``w``, and its authors' code passes
+    ``exp(w)``; ``w`` sums four logarithms, so that ``sharpness=0.25`` passes the geometric mean of what they are
+    logarithms of. Fewer samples then end up in clusters of almost nothing, and batches are harder
+    (``benchmarks/results/batches.md``).
 
     Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.3 s for 1,280 samples on one core.
     Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
@@ -166,10 +159,8 @@ class SpectralBatchSampler(BankSampler):
         return groups
 
     def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
-        """Deal samples with one label to different groups, as far as there are groups.
-
-        Within a group they have the same neighbours, so that an embedding puts them together whatever their own weight.
-        """
+        # Within a group samples with one label have the same neighbours, so that an embedding puts them together
+        # whatever their own weight: they are dealt to different groups, as far as there are groups.
         assert self.labels is not None
         names, label = self.labels[samples].unique(return_inverse=True)
         label = self.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
@@ -186,16 +177,12 @@ class SpectralBatchSampler(BankSampler):
         return piece.samples[self._clusters(piece.samples, piece.sizes, piece.seed).argsort(stable=True)]
 
     def _clusters(self, samples: Tensor, sizes: list[int], seed: int) -> Tensor:
-        """Cluster of every sample, ``(m,)``."""
         z1, z2, labels = self.read(samples)
         weights = edge_weights(z1, z2, self.tau, self.batch_size, labels)
         return spectral_clusters(weights.mul_(self.sharpness), sizes, seed)
 
     def _do_without_absent(self, piece: Group) -> Tensor:
-        """Cluster the samples that have features into batches that leave places to the others.
-
-        The batches with such places are not random, so that each of the others then changes places with any sample.
-        """
+        """Cluster the samples that have features, and deal the others to random batches."""
         chance, absent, m = torch.Generator().manual_seed(piece.seed), piece.absent, len(piece.samples)
         batches = torch.arange(len(piece.sizes)).repeat_interleave(torch.tensor(piece.sizes))  # of every place
         free = torch.isin(torch.arange(m), torch.randperm(m, generator=chance)[: int(absent.sum())])
@@ -205,6 +192,7 @@ class SpectralBatchSampler(BankSampler):
         if len(sizes):
             clusters[~absent] = numbers[self._clusters(piece.samples[~absent], sizes.tolist(), piece.seed)]
         order = clusters.argsort(stable=True)
+        # the batches with free places are not random, so that each of the others changes places with any sample
         for place in absent[order].nonzero().flatten().tolist():
             other = int(torch.randint(m, (), generator=chance))
             order[[place, other]] = order[[other, place]]
@@ -227,18 +215,34 @@ class SpectralBatchSampler(BankSampler):
         }
 
 
+def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
+    """Weights ``w`` of normalised features (m, d): ``(m, m)``, symmetric, 0 on the diagonal and for equal labels."""
+    s = z1 @ z2.T
+    own, others = s.diagonal()[:, None], math.log(batch_size - 1)
+    zero = s.new_zeros(())
+    c = torch.logaddexp((s - own) / tau + others, zero)  # anchor z1_k, candidate z2_l
+    c += torch.logaddexp((s.T - own) / tau + others, zero)  # anchor z2_k, candidate z1_l
+    if labels is not None:
+        c.masked_fill_(twins(labels), 0.0)
+    return (c + c.T).fill_diagonal_(0.0)
+
+
+def normalized_affinity(weights: Tensor) -> Tensor:
+    r"""``D^{-1/2} A D^{-1/2}`` with the affinity ``A = exp(w)`` off the diagonal and ``D`` its row sums: ``(m, m)``.
+
+    Everything stays in the log domain: ``exp(w)`` leaves float32 at small temperatures, while the entries of the
+    result are at most 1 and those of isolated samples do not vanish.
+    """
+    log_a = weights.clone().fill_diagonal_(-math.inf)
+    half = torch.logsumexp(log_a, dim=1) / 2
+    return torch.exp(log_a - half[:, None] - half)
+
+
 def spectral_clusters(weights: Tensor, sizes: Sequence[int], seed: int) -> Tensor:
-    """Assign samples to clusters of exactly these sizes that cut little weight: ``(m,)`` int64.
+    """Assign samples to clusters of these ``sizes`` (sum ``m``) that cut little of ``weights`` (m, m): ``(m,)`` int64.
 
-    Args:
-        weights: edge weights, ``(m, m)``, symmetric; their exponentials are the affinity.
-        sizes: of the clusters, sum ``m``.
-        seed: of k-means.
-
-    Cost: ``m^3`` for the eigenvectors, at worst ``m^3`` for the assignment; 0.3 s for m = 1280 and 40 clusters.
-
-    References:
-        Ng, Jordan and Weiss, On Spectral Clustering, NeurIPS 2001.
+    The steps are those of Ng, Jordan and Weiss (On Spectral Clustering, NeurIPS 2001). Cost: ``m^3`` for the
+    eigenvectors, at worst ``m^3`` for the assignment; 0.3 s for m = 1280 and 40 clusters.
     """
     m, k = len(weights), len(sizes)
     if k == 1:
@@ -253,18 +257,11 @@ def spectral_clusters(weights: Tensor, sizes: Sequence[int], seed: int) -> Tenso
 
 
 def even_clusters(points: np.ndarray, sizes: Sequence[int], seed: int) -> np.ndarray:
-    """Assign points to clusters of exactly these sizes: the cluster of every point, ``(m,)``.
+    """Assign points (m, e) to clusters of exactly these ``sizes`` (sum ``m``): the cluster of every point, ``(m,)``.
 
     k-means finds the centres; each is repeated as often as its cluster has places, and the assignment of points to
-    places with the least sum of distances gives the clusters.
-
-    Args:
-        points: ``(m, e)``.
-        sizes: of the clusters, sum ``m``. The largest go to the centres with the most points.
-        seed: of k-means.
-
-    References:
-        Cho et al., Mini-Batch Optimization of Contrastive Loss, appendix C.1, Algorithm 3.
+    places with the least sum of distances gives the clusters. The largest sizes go to the centres with the most points
+    (Cho et al., appendix C.1, Algorithm 3).
     """
     from scipy.optimize import linear_sum_assignment
     from scipy.spatial.distance import cdist

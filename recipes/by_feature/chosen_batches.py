@@ -3,59 +3,15 @@
 python -m recipes.by_feature.chosen_batches  # needs scipy, scikit-learn
 """
 
-import argparse
-from pathlib import Path
-
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import compopt
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
-
-
-def save(folder, epoch, est, parts):
-    """Save the estimator in a directory of its own, and everything else in one file that names it."""
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
-
-
-def load(folder, est, parts):
-    """Continue after the epoch that was saved last."""
-    if not (folder / "last.pt").exists():
-        raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
-    saved = torch.load(folder / "last.pt")
-    compopt.load(est, folder / "state" / saved["state"])
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    return saved["epoch"]
+from recipes.minimal import arguments, data_and_model, load, recall, save
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/chosen_batches"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/chosen_batches").parse_args(argv)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     sampler = compopt.samplers.SpectralBatchSampler(len(train), args.batch_size, drop_last=True)

@@ -4,45 +4,18 @@ python -m recipes.by_feature.with_accelerate
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_accelerate --resume
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import compopt
 from compopt.integrations import accelerate as integration
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+from recipes.minimal import arguments, data_and_model, recall
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/with_accelerate").parse_args(argv)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # without it, a resumed run draws other batches
     # without cpu=True, torchrun on a CPU makes no group, and every process trains alone
     accelerator = Accelerator(cpu=compopt.accelerator.available() is None, dataloader_config=order)

@@ -4,34 +4,13 @@ python -m recipes.by_feature.with_lightning
 python -m recipes.by_feature.with_lightning --epochs 3 --resume --devices 2   # starts the second process itself
 """
 
-import argparse
-from pathlib import Path
-
 import lightning
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations.lightning import EstimatorCallback
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+from recipes.minimal import arguments, data_and_model, recall
 
 
 class DualEncoder(lightning.LightningModule):
@@ -61,12 +40,7 @@ class DualEncoder(lightning.LightningModule):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_lightning"))
-    parser.add_argument("--resume", action="store_true")
+    parser = arguments(__doc__, "runs/with_lightning")
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

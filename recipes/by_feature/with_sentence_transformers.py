@@ -4,7 +4,6 @@ python -m recipes.by_feature.with_sentence_transformers
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_sentence_transformers --epochs 3 --resume
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PrinterCallback
 import compopt
 from compopt.integrations.sentence_transformers import EstimatorCallback, EstimatorLoss, add_index
 from recipes import text
+from recipes.minimal import arguments
 
 
 def data_and_model(limit=None, wordnet=None):
@@ -37,13 +37,9 @@ class Retrieval(InformationRetrievalEvaluator):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
+    parser = arguments(__doc__, "runs/with_sentence_transformers")
+    parser.set_defaults(batch_size=32)
     parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data.noun and the others; else docstrings")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_sentence_transformers"))
-    parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(argv)
     settings = SentenceTransformerTrainingArguments(
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,

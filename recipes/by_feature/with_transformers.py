@@ -4,34 +4,13 @@ python -m recipes.by_feature.with_transformers
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --epochs 3 --resume
 """
 
-import argparse
-from pathlib import Path
-
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
 import compopt
 from compopt.integrations.transformers import EstimatorCallback
-from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
-
-
-def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
-    data = glyphs.load()
-    split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
-    tokens = tokenizer(data.names)[data.caption]
-    train, held_out = (TensorDataset(data.images[at], tokens[at]) for at in (split.train[:limit], split.held_out))
-    return train, held_out, TwoTowers(len(tokenizer), tokenizer.length)
-
-
-@torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
-    captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
-    return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
+from recipes.minimal import arguments, data_and_model, recall
 
 
 def collate(items):
@@ -53,13 +32,7 @@ class DualEncoderTrainer(Trainer):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="train on so many pairs only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_transformers"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, "runs/with_transformers").parse_args(argv)
     settings = TrainingArguments(
         args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
         learning_rate=1e-3, weight_decay=0.01, lr_scheduler_type="constant", eval_strategy="epoch",

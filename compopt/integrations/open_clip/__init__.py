@@ -62,7 +62,6 @@ class Run:
         self._attached = False
 
     def start(self, arguments: Sequence[str]) -> Any:
-        """Run open_clip's command line."""
         names = [*WRAPPED, REBUILT[0] if self.rebuilt else RELEASED[0]]
         wrapped: dict[str, Any] = {
             name: functools.partial(getattr(self, name), getattr(self.trainer, name)) for name in names
@@ -120,7 +119,6 @@ class Run:
         return data
 
     def create_loss(self, original: Callable[..., Any], args: Any) -> nn.Module:
-        """Return our loss, in the released form."""
         return self.loss
 
     def create_task(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +183,6 @@ class Run:
             unwrapped(model).logit_scale.fill_(math.log(1 / tau))
 
     def _report(self) -> None:
-        """Log the estimator's metrics as often as open_clip logs its own."""
         call, args, number = self._call, self.args, self.loss.updates - 1
         updates = call["data"]["train"].dataloader.num_batches // args.accum_freq
         if args.rank != 0 or (number % args.log_every_n_steps and number + 1 != updates):

@@ -35,7 +35,6 @@ class Method:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Parameters of the preset."""
         return inspect.signature(self.preset).parameters
 
     @property
@@ -73,7 +72,6 @@ class Options:
 
     @property
     def method(self) -> Method:
-        """The method of that name."""
         return METHODS[self.name]
 
     @property
@@ -87,10 +85,7 @@ class Options:
         return self.method.has_rows or self.index is not None
 
     def build(self, n: int | None, dim: int | None, samples: int | None, batch_size: int) -> ContrastiveEstimator:
-        """Build the estimator for ``n`` rows, if samples have an index, and calls of ``batch_size`` on all ranks.
-
-        Refuses whatever the preset refuses, and a temperature that nobody would learn.
-        """
+        """Build the estimator for ``n`` rows, if samples have an index, and calls of ``batch_size`` on all ranks."""
         parameters = self.method.parameters
         values = {**self.method.fixed, **self.given}
         if values.get("tau") == MODEL:
