@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import compopt
+from compopt import files
 from compopt.checkpoint import manifest
 from tests.helpers import features
 from tests.helpers import snapshot as shown
@@ -111,3 +112,37 @@ def test_a_power_loss_leaves_the_earlier_one_or_the_new_one(before, blocking, tm
     for over, states_found in found:
         assert states_found <= ({before} if over else {earlier, before}), (over, states_found)
     assert {earlier} in [there for _, there in found]  # and both really occur
+
+
+@pytest.mark.parametrize("left_out", ["files", "names", "parents"])
+def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypatch):
+    """The writer without one kind of its fsyncs loses checkpoints, or has broken ones."""
+    real = files.sync_directory
+    if left_out == "files":
+        monkeypatch.setattr(files, "write_file", lambda path, content: path.write_bytes(content))
+    elif left_out == "names":
+        monkeypatch.setattr(files, "sync_directory", lambda path: None)
+    else:
+        monkeypatch.setattr(
+            files, "sync_directory", lambda path: real(path) if path.name.startswith("checkpoint") else None
+        )
+    disk, states = saved_under_watch(tmp_path, 0)
+    with pytest.raises((AssertionError, ValueError)):
+        found = judged(disk, tmp_path, states)
+        assert found[-1][1] == {0}
+
+
+def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
+    """Files of an old checkpoint may be gone and its manifest not."""
+    outdated = manifest.outdated
+
+    def without_sync(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "sync_directory", lambda path: None)
+            return outdated(*args)
+
+    monkeypatch.setattr(manifest, "outdated", without_sync)
+    disk, states = saved_under_watch(tmp_path, 3)
+    del disk.moments[:-1]  # removed last; one disk in five has the manifest and the folder without all of the files
+    with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):
+        judged(disk, tmp_path, states, trials=100)

@@ -260,9 +260,12 @@ def _load(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     if size > _MOST:
         raise ValueError(f"it has {size} bytes, {_MOST} at most are read")
-    content = json.loads(path.read_bytes())
+    text = path.read_bytes()
+    content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, no object")
+    if text not in (json.dumps(content, indent=1).encode(), json.dumps(content).encode()):
+        raise ValueError("it is laid out otherwise than save() does it: some of its text was added or changed")
     return content
 
 

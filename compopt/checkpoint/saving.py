@@ -331,15 +331,16 @@ class _Job:
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
 # By estimator: the latest directories that it saved into, with the lock of this process where there is one; and the
-# checkpoints (by save_id) whose rows it has had.
+# checkpoints (by save_id) that were there when it was saved to, or loaded from, their directory.
 _locks: WeakKeyDictionary[Estimator, dict[Path, files.Claim]] = WeakKeyDictionary()
 _had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
 _writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
 def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
-    """Note that an estimator has the rows of a checkpoint, and may go on to save beside it."""
-    _had.setdefault(est, set()).add(checkpoint.save_id)
+    """Note that an estimator has the rows of a checkpoint, and may go on to save beside it and those after it."""
+    beside = manifest.checkpoints(checkpoint.path.parent)
+    _had.setdefault(est, set()).update(known.save_id for known in (checkpoint, *beside))
 
 
 def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:

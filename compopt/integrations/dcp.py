@@ -33,7 +33,7 @@ _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class Stateful:
-    """What ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take for an estimator.
+    """Adapter that ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take for an estimator.
 
     ``dcp.save({"model": ..., "compopt": Stateful(est)}, checkpoint_id=...)``. The number of ranks, ``shard`` and
     ``offload`` may differ between writer and reader. Rows go into DTensors on the CPU, a contiguous part per rank, in

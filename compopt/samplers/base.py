@@ -32,6 +32,13 @@ def twins(labels: Tensor) -> Tensor:
     return equal & ~torch.eye(labels.shape[-1], dtype=torch.bool, device=labels.device)
 
 
+def warn_planner(background: bool | None, lead: float | None) -> None:
+    """Warn of the arguments of the thread that planned epochs until 0.2."""
+    if background is not None or lead is not None:
+        text = "background= and lead= have no effect: batches are formed when an epoch begins; leave them out"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
 class BankSampler(Sampler[list[int]]):
     """Batches chosen by the newest features of every sample; random ones until every sample was observed.
 

@@ -13,7 +13,7 @@ from compopt import checks
 from compopt.checks import inputs
 from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler, twins
+from compopt.samplers.base import BankSampler, twins, warn_planner
 
 # Numbers in the similarity matrices of the candidates that are weighed at a time
 PIECE = 1 << 20
@@ -52,6 +52,7 @@ class OrderedBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         group: an older name of ``labels``.
         dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
+        background, lead: deprecated, without effect.
 
     State, communication, metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
     ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
@@ -85,7 +86,11 @@ class OrderedBatchSampler(BankSampler):
         offload: Offload | None = None,
         process_group: ProcessGroup | None = None,
         group: Tensor | None = None,
+        *,
+        background: bool | None = None,
+        lead: float | None = None,
     ) -> None:
+        warn_planner(background, lead)
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")

@@ -15,7 +15,7 @@ from compopt import checks
 from compopt.checks import inputs
 from compopt.distributed.ranks import ProcessGroup
 from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler, twins
+from compopt.samplers.base import BankSampler, twins, warn_planner
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
 # k-means is started so often; the best run counts
@@ -68,6 +68,7 @@ class SpectralBatchSampler(BankSampler):
             groups as far as there are groups, and their pairs have no weight.
         sharpness: of the affinity.
         dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
+        background, lead: deprecated, without effect.
 
     Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
     one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
@@ -113,7 +114,11 @@ class SpectralBatchSampler(BankSampler):
         offload: Offload | None = None,
         sharpness: float = 1.0,
         process_group: ProcessGroup | None = None,
+        *,
+        background: bool | None = None,
+        lead: float | None = None,
     ) -> None:
+        warn_planner(background, lead)
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
         if missing:  # now, not after the first epoch
             raise ImportError(
