@@ -55,7 +55,7 @@ MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
 def load_indices(args):
-    """What gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
+    """Return what gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
     path = args.sizes or args.output / "shards.json"
     if args.sizes and not path.exists():
         raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
@@ -344,7 +344,7 @@ class Trainer:
             tars.write_json(path, mine)
 
     def state_dict(self):
-        """What accelerate keeps beside model, optimizer and rows."""
+        """Return what accelerate keeps beside model, optimizer and rows."""
         return {"batches": self.batches.state_dict(), "step": self.step, "lost": self.lost}
 
     def load_state_dict(self, state):
@@ -380,7 +380,7 @@ class Trainer:
         self.est.register_step_post_hook(lambda *_: schedule.step())
 
     def _epoch(self):
-        """What is left of the epoch, but for micro-batches that do not fill a window. False if --max-steps ended it."""
+        """Train the rest of the epoch, but for micro-batches that fill no window; return False if --max-steps ended it."""
         args, batches = self.args, self.batches
         windows = len(batches) // args.accumulate
         self.decode.epoch = batches.epoch

@@ -41,7 +41,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, bytes]]:
 
 
 def trace(name: str, mode: str, dtype: torch.dtype, rank: int = 0, ranks: int = 1, **options: Any) -> dict[str, bytes]:
-    """What one configuration computes in a few commits."""
+    """Return what one configuration computes in a few commits."""
     info = BY_NAME[name]
     est, _ = make(info, mode, N, dtype, **options)
     found: dict[str, bytes] = {}

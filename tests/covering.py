@@ -1,4 +1,4 @@
-"""Which cases of a test run every day: enough to meet every value, and every pair of values, of its axes.
+"""Choice of the cases of a test that run every day: enough to meet every value, and every pair of values, of its axes.
 
 A test over 48 configurations, 2 modes, 4 numbers of ranks and 2 dtypes has 768 cases. Nearly every mistake shows in
 one value or in a pair of them, so `make test` runs a covering array of the product and `make test-full` all of it.
@@ -38,7 +38,7 @@ def axes_of(items: list[pytest.Function]) -> list[dict[str, str]]:
 
 
 def met_by(case: dict[str, str], pairs: list[tuple[str, str]]) -> set[tuple]:
-    """What one case covers: its values, and its values in pairs of axes."""
+    """Return what one case covers: its values, and its values in pairs of axes."""
     return set(case.items()) | {(a, b, case[a], case[b]) for a, b in pairs}
 
 

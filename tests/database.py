@@ -51,12 +51,12 @@ class EstimatorInfo:
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything is committed per sample."""
+        """Return whether anything is committed per sample."""
         return bool(self.columns)
 
     @property
     def has_state(self) -> bool:
-        """Whether a step changes anything."""
+        """Return whether a step changes anything."""
         return self.has_rows or self.global_tau or self.network
 
 

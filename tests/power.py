@@ -22,7 +22,7 @@ Name = tuple[int, str]  # inode of the directory, name in it
 
 @dataclass
 class Moment:
-    """What may be on the disk at one moment.
+    """Contents that the disk may have at one moment.
 
     Attributes:
         names: by name every inode that the disk may find there, ``None``: no such name.

@@ -48,7 +48,7 @@ def read_tar(sources):
 
 
 class Shuffled(torch.utils.data.IterableDataset):
-    """What a pipeline does after reading: split by rank and worker, shuffle, drop what cannot be decoded."""
+    """Do what a pipeline does after reading: split by rank and worker, shuffle, drop what cannot be decoded."""
 
     def __init__(self, stage, urls, rank=0, ranks=1, replacement=False, seed=0):
         self.stage, self.urls, self.rank, self.ranks = stage, [str(url) for url in urls], rank, ranks

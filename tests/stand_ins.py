@@ -1,4 +1,4 @@
-"""What the pages call ``model``, ``dataset``, ``loader``: small, and trained on in milliseconds."""
+"""Stand-ins for what the pages call ``model``, ``dataset``, ``loader``: small, and trained on in milliseconds."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What only an accelerator can show: the same numbers, no wait, faults learned of late."""
+"""Behaviour that only an accelerator can show: the same numbers, no wait, faults learned of late."""
 
 import pytest
 import torch

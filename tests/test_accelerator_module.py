@@ -1,4 +1,4 @@
-"""What compopt.accelerator answers where there is none; the rest needs one, and is in test_accelerator.py."""
+"""Answers of compopt.accelerator without an accelerator; the rest needs one, and is in test_accelerator.py."""
 
 import pytest
 import torch

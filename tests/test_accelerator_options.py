@@ -14,7 +14,7 @@ SOME = ("infonce", "sogclr", "isogclr", "residual")
 
 
 def both(build, call, seeds=range(4)):
-    """What `call(est, *batch)` returns at each step, on the CPU and (after two steps without a wait) on the device."""
+    """Run `call(est, *batch)` at each step, on the CPU and (after two steps without a wait) on the device."""
     on_cpu, there = build(), build()
     expected = [call(on_cpu, *batch(seed), "cpu") for seed in seeds]
     found = [call(there, *batch(seed, DEVICE), DEVICE) for seed in seeds[:2]]

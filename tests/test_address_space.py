@@ -57,7 +57,7 @@ def every_estimator(folder):
 
 
 def sparse(folder):
-    """Whether files may be that large here."""
+    """Return whether files may be that large here."""
     try:
         with open(folder / "large", "wb") as file:
             os.truncate(file.fileno(), 64 * N)

@@ -15,7 +15,7 @@ N = 13
 
 
 class Wrapper:
-    """What accelerate and DeepSpeed do: an object with `.optimizer` and no hook tables."""
+    """Wrapper as of accelerate and DeepSpeed: an object with `.optimizer` and no hook tables."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -32,7 +32,7 @@ def setting(optimizer_class=torch.optim.SGD, **options):
 
 
 def commits(est):
-    """How many rows were committed so far, visits counted."""
+    """Return the number of rows committed so far, visits counted."""
     return int(est.read(torch.arange(N))["count"].sum())
 
 

@@ -208,7 +208,7 @@ def test_the_next_save_waits_and_links(tmp_path):
 
 
 def others(est, folder):
-    """What must wait for a running save."""
+    """Operations that must wait for a running save."""
     state = sogclr()
     visit(state, range(9), seed=3)
     path = compopt.save(state, folder)

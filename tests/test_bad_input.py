@@ -87,7 +87,7 @@ def refused(error, *words: str, est=None, remedy: bool = True):
 
 
 def number(value) -> str:
-    """How a message shows a value, as a regular expression."""
+    """Return how a message shows a value, as a regular expression."""
     return re.escape(str(value))
 
 
@@ -427,7 +427,7 @@ def table() -> list[Bad]:
 
 
 def positional(make) -> tuple:
-    """What the constructor needs besides the argument under test."""
+    """Return what the constructor needs besides the argument under test."""
     return (N,) if make in WITH_N else (TAU,)
 
 

@@ -90,7 +90,7 @@ def started(est, z1, z2, tau, seed, t=0):
 
 
 def ranked(chain, p, generator):
-    """Where each chain is within its distribution, best candidates first: uniform in [0, 1) if it has that."""
+    """Return each chain's place in its distribution, best candidates first: uniform in [0, 1) if it has that."""
     order = p.argsort(dim=2, descending=True)
     below = (p.gather(2, order).cumsum(2) - p.gather(2, order)).gather(2, order.argsort(dim=2))
     own = chain.T[:, :, None]

@@ -37,7 +37,7 @@ def call(est, step=0, own=OWN):
 
 
 def outcome(action):
-    """What an action raised."""
+    """Return what an action raised."""
     try:
         action()
     except Exception as error:
@@ -95,7 +95,7 @@ def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
 
 
 def a_mistake_beside(group, folder):
-    """What a rank has to say of its own call is more than that the others do something else."""
+    """A rank's error of its own call is more than that the others do something else."""
     est = build(group)
     call(est)
     if est._engine.ranks.rank == 0:
@@ -129,7 +129,7 @@ def test_a_call_has_one_control_message():
 
 
 def in_a_thread(action):
-    """What an action raised there."""
+    """Return what an action raised there."""
     found = []
     thread = threading.Thread(target=lambda: found.append(outcome(action)), name="beside")
     thread.start()

@@ -198,7 +198,7 @@ def test_rows_that_no_run_writes(ranks):
 
 
 def load_nan(group):
-    """What each rank says of a NaN in a row, whose checksum fits; and that nothing changed."""
+    """Return what each rank says of a NaN in a row, whose checksum fits; and that nothing changed."""
     source, est = (compopt.SogCLREstimator(N, process_group=group) for _ in range(2))
     columns = source.state_dict()["rows"]
     columns["log_u"][20] = torch.nan

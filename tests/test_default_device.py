@@ -119,7 +119,7 @@ def test_samplers(make, context):
 
 
 def on_ranks(group, folder, context):
-    """What a rank has after all that ranks do together."""
+    """Return what a rank has after all that ranks do together."""
     own = slice(dist.get_rank(group), None, 2)
     with context():
         kept = {"offload": "disk", "offload_dir": folder / "rows"}

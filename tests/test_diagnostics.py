@@ -121,7 +121,7 @@ def test_normalizer_error_of_sampled_anchors(mode, stateful):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("multiply_tau", [True, False])
 def test_gradients_at_temperatures_per_sample(mode, multiply_tau):
-    """Where the batch is the data set, each anchor's term has its own temperature, and the gradient is exact."""
+    """If the batch is the data set, each anchor's term has its own temperature, and the gradient is exact."""
     dual = compopt.TemperatureDual(N, rho=1.0, tau_init=0.3, tau_min=0.05, tau_max=1.0)
     est = compopt.ContrastiveEstimator(
         compopt.BatchNormalizer(), dual, mode=mode, multiply_tau=multiply_tau, dtype=torch.float64

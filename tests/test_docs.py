@@ -125,7 +125,7 @@ def test_no_text_advises_to_install_a_package_that_is_not_published():
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_the_normalizer_of_the_page_on_extending(mode):
-    """Where the batch is the data set, its first estimate is exact."""
+    """If the batch is the data set, its first estimate is exact."""
     scope = {"__name__": "running_mean"}
     exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
     est = compopt.ContrastiveEstimator(scope["RunningMean"](12), compopt.FixedTemperature(0.3), mode=mode)

@@ -1,4 +1,4 @@
-"""What a loop may have forgotten is said once, with its remedy; loops that forgot nothing hear nothing."""
+"""Warnings about what a loop may have forgotten: once each, with the remedy; none for loops that forgot nothing."""
 
 import gc
 import warnings
@@ -74,7 +74,7 @@ def remembers():
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_optimizer_made_anew(kept):
-    """What was attached is gone, or lives on somewhere and never steps again."""
+    """The attached optimizer is gone, or lives on somewhere and never steps again."""
     loop = Loop()
     old = loop.optimizer if kept else None
     loop.train(10)

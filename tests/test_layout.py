@@ -41,7 +41,7 @@ NAMES = {module(path) for path in MODULES}
 
 @cache
 def imports(source: str) -> list[tuple[str, bool]]:
-    """What a module imports, one name each, and whether that is inside a function; relative ones begin with a dot."""
+    """Return the names that a module imports, and whether inside a function; relative ones begin with a dot."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):

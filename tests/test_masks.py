@@ -1,4 +1,4 @@
-"""Who is a negative of whom: repeated indices, index2, group; and the options of a single call."""
+"""Choice of the negatives of an anchor: repeated indices, index2, group; and the options of a single call."""
 
 import pytest
 import torch

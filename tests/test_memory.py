@@ -38,7 +38,7 @@ def test_the_oldest_leave_first():
 
 
 def queue_share(est, index, **options):
-    """Of the memory in the weights of a batch."""
+    """Return the share of the memory in the weights of a batch."""
     run(est, *features(8, D, seed=9), index, **options)
     est.discard()
     return est.metrics["queue_share"].item()

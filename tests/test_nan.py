@@ -41,7 +41,7 @@ def quietly(function, *args):
 
 
 def count_in(messages):
-    """How many feature rows the warnings blame, 0 if there are none; no other warning is expected."""
+    """Return the number of feature rows that the warnings blame, 0 if there are none; no other warning is expected."""
     counts = [re.fullmatch(r"(\d+) feature rows of a batch are NaN, infinite or too large .*", m) for m in messages]
     assert all(counts) and len(counts) <= 1, messages
     return int(counts[0][1]) if counts else 0

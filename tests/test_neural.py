@@ -225,7 +225,7 @@ def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
 
 
 def counting(group):
-    """How many collectives a call makes, and how many prototypes a rank multiplies with."""
+    """Count the collectives of a call, and how many prototypes a rank multiplies with."""
     calls = []
     original = dist.all_reduce
 

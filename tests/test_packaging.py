@@ -1,4 +1,4 @@
-"""What a user meets before the first call: import cost, names, documentation, examples, the wheel."""
+"""First contact of a user with the package: import cost, names, documentation, examples, the wheel."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def looked_up() -> dict[str, object]:
 
 
 def test_arguments_are_documented():
-    """Those of functions and constructors. Presets leave the options that they all have to another class."""
+    """Functions and constructors name theirs; presets leave the options that all of them have to another class."""
     silent = {}
     for name, value in looked_up().items():
         function = vars(value).get("__init__") if inspect.isclass(value) else value
@@ -213,7 +213,7 @@ def checkout(folder: Path) -> Path:
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """What setuptools makes in a new folder."""
+    """Build the package with setuptools in a new folder."""
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     target.mkdir()
     subprocess.run([sys.executable, "-c", code, str(target)], cwd=source, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Where rows live never changes what they are: every placement, with and without prefetch, bit for bit."""
+"""Placements do not change rows: every one, with and without prefetch, bit for bit."""
 
 import functools
 
@@ -151,7 +151,7 @@ def own_part(group, batch):
 
 
 def on_ranks(group, name, mode, data, placement, prefetch, window):
-    """What one rank sees of every column in the end."""
+    """Return what one rank sees of every column in the end."""
     est, _ = make(BY_NAME[name], mode, N, gamma=0.6, process_group=group, **placement)
     own = own_part(group, len(data[0][2]))
     parts = [(z1[own], z2[own], index[own]) for z1, z2, index in data]

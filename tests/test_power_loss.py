@@ -52,7 +52,7 @@ def judged(disk, tmp_path, states, trials=TRIALS):
 
 
 def loaded(directory, states):
-    """Which state a directory holds: its number; every checkpoint that looks complete can be loaded."""
+    """Return which state a directory holds: its number; every checkpoint that looks complete can be loaded."""
     number = None
     for checkpoint in manifest.checkpoints(directory) if directory.is_dir() else ():
         if checkpoint.complete:

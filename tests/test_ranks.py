@@ -72,7 +72,7 @@ def steps(est, info, data, part, window):
 
 
 def on_ranks(group, name, mode, dtype, data, options, window):
-    """What one rank sees."""
+    """Return what one rank sees."""
     est = build(name, mode, dtype, group, options)
     return steps(est, BY_NAME[name], data, lambda step: own_part(group, step), window)
 
@@ -271,7 +271,7 @@ PRESETS = [
 
 @functools.cache
 def trained_on_one_rank(name, mode, dtype):
-    """What to train on, and what one rank makes of it."""
+    """Return what to train on, and what one rank makes of it."""
     generator = torch.Generator().manual_seed(7)
     x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
     args = (name, mode, dtype, x, y, torch.randint(0, N, (3, BATCH), generator=generator))

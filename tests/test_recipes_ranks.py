@@ -145,7 +145,7 @@ def test_an_error_of_the_main_process_ends_all():
 
 
 def save_and_load(group, folder):
-    """What each process was told to save to and to load, where the second one's cache shows no pointer."""
+    """Return what each process was told to save to and to load, where the second one's cache shows no pointer."""
     told = []
     accelerator = SimpleNamespace(save_state=told.append, load_state=told.append)
     with pytest.MonkeyPatch.context() as patch:

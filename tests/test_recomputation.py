@@ -103,7 +103,7 @@ def test_deepspeed_checkpoints_are_refused():
 
 
 def outcome(call):
-    """What a rank hears."""
+    """Return the error that a rank raises."""
     try:
         call()
     except RuntimeError as error:

@@ -389,7 +389,7 @@ def test_a_forked_process_goes_on():
 
 
 def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
-    """What was unwritten at the fork is laid over; a commit of the fork's own is refused at once."""
+    """Commits that were unwritten at the fork are laid over; a commit of the fork's own is refused at once."""
 
     class GatedFile(DiskStore):
         gate = threading.Event()

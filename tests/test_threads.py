@@ -58,7 +58,7 @@ def train(est, steps):
 
 
 def commits(state):
-    """How many commits each piece of a state has seen."""
+    """Return how many commits each piece of a state has seen."""
     seen = {"t": state["t"]}
     count = state["rows"]["count"]
     visited = count[count.any(1)] if count.any() else count

@@ -1,4 +1,4 @@
-"""What a shift by the wrong maximum loses: masked candidates, the positive, other rows, unnormalised features."""
+"""Underflow by a shift by the wrong maximum: masked candidates, the positive, other rows, unnormalised features."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the library made the pretend device do, by the line that caused it."""
+"""Record of what the library made the pretend device do, by the line that caused it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Ledger:
         return [copy for copy in self.transfers if not copy.pinned or copy.line.split(":")[0] not in NAMED]
 
     def waits_of_training(self) -> list[Wait]:
-        """Those outside the library's own threads."""
+        """Return the waits outside the library's own threads."""
         return [wait for wait in self.waits.elements() if not wait.background]
 
 

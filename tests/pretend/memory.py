@@ -35,7 +35,7 @@ class Memory:
 
     @staticmethod
     def of(inner: Tensor) -> Memory:
-        """That of data; of new data a new one."""
+        """Return the memory of a tensor's data; a new one for new data."""
         storage: Any = inner.untyped_storage()
         known = getattr(storage, "memory", None)
         found = known() if known else None
@@ -68,7 +68,7 @@ class Memory:
 
 
 def poison(tensor: Tensor) -> None:
-    """What a device may show before a result is there: NaN, or -1."""
+    """Return what a device may show before a result is there: NaN, or -1."""
     tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1)
 
 

@@ -151,7 +151,7 @@ _here = threading.local()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Of this thread."""
+    """Return the stream of this thread."""
     del device
     return getattr(_here, "stream", DEFAULT)
 

@@ -147,7 +147,7 @@ def to_host(source: PretendTensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 @functools.cache
 def kind(func: Any) -> tuple[bool, frozenset[str]]:
-    """Whether an operation is a view, and which arguments it writes."""
+    """Return whether an operation is a view, and which arguments it writes."""
     schema = func._schema
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return not written and any(r.alias_info is not None for r in schema.returns), written

@@ -114,7 +114,7 @@ def offloaded(steps=6, **options):
 
 
 def broken(monkeypatch, name, replacement):
-    """Whether steps still give the right numbers, and whether something was listed."""
+    """Return whether steps still give the right numbers, and whether something was listed."""
     expected = [[x.cpu() for x in result] for result in offloaded()]
     LEDGER.clear()
     with quiet():

@@ -34,7 +34,7 @@ class Reference:
         raise IndexError(row)
 
     def visits(self, row, column):
-        """How many commits this column of this row has seen."""
+        """Return how many commits this column of this row has seen."""
         return self.rows["count"][row].get(column, 0)
 
     # forward --------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Reference:
 
     @property
     def outer_positive(self):
-        """Whether the positive is part of the outer function, and not of the inner one: SogCLR."""
+        """Return whether the positive is part of the outer function, and not of the inner one: SogCLR."""
         return getattr(self.normalizer, "outer_positive", False)
 
     def encoded_similarity(self, a, sample):

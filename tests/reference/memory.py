@@ -53,7 +53,7 @@ class MemoryReference:
         return alphas, []
 
     def weight_alpha(self, number):
-        """What the weights of an anchor's pairs have for alpha."""
+        """Return what the weights of an anchor's pairs have for alpha."""
         return self.outside[number][0]
 
     def outside_wh(self, number):

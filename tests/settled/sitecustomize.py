@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def resting() -> bool:
-    """Whether every thread of gloo sleeps."""
+    """Return whether every thread of gloo sleeps."""
     for stat in Path("/proc/self/task").glob("*/stat"):
         name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
         if name.startswith("pt_gloo") and rest.split()[0] != "S":

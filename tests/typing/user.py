@@ -1,4 +1,4 @@
-"""What a user writes, checked by `make lint` with `mypy --strict`; never run. assert_type pins what types must say."""
+"""User code, checked by `make lint` with `mypy --strict`; never run. assert_type pins what types must say."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -158,7 +158,7 @@ class MomentumQueue(CrossBatchMemory):
 
 
 class MovedQueue(MomentumQueue):
-    """That queue, moved along with the mean of the batch's keys, as :class:`compopt.MemoryNormalizer` moves its own."""
+    """The queue above, moved with the mean of the batch's keys, as :class:`compopt.MemoryNormalizer` moves its own."""
 
     def _past(self, keys: list[Tensor]) -> list[Tensor]:
         return [side + mean for side, mean in zip(self.queue, self._means(keys), strict=False)]  # none in the beginning
