@@ -380,7 +380,7 @@ class Trainer:
         self.est.register_step_post_hook(lambda *_: schedule.step())
 
     def _epoch(self):
-        """Train the rest of the epoch, but for micro-batches that fill no window; return False if --max-steps ended it."""
+        """Train the rest of the epoch, but for a last part of a window; return False if --max-steps ended it."""
         args, batches = self.args, self.batches
         windows = len(batches) // args.accumulate
         self.decode.epoch = batches.epoch

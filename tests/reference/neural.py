@@ -144,7 +144,7 @@ class NeuralReference:
         return sum(w) + self.eps * math.exp(-alpha) - 1.0
 
     def surrogate(self, ref, anchors, taus, slope):
-        """Term that reaches the features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
+        """Term that reaches features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
         return self.through(ref, self.used, anchors, taus, slope) if self.through_alpha else 0.0
 
     def through(self, ref, nets, anchors, taus, slope, value_of=None):
