@@ -5,16 +5,17 @@ import pytest
 from benchmarks.operations import ESTIMATORS, operations
 
 # What benchmarks/results/operations.md shows. A change that needs fewer lowers them; one that needs more says why.
+# The backward pass takes one product per tensor that requires a gradient.
 MOST = {
-    "InfoNCE": 46,
-    "DCL": 45,
+    "InfoNCE": 47,
+    "DCL": 46,
     "SogCLR": 59,
-    "iSogCLR": 84,
-    "Residual": 100,
-    "Memory": 100,
+    "iSogCLR": 83,
+    "Residual": 99,
+    "Memory": 101,
     "FastCLIP v3": 100,
     "EMC2": 188,
-    "NeuCLIP, 10 updates": 249,
+    "NeuCLIP, 10 updates": 250,
 }
 
 

@@ -175,10 +175,7 @@ class _ClosedForm(torch.autograd.Function):
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
         # never in half precision for features, which a scaler's factor may overflow
-        if torch._C._functorch.is_legacy_batchedtensor(grad_output):  # is_grads_batched=True, which lacks the other
-            scaled: Sequence[Tensor] = [gradient * grad_output for gradient in ctx.saved_tensors]
-        else:  # one launch for all
-            scaled = torch._foreach_mul(ctx.saved_tensors, grad_output)
+        scaled = (gradient * grad_output.to(gradient.dtype) for gradient in ctx.saved_tensors)
         return None, *(g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
 
 
