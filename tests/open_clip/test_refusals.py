@@ -79,7 +79,6 @@ def test_index(tmp_path):
         ("--tau model: fastclip-v3 .* learns temperatures of its own", "--estimator fastclip-v3 --tau model"),
         ("gamma .*in \\(0, 1\\]", "--estimator sogclr --gamma 2"),
         ("rho", "--estimator isogclr --rho -1"),
-        ("learn_tau", "--estimator neuclip --prototypes 16 --learn-tau always"),
     ],
 )
 def test_options_of_estimators(tmp_path, match, ours):
@@ -92,6 +91,7 @@ def test_options_of_estimators(tmp_path, match, ours):
         ("invalid choice: 'adam'", "--estimator adam"),
         ("--tau 0.1: not known here. isogclr takes .*--tau-init", "--estimator isogclr --tau 0.1"),
         ("--gamma: 'much' is no float", "--estimator sogclr --gamma much"),
+        ("--learn-tau: 'always' is no bool or global", "--estimator neuclip --learn-tau always"),
         ("--batch-size=8: not known here. .*open_clip's own flags come after --", "--estimator dcl --batch-size=8"),
         ("--updates: '0.5' is no int", "--estimator neuclip --updates 0.5"),
         ("--dtype: 'half' is no float32 or float64", "--estimator sogclr --dtype half"),
