@@ -541,7 +541,7 @@ def whole(given, tmp_path_factory):
 FULL = {
     "model": (recipe.checkpoints, "save", lambda: files_up_to(1_000_000)),
     "optimizer": (recipe.checkpoints, "save", lambda: files_up_to(5_000_000)),
-    "rows of a state": (recipe.checkpoints, "save", lambda: failing(recipe.integration.saving, "save")),
+    "rows of a state": (recipe.checkpoints, "save", lambda: failing(recipe.integration, "save")),
     "pointer": (recipe.checkpoints, "save", lambda: failing(recipe.checkpoints.os, "fsync")),
     "exported rows": (recipe.Trainer, "_export", lambda: failing(recipe.compopt, "save")),
     "exported model": (recipe.Trainer, "_export", lambda: files_up_to(1_000_000)),
