@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import threading
 import time
@@ -50,20 +49,6 @@ class Peak(threading.Thread):
     def __exit__(self, *_: Any) -> None:
         self._ended.set()
         self.join()
-
-
-def in_turns(variants: dict[str, Callable[[], float]], rounds: int, warm: int = 1) -> dict[str, list[float]]:
-    """Results of each variant in every round, in another order each time; ``warm`` rounds before are not kept."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    shuffle = random.Random(0)
-    for number in range(warm + rounds):
-        order = list(variants)
-        shuffle.shuffle(order)
-        for name in order:
-            value = variants[name]()
-            if number >= warm:
-                found[name].append(value)
-    return found
 
 
 def free_port() -> int:

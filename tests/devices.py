@@ -23,7 +23,6 @@ needs_accelerator = [
     pytest.mark.accelerator,
     pytest.mark.skipif(DEVICE is None, reason="needs an accelerator, or COMPOPT_PRETEND=cuda"),
 ]
-needs_streams = [*needs_accelerator, pytest.mark.skipif(not HAS_STREAMS, reason="needs a device with streams")]
 
 
 def marked(marks: list[pytest.MarkDecorator]):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 import compopt
 from compopt.checkpoint import manifest
 from compopt.stores import DiskStore
-from tests.disks import CannotMount, fill, full_after, mounted
+from tests.disks import CannotMount, fill, full_after, mounted, mounted_in_memory
 from tests.helpers import assert_same_bits, features
 from tests.helpers import snapshot as shown
 from tests.launching import ROOT, environment
@@ -119,6 +120,33 @@ def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
     assert done.returncode == 0, (done.returncode, done.stderr)  # a write into the mapping alone: -SIGBUS
     number, code, written = map(int, done.stdout.split())
     assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
+
+
+READS = """
+import sys, torch, compopt
+est = compopt.SogCLREstimator(1 << 20, gamma=0.6, tau=0.1, offload="disk", offload_dir=sys.argv[1])
+z1, z2 = torch.randn(2, 64, 4, requires_grad=True).unbind()
+for number in range(1 << 12):
+    try:
+        est(z1, z2, torch.arange(0, 64 * 256, 256) + 64 * 256 * number)
+        est.step()
+    except (OSError, RuntimeError) as error:
+        print(number, type(error).__name__, error)
+        break
+"""
+
+
+def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
+    """A table of 16 MiB where there are eight; reading through the mapping would take room there too."""
+    with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", READS, disk / "rows"],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
+    said = done.stdout
+    commits = re.search(r"the rows end with commit (\d+)", said)  # told by a later one: the thread writes behind
+    assert commits and 2 <= int(commits[1]) <= 33 and "No space left" in said and "rows.rows" in said, said
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")

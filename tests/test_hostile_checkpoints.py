@@ -5,8 +5,11 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from tests.helpers import assert_same_bits, batches, features, run, snapshot
 
 N = 23
 LIBRARY = Path(compopt.__file__).parent
+GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -333,3 +337,102 @@ HEADERS = {
 def test_headers(content, name, tmp_path):
     path = compopt.save(trained(), tmp_path)
     refused(tmp_path, f"{replace(path, name, content)} is damaged")
+
+
+def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
+    """The checksum is of the content: a number in other letters, a space, a key that is there twice."""
+    path = compopt.save(trained(), tmp_path)
+    file = path / "manifest.json"
+    text = file.read_text()
+    for old, new in (('"t": 3', '"t":  3'), ('"t": 3', '"t": 5,\n "t": 3'), ("0.01", "1e-2"), ("\n", "\n\n")):
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        refused(tmp_path, "not as it was written")
+    file.write_text(text)
+    compopt.load(trained(seed=3), tmp_path)
+
+
+def test_a_header_that_is_longer_than_any(tmp_path):
+    """A valid one, of nothing but spaces."""
+    path = compopt.save(trained(), tmp_path)
+    content = struct.pack("<Q", 2 << 20) + b"{}".ljust(2 << 20)
+    refused(tmp_path, f"{replace(path, 'state', content)} is damaged: it has a header of {2 << 20} bytes")
+
+
+# memory -------------------------------------------------------------------------------------------
+
+
+def header(name, count):
+    """The beginning of a file of 4 * count bytes with one tensor of float32."""
+    text = b""
+    for _ in range(3):  # its own length is in it
+        end = 4 * count - 8 - len(text)
+        end -= end % 4
+        tensor = {name: {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}}
+        text = json.dumps(tensor).encode()
+        text += b" " * (4 * count - 8 - end - len(text))
+    return struct.pack("<Q", len(text)) + text
+
+
+LIMITED = """
+import json, resource, sys, torch, compopt
+from pathlib import Path
+est = compopt.ISogCLREstimator(23)
+torch.set_num_threads(1)
+compopt.save(est, Path(sys.argv[2]) / "warm")
+used = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20),) * 2)
+try:
+    compopt.load(est, sys.argv[1])
+except ValueError as error:
+    print(str(error)[:300])
+"""
+
+
+def in_little_memory(path, folder):
+    """Return what a process says that may take 200 MiB more than its sizes of chunks."""
+    command = [sys.executable, "-c", LIMITED, str(path), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=LIBRARY.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def sparse(path, size):
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
+@pytest.mark.parametrize("case", ["a gigabyte", "a million entries", "spans", "rows of 64 GiB", "a state of 64 GiB"])
+def test_memory_is_not_taken(case, tmp_path):
+    path = compopt.save(trained(), tmp_path / "c")
+    file = path / "manifest.json"
+    if case == "a gigabyte":
+        sparse(file, GIB)
+        match = f"manifest.json is damaged.*{GIB} bytes"
+    elif case == "a million entries":
+        entry = {
+            "name": "rows.safetensors",
+            "bytes": 1,
+            "checksum": "0" * 64,
+            "first": 0,
+            "stride": 1,
+            "spans": [],
+        }
+        edit(path, lambda c: c.update(files=[entry] * 10**6))
+        match = "manifest.json is damaged.*bytes"
+    elif case == "spans":
+        edit(path, lambda c: c["files"][0].update(spans=[[0, 1 << 62]]))
+        match = f"manifest.json: .*rows 0 to {1 << 62}"
+    elif case == "rows of 64 GiB":
+        edit(path, lambda c: c["files"][0].update(bytes=64 * GIB))
+        sparse(next(path.glob("rows-*")), 64 * GIB)
+        match = f"manifest.json is damaged: rows-.* has {64 * GIB} bytes for"
+    else:
+        replace(path, "state", header("normalizer.x", 16 * GIB))
+        edit(path, lambda c: next(f for f in c["files"] if f["name"][0] == "s").update(bytes=64 * GIB))
+        sparse(path / "state.safetensors", 64 * GIB)
+        match = "state.safetensors: the state of .* must have the entries"
+    said = in_little_memory(path, tmp_path)
+    assert re.search(match, said), said

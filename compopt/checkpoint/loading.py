@@ -28,6 +28,10 @@ _HOST = torch.device("cpu")
 _OPEN_FILES = 32
 _HEADER = 1 << 20  # bytes of a file beside those of its rows, at most
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+
 _State = dict[str, dict[str, Tensor]]  # state that is not rows, by role and name
 
 
@@ -76,10 +80,11 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
     engine.await_save()
     with doing("compopt.load()", est.t), engine.lock.writing():
         root = engine.ranks.agree(lambda: open_directory(directory))
-        source = None
         with root.naming():
             for left in reversed(range(RETRIES + 1)):
-                source = source or _attempt(est, root, t, last=not left)
+                source = _attempt(est, root, t, last=not left)
+                if source is not None:
+                    break
     assert source is not None  # the last attempt raises
     note_load(est, source)
     est._run("load_state_dict_post")
@@ -206,11 +211,15 @@ def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tenso
         column[place] = part[mine]
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, framework: str = "pt") -> Any:
     from safetensors import safe_open
 
+    with open(path, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > _HEADER:
+        raise ValueError(f"{path} is damaged: it has a header of {header} bytes; load another checkpoint")
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework=framework)
     except Exception as error:  # safetensors has its own; all of them mean the same here
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
@@ -257,15 +266,17 @@ def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
 
 
-def _check_file(path: Path, file: File) -> None:
-    """Refuse a file that is not the one that was written."""
+def _check_size(path: Path, file: File) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
-    found: Any = path.stat().st_size
-    if found != file.bytes:
+    size = path.stat().st_size
+    if size != file.bytes:
         raise ValueError(
-            f"{path} is damaged: it has {found} bytes, the manifest says {file.bytes}; load another checkpoint"
+            f"{path} is damaged: it has {size} bytes, the manifest says {file.bytes}; load another checkpoint"
         )
+
+
+def _check_sum(path: Path, file: File) -> None:
     found = files.checksum(path, crc32=len(file.checksum) == 8)
     if found != file.checksum:
         raise ValueError(
@@ -274,14 +285,12 @@ def _check_file(path: Path, file: File) -> None:
 
 
 def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
-    """Refuse a damaged file, and one that has other tensors than rows of this table."""
-    _check_file(path, file)
+    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
+    _check_size(path, file)
+    _check_sum(path, file)
     if table is None:
         return
-    opened = _open(path)
-    with _HOST:
-        columns = {name: opened.get_slice(name) for name in list(opened.keys())}
-        forms = {name: (*part.get_shape(), opened.get_tensor(name).dtype) for name, part in columns.items()}
+    forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
     for name in {**needed, **forms}:
         if forms.get(name) != needed.get(name):
@@ -289,23 +298,46 @@ def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
                 f"{path}: column {name!r} is {forms.get(name)}, this estimator needs {needed.get(name)}; load another "
                 f"checkpoint"
             )
+    opened = _open(path)
     with _named(path), _HOST:
-        table.check_values(columns, file.rows)
+        table.check_values({name: opened.get_slice(name) for name in needed}, file.rows)
+
+
+def _forms(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file on the meta device; none of them is read."""
+    opened = _open(path, "np")  # torch maps a file as memory of its own, which may be more than there is
+    forms = {}
+    for name in list(opened.keys()):
+        part = opened.get_slice(name)
+        dtype = _DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ValueError(f"{path}: {name} is of {part.get_dtype()}, which no state is; load another checkpoint")
+        forms[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return forms
 
 
 def _read_state(est: Estimator, path: Path, file: File) -> _State:
-    """Return state that is not rows, checked as by ``load_state_dict``."""
-    _check_file(path, file)
+    """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
+    _check_size(path, file)
     parts = est._engine.parts
-    extra: _State = {role: {} for role in parts}
+    for role, forms in _by_role(est, path, _forms(path)).items():
+        with _named(path):
+            parts[role].check_form(forms)
+    _check_sum(path, file)
     with _HOST:
         opened = _open(path)
-        for key in list(opened.keys()):
-            role, _, name = key.partition(".")
-            if role not in extra:
-                raise ValueError(f"{path} has {key!r}, which this estimator has not; load another checkpoint")
-            extra[role][name] = opened.get_tensor(key)
+        extra = _by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
     for role, state in extra.items():
         with _named(path):
             parts[role].check_state(state)
     return extra
+
+
+def _by_role(est: Estimator, path: Path, tensors: Mapping[str, Tensor]) -> _State:
+    found: _State = {role: {} for role in est._engine.parts}
+    for key, value in tensors.items():
+        role, _, name = key.partition(".")
+        if role not in found:
+            raise ValueError(f"{path} has {key!r}, which this estimator has not; load another checkpoint")
+        found[role][name] = value
+    return found

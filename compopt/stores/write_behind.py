@@ -226,12 +226,9 @@ class WriteBehind(RowAccess):
             for commit in self._since(self._written):
                 self._last = self._thread.submit(self._write, commit)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         self.settle()
-        return {"store": self.store, "limit": self._limit}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return WriteBehind, (self.store, self._limit)
 
 
 def overlay(block: Tensor, rows: Tensor, commits: Sequence[Commit]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from compopt.checkpoint import load, save
 from compopt.contrastive import ContrastiveEstimator
 from compopt.data import Indexed, KeyIndex, SampleIndex, ShardIndex, UidIndex, indexed_reader
+from compopt.files import checksum
 
 INDEX = "index"
 POSITIONS = "positions"
@@ -55,7 +55,7 @@ def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str
         vars(loader)["dataset"] = Indexed(loader.dataset)
         n = len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
         if args.train_data and Path(args.train_data).is_file():
-            return n, f"positions in a file of {n} samples with crc32 {_crc32(Path(args.train_data)):08x}"
+            return n, f"positions in a file of {n} samples with crc32 {checksum(Path(args.train_data), crc32=True)}"
         return n, f"positions of {n} samples"
     if index is None:
         raise ValueError("--index: a stream of shards needs one: shards.json of a ShardIndex, keys:N, or uids.npy")
@@ -67,14 +67,6 @@ def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str
     if shards and args.rank == 0:
         reader.check(list(dict.fromkeys(shards)))
     return index.n, index.fingerprint
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
