@@ -265,7 +265,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, no object")
     if text not in (json.dumps(content, indent=1).encode(), json.dumps(content).encode()):
-        raise ValueError("it is laid out otherwise than save() does it: some of its text was added or changed")
+        raise ValueError("its text is not as it was written")
     return content
 
 
