@@ -33,7 +33,7 @@ def save_checkpoint(
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: the estimator.
-        save_dir, tag, client_state, **options: as for the engine; ``tag=None`` is ``global_step<N>`` as there.
+        save_dir, tag, client_state, options: as for the engine; ``tag=None`` is ``global_step<N>`` as there.
 
     Returns:
         What the engine returns.
@@ -62,7 +62,7 @@ def load_checkpoint(
     Args:
         engine: what ``deepspeed.initialize`` returned.
         est: an estimator of the same configuration.
-        load_dir, tag, **options: as for the engine; ``tag=None`` is the latest.
+        load_dir, tag, options: as for the engine; ``tag=None`` is the latest.
 
     Returns:
         ``(path, client_state)`` as the engine returns them, without compopt's entry. If the engine finds nothing
