@@ -107,8 +107,9 @@ def check_call(
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
     encoder = None if encode is None else Encoder(encode, z1, est.normalize, est.mode == "unimodal")
-    own = Features.of(z1, z2, normalize=est.normalize)
-    further = None if extra is None else Features.of(extra, normalize=est.normalize)
+    with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
+        own = Features.of(z1, z2, normalize=est.normalize)
+        further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
     return Given(keys, own, tau, further, positions, encoder, facts, torch.is_grad_enabled())

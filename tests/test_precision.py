@@ -86,6 +86,21 @@ def test_autocast_does_not_lower_the_estimators_precision(name, mode):
         b.step()
 
 
+@pytest.mark.parametrize("features_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast_dtype", [torch.float16, torch.bfloat16])
+def test_features_of_any_half_precision_under_autocast_of_any(features_dtype, autocast_dtype):
+    """Autocast refuses to stack half precision of a kind that is not its own."""
+    z1, z2, extra = (z.to(features_dtype).requires_grad_() for z in features(3 * 8, 4, seed=5)[0].split(8))
+    est = compopt.SogCLREstimator(8, tau=0.1)
+    want = est(z1, z2, torch.arange(8), extra=extra)
+    grads = torch.autograd.grad(want, (z1, z2, extra))
+    with torch.autocast("cpu", autocast_dtype):
+        loss = est(z1, z2, torch.arange(8), extra=extra)
+    assert torch.equal(loss, want)
+    for got, grad in zip(torch.autograd.grad(loss, (z1, z2, extra)), grads, strict=True):
+        assert torch.equal(got, grad)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_encoder_under_autocast(mode):
     torch.manual_seed(0)
