@@ -69,7 +69,8 @@ class RowLayout:
 
     columns: tuple[Column, ...]
     firsts: frozenset[str] = frozenset()  # of each part the column that may have a mark, see Column.blank
-    offsets: dict[str, int] = field(init=False)
+    offsets: dict[str, int] = field(init=False)  # in bytes
+    dtypes: frozenset[torch.dtype] = field(init=False)
     row_bytes: int = field(init=False)
     spans: list[tuple[torch.dtype, int, int]] = field(init=False)  # of floating-point columns that are neighbours
 
@@ -87,6 +88,7 @@ class RowLayout:
                 spans.append((column.dtype, start, start + column.width))
             end += column.width * column.dtype.itemsize
         object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "dtypes", frozenset(column.dtype for column in self.columns))
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "row_bytes", max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT)
 
@@ -109,11 +111,13 @@ class RowLayout:
 
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
         """View the columns of a block: ``(R, words)`` -> ``{name: (R, width)}``."""
-        views = {}
-        for column in self.columns:
-            start = self.offsets[column.name] // column.dtype.itemsize
-            views[column.name] = block.view(column.dtype)[:, start : start + column.width]
-        return views
+        by_dtype = {dtype: block.view(dtype) for dtype in self.dtypes}
+        return {
+            column.name: by_dtype[column.dtype].narrow(
+                1, self.offsets[column.name] // column.dtype.itemsize, column.width
+            )
+            for column in self.columns
+        }
 
     def floats(self, block: Tensor) -> list[Tensor]:
         """View all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
