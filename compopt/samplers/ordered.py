@@ -43,13 +43,11 @@ class OrderedBatchSampler(BankSampler):
     of 32 on one core. Memory: the bank, ``4 n d`` bytes in half precision.
 
     Args:
-        n: number of samples; indices are 0 .. n - 1.
-        batch_size: ``B``, over all ranks.
+        n, batch_size, labels: see :class:`~compopt.samplers.BankSampler`.
         candidates: random batches per epoch, ``k``.
         keep: batches of an epoch, ``q <= k``.
         tau: temperature of the loss.
         seed: seed of the candidates, together with the epoch.
-        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         group: an older name of ``labels``.
         dtype, offload, process_group: see :class:`~compopt.samplers.BankSampler`.
         background, lead: deprecated, without effect.

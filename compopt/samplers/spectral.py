@@ -18,7 +18,7 @@ from compopt.samplers.bank import Offload
 from compopt.samplers.base import BankSampler, twins, warn_planner
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
-# k-means is started so often; the best run counts
+# runs of k-means, of which the best counts
 STARTS = 3
 
 
@@ -57,8 +57,7 @@ class SpectralBatchSampler(BankSampler):
     estimator.
 
     Args:
-        n: number of samples; indices are 0 .. n - 1.
-        batch_size: ``B``, over all ranks.
+        n, batch_size: see :class:`~compopt.samplers.BankSampler`.
         group: batches per group, ``k``; a tensor ``(n,)`` is taken for ``labels``, as the estimators' ``group`` is.
         tau: temperature of the weights.
         seed: seed of groups, k-means and the order of batches, together with the epoch.
@@ -262,7 +261,8 @@ def even_clusters(points: np.ndarray, sizes: Sequence[int], seed: int) -> np.nda
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
-    # several threads add in the order in which they arrive; this limit holds for the calling thread alone
+    # With several threads the order of k-means' sums would vary, and ranks and resumed runs would find other clusters.
+    # This limit holds for the calling thread alone.
     with threadpool_limits(1, user_api="openmp"):
         found = KMeans(len(sizes), n_init=STARTS, random_state=seed).fit(points)
     populous = np.argsort(-np.bincount(found.labels_, minlength=len(sizes)), kind="stable")
