@@ -241,7 +241,7 @@ class UidIndex:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._rows = rows = np.load(path, mmap_mode="r")
+        self._rows = rows = np.load(path, mmap_mode="r")  # mapped: a billion identifiers are 16 GB
         if rows.dtype.names is None or [rows.dtype[k] for k in range(len(rows.dtype.names))] != [np.uint64] * 2:
             raise ValueError(f"{self.path} must hold pairs of 64-bit integers (dtype 'u8,u8'), got {rows.dtype}")
         if rows.ndim != 1 or not len(rows):

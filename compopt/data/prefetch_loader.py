@@ -30,7 +30,7 @@ class PrefetchLoader(Generic[T]):
         loader: an iterable of batches, or an iterator.
         announce: called with the index of the next batch, ``(B,)`` integers on whatever device it is, and with
             index2 if that is given.
-        forget: called when the iteration ends, however it does: announced rows may not be needed.
+        forget: called when the iteration ends, also by ``break`` or an error: announced rows may not be needed.
         index: place of the index in a batch: the position in a tuple or list (the last entry by default), the key in a
             dict, or a function of the batch.
         index2: place of the rows of the second modality, if these have their own.
@@ -77,7 +77,7 @@ class PrefetchLoader(Generic[T]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":  # copying asks before there is a loader
+        if name.startswith("__") or name == "loader":  # copy and pickle look attributes up before loader is set
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -107,7 +107,7 @@ class PrefetchLoader(Generic[T]):
             following, error = _END, None
             try:
                 following = next(batches, _END)
-            except Exception as problem:  # the loader's: this batch comes first
+            except Exception as problem:  # of the loader; the batch before it is handed out first
                 error = problem
             yield current
             if error is not None:
@@ -120,11 +120,11 @@ class PrefetchLoader(Generic[T]):
             yield batch
 
 
-_END: Any = object()
+_END: Any = object()  # a batch may be None
 
 
 class _Announced(PrefetchLoader[Any]):
-    """Loader inside accelerate's, which looks ahead itself; each batch is announced when it is taken."""
+    """Loader inside accelerate's, which looks ahead itself; announces each batch when it is taken."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._announced()

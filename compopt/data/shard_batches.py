@@ -27,7 +27,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Spans:
-    """Ordered positions, kept as intervals ``(k, 2)``: thousands of workers leave millions of these of their blocks."""
+    """Ordered positions, as intervals ``(k, 2)``: what the blocks of thousands of workers leave may be millions."""
 
     def __init__(self, intervals: Integers) -> None:
         intervals = intervals[intervals[:, 0] < intervals[:, 1]]
@@ -117,13 +117,13 @@ class ShardBatches(IterableDataset[Any]):
         read: a reader stage, such as :class:`~compopt.data.indexed_reader` around webdataset's
             ``tarfile_to_samples(handler=...)``.
         batch_size: samples of one rank.
-        sizes: how many samples each shard has.
-        num_workers: of the ``DataLoader`` that reads this, which must be the same number.
+        sizes: index with the number of samples of each shard.
+        num_workers: number of workers of the ``DataLoader`` that reads this.
         shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
-        seed: of all orders.
-        decode: makes a batch of a list of samples, ``None`` if nothing can be made of it. What cannot fail so may as
-            well be done in ``DataLoader(..., collate_fn=)``.
-        rank, ranks: this process and how many there are; by default those of ``torch.distributed``.
+        seed: seed of all orders.
+        decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
+            that never returns ``None`` may as well be the loader's ``collate_fn``.
+        rank, ranks: this process and their number; by default those of ``torch.distributed``.
 
     Attributes:
         n: samples of all shards.
@@ -301,7 +301,7 @@ class ShardBatches(IterableDataset[Any]):
                         stacklevel=2,
                     )
                 if not waiting and last is None:
-                    last = self._before(worker, turn)
+                    last = self._before(worker, turn)  # resumed here: the run before had read that batch
             last, waiting = last if batch is None else batch, waiting + 1
             while waiting and last is not None:
                 yield last

@@ -196,6 +196,7 @@ class ShardIndex:
         if url.startswith("pipe:"):  # of pipe:aws s3 cp s3://bucket/00000.tar - the word with a tar's name
             words = (word.strip("'\"") for word in url[5:].split())
             location = next((word for word in words if ".tar" in word), url)
+        # the longest end first: root/a/0.tar must not be found as another folder's 0.tar
         parts = re.sub(r"[?#].*$", "", location).replace("\\", "/").split("/")
         for start in range(len(parts)):
             name = "/".join(parts[start:])
@@ -221,7 +222,7 @@ class indexed_reader:
     then drop, reorder and repeat samples; ``rename`` and ``to_tuple`` must name ``index``.
 
     Args:
-        read: from an iterable of sources (``{"url": ...}``) to samples, such as webdataset's
+        read: function from an iterable of sources (``{"url": ...}``) to samples, such as webdataset's
             ``tarfile_to_samples(handler=...)``.
         index: the rows.
 

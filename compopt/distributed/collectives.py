@@ -18,7 +18,7 @@ from torch import Tensor
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 
-# -- operations: each rank tells which one it is in, and errors name it --------------------------------------------
+# -- operations: every message names its own, and so do errors ------------------------------------------------------
 
 CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
 # A message carries the operation's position in this list.
@@ -40,7 +40,7 @@ OPERATIONS = (
 
 
 class Doing(NamedTuple):
-    """Operation of a rank, and the number of commits before it."""
+    """Operation in progress on a rank, and the number of commits before it."""
 
     operation: str = OPERATIONS[0]
     commits: int | None = None
@@ -50,6 +50,7 @@ class Doing(NamedTuple):
 
 
 ANYTHING = Doing()
+# per thread: a save in the background leaves the operation of the training thread as it is
 _doing: ContextVar[Doing] = ContextVar("doing", default=ANYTHING)
 
 
@@ -124,9 +125,11 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: ob
     try:
         return collective()
     except RuntimeError as error:
+        # torch has no class for these errors: gloo and NCCL tell them by words alone
         seconds, text = time.monotonic() - started, str(error)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         others, they = (f"rank {1 - rank}", "it") if size == 2 else ("the other ranks", "one of them")
+        # a timeout that is reported at once follows from an earlier failure: this rank did not wait
         if re.search(r"timed? ?out", text, re.I) and seconds > 1:
             raise RuntimeError(
                 f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -62,15 +62,15 @@ class Handshake:
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
         self.ranks, self.operation = ranks, operation
 
-    def guard(self) -> AbstractContextManager[None]:
-        """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
-        return nullcontext() if self.ranks.size == 1 else self._guard()
-
     @contextmanager
-    def _guard(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
+        """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
         try:
             yield
         except Exception as error:
+            if self.ranks.size == 1:
+                raise
+            # the others wait in exchange(), and learn of the failure by a message of the same length
             message = self.ranks.blank()
             message[REFUSED] = 1
             try:
@@ -93,6 +93,8 @@ class Handshake:
         table = self.ranks.open(self._message(header, keys), doing)
         _compare(table)
         sizes = table[:, SIZE].tolist()
+        # Every rank decides from the same table, so that all send the second message or none. Lengths only grow, so
+        # that batches of one size need a second message once per run.
         if max(sizes) > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * max(sizes))
             table = self.ranks.open(self._message(header, keys), doing)
@@ -103,6 +105,7 @@ class Handshake:
             sizes,
             slice(first, first + size),
             table[:, MORE].tolist(),
+            # where ranks hold rows of different prefetches, or none, all of them read anew
             prefetched if set(numbers) == {prefetched} else 0,
         )
 
@@ -134,5 +137,5 @@ def _compare(table: Tensor) -> None:
 
 
 def _room(messages: Tensor) -> int:
-    """Return for how many samples there is room in each message."""
+    """Number of samples that fit into each message."""
     return (messages.shape[-1] - HEADER) // len(KEYS)

@@ -110,6 +110,8 @@ class Ranks:
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
             return dist.new_group(backend="gloo")
+        # new_group is collective over the whole world, and ranks outside of this group do not come here: its members
+        # form it alone. This function may be called before there is a group for CPU tensors.
         count, counts = len(dist.distributed_c10d._world.pg_names), [0] * self.size
         if _works_on_cpu(self.group):
             counts = self.gather_objects(count)
@@ -156,7 +158,7 @@ class Ranks:
             RuntimeError: on every rank, if they are in different operations; another rank did not come; calls come from
                 another thread, whose messages these would be mixed up with.
         """
-        self._control.doing = now = now or collectives.now()
+        self._control.doing = now = now or collectives.now()  # features that follow on the device belong to it too
         thread, caller = threading.current_thread(), self._caller
         if now.operation in (CALL, OBSERVE):
             self._caller = thread
@@ -167,6 +169,8 @@ class Ranks:
                 f"a file in another one"
             )
         message = self.blank() if message is None else message
+        # One message for all operations: ranks in different ones meet here, and learn of it instead of waiting for
+        # each other in two collectives until the timeout.
         message[0] = OPERATIONS.index(now.operation)
         table = collectives.tell(message, self.host, self.size, now)
         collectives.refuse_different(table[:, 0].tolist())
@@ -222,6 +226,7 @@ class Ranks:
         """
         if self.size == 1:
             return list(tensors)
+        # Bytes of all dtypes travel together: one collective has the latency of one, and nothing is rounded.
         rows, most = len(tensors[0]), max(sizes)
         widths = [math.prod(t.shape[1:]) * t.itemsize for t in tensors]
         message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)  # ranks send equally many rows
@@ -257,7 +262,10 @@ class Ranks:
         return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control.doing)
 
     def sum_in_doubles(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, added as doubles; with one rank the tensor itself."""
+        """Sum over ranks, added as doubles; with one rank the tensor itself.
+
+        The order of an all-reduce depends on backend and ranks; rounding in doubles hides nearly all of that.
+        """
         return tensor if self.size == 1 else self.sum(_doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
@@ -271,6 +279,7 @@ class Ranks:
 
     def sum_bits(self, words: Tensor) -> Tensor:
         """Sum in place, bit for bit, blocks of which each entry is zero on all ranks but one."""
+        # as integers: a sum of floats would lose the sign of -0 and the payload of NaN
         self.sum(words.view(torch.int64))
         return words
 

@@ -17,13 +17,13 @@ from compopt.integrations.refusals import warn_alone
 def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     """Commit after each real update that accelerate makes; a skipped one discards. Call it after ``prepare``.
 
-    It attaches to what reports skips: DeepSpeed's engine, which counts them (the update, and so the commit, then
-    happens inside ``accelerator.backward``), or the gradient scaler of ``mixed_precision="fp16"`` with the optimizer.
+    The hook is on the object that reports skips: DeepSpeed's engine, which counts them (the update, and so the commit,
+    then happens inside ``accelerator.backward``), or the optimizer and the scaler of ``mixed_precision="fp16"``.
     Micro-batches inside ``accelerator.accumulate`` join one commit.
 
     Args:
         est: the estimator; built after the ``Accelerator``, so that it sees the process group.
-        optimizer: what ``accelerator.prepare`` returned.
+        optimizer: the optimizer that ``accelerator.prepare`` returned.
         accelerator: the ``accelerate.Accelerator``.
 
     Returns:

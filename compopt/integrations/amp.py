@@ -23,7 +23,7 @@ def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandl
 
     Args:
         est: the estimator.
-        optimizer: as for :meth:`~compopt.Estimator.attach`.
+        optimizer: see :meth:`~compopt.Estimator.attach`.
         scaler: a ``torch.amp.GradScaler``, which keeps ``state_dict()`` but can no longer be pickled. ``None``: there
             is none, and this is ``est.attach``.
 
@@ -63,6 +63,7 @@ def _report_skips(scaler: Any) -> None:
     original = scaler.step
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # a hook for this one call: an optimizer may be stepped outside of the scaler, too
         inner, ran = unwrap(optimizer), []
         handle = inner.register_step_post_hook(lambda *_: ran.append(True))
         try:

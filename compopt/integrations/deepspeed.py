@@ -31,12 +31,12 @@ def save_checkpoint(
     universal checkpoint; otherwise copy ``<tag>/compopt`` into that.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
         est: the estimator.
-        save_dir, tag, client_state, options: as for the engine; ``tag=None`` is ``global_step<N>`` as there.
+        save_dir, tag, client_state, options: arguments of the engine's method; ``tag=None`` is ``global_step<N>``.
 
     Returns:
-        What the engine returns.
+        The engine's result.
 
     Raises:
         ValueError: ``client_state`` has a key ``"compopt"``.
@@ -60,9 +60,9 @@ def load_checkpoint(
     The rows of a universal checkpoint are those of the tag that it was made from, see :func:`save_checkpoint`.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
         est: an estimator of the same configuration.
-        load_dir, tag, options: as for the engine; ``tag=None`` is the latest.
+        load_dir, tag, options: arguments of the engine's method; ``tag=None`` is the latest.
 
     Returns:
         ``(path, client_state)`` as the engine returns them, without compopt's entry. If the engine finds nothing

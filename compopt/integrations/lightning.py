@@ -28,22 +28,23 @@ class EstimatorCallback(Callback):
     Whenever Lightning logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`;
     of an attribute other than ``est`` as ``<attribute>/info_nce``.
 
-    *Rows inside the checkpoint*, the default: whatever Lightning does with a checkpoint (``save_top_k``, remote paths,
-    directories of FSDP and DeepSpeed, ``ckpt_path``) it does with the rows. Every rank has a copy of the whole table in
-    memory meanwhile, which takes as long as writing so many bytes: fine up to some ten million samples.
+    *Rows inside the checkpoint*, the default: ``save_top_k``, remote paths, directories of FSDP and DeepSpeed, and
+    ``ckpt_path`` apply to the rows too. Meanwhile every rank has a copy of the whole table in memory, which takes as
+    long as writing so many bytes: fine up to some ten million samples.
 
     *Rows in* ``directory``, for larger tables: each rank writes its own with :func:`compopt.save`, and the checkpoint
-    has the name of what was written. Lightning tells nobody which checkpoints it removes, so that the last ``keep``
-    saves are kept, whatever ``save_top_k`` keeps; a checkpoint whose rows are gone is refused.
+    has the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep`` saves stay,
+    independently of ``save_top_k``; loading a checkpoint whose rows are gone raises an error.
 
     Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load none.
 
     Args:
-        est: where the ``LightningModule`` has its estimator, ``"loss.est"`` for example: an attribute that its
+        est: path of the estimator in the ``LightningModule``, ``"loss.est"`` for example: an attribute that its
             ``setup`` makes, when the process group is there. Several estimators have a callback each.
-        optimizer: whose step commits: a position in what ``configure_optimizers`` returns. ``None``: there is only one.
+        optimizer: position, in the result of ``configure_optimizers``, of the optimizer whose step commits. ``None``:
+            there is only one.
         directory: on a file system that all ranks see; of this estimator and this run alone.
-        keep: how many saves ``directory`` keeps.
+        keep: number of saves that ``directory`` keeps.
 
     Raises:
         ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on

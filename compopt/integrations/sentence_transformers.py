@@ -216,10 +216,10 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale, index_labels: as there; so are state, communication and warnings.
+        model, est, eval_scale, index_labels: see :class:`EstimatorLoss`, also for state, communication and warnings.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
-        show_progress_bar: of the mini-batches.
+        show_progress_bar: show the progress of the mini-batches.
 
     Raises:
         ValueError: the model has a ``StaticEmbedding``, whose inputs cannot be cut into mini-batches; whatever
@@ -273,6 +273,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
+        # autograd.grad instead of backward: the mixin runs this inside of forward, where a learned temperature must not
+        # get its gradient yet, since the trainer has not scaled the loss
         leaves = [embedding for column in reps for embedding in column]
         learned = [p for p in self.estimators.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)

@@ -32,19 +32,21 @@ class EstimatorCallback(TrainerCallback):
     When the Trainer logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`.
 
     The loss of an estimator is a mean over one batch, which the Trainer has to divide by
-    ``gradient_accumulation_steps``. It does not where the batch has a key ``labels`` and the model's ``forward`` takes
-    ``**kwargs`` (``CLIPModel``), nor with ``compute_loss_func``: it then expects a loss that is divided by the number
-    of labels in the whole window. When training begins, the callback therefore sets ``loss_is_scaled_for_ga`` and
-    ``model_accepts_loss_kwargs`` of the Trainer to ``False``, unless ``loss_is_scaled_for_ga`` is ``True``.
+    ``gradient_accumulation_steps``. The Trainer does not do so where the batch has a key ``labels`` and the model's
+    ``forward`` takes ``**kwargs`` (``CLIPModel``), nor with ``compute_loss_func``: it then expects a loss that is
+    divided by the number of labels in the whole window. When training begins, the callback therefore sets
+    ``loss_is_scaled_for_ga`` and ``model_accepts_loss_kwargs`` of the Trainer to ``False``, unless
+    ``loss_is_scaled_for_ga`` is ``True``.
 
     Rows are in ``checkpoint-N/<name>``, so that ``save_total_limit`` removes both. The Trainer calls ``on_save`` when
     its own files are there and older checkpoints are gone: a run killed in between leaves a checkpoint without rows,
     which is refused. Keep ``save_total_limit`` at 2 or more, and an earlier one is there to resume from. What
     ``push_to_hub`` uploads has no rows.
 
-    ``Trainer.train`` tells callbacks nothing of ``resume_from_checkpoint``. Rows are looked for in ``resume_from``, or
-    else in ``args.resume_from_checkpoint`` and ``args.output_dir/checkpoint-<step>``; in each only if it has the very
-    state that the Trainer has loaded. After ``load_best_model_at_end`` the rows are those of the best model too.
+    ``Trainer.train`` does not pass ``resume_from_checkpoint`` to callbacks. Rows are loaded from ``resume_from``, or
+    else from ``args.resume_from_checkpoint`` or ``args.output_dir/checkpoint-<step>``; from each only if its trainer
+    state equals the one that the Trainer has loaded. After ``load_best_model_at_end`` the rows are those of the best
+    model too.
 
     Args:
         est: the estimator; built after ``TrainingArguments``, which make the process group. A mapping of several, such
@@ -52,7 +54,7 @@ class EstimatorCallback(TrainerCallback):
             are in ``checkpoint-N/<name>/<key>``, and what is logged is ``<key>/info_nce``.
         trainer: the ``Trainer``, whose ``compute_loss`` calls the estimators.
         name: folder inside the checkpoint; another one for every callback.
-        resume_from: what ``train(resume_from_checkpoint=...)`` gets, where it is in another ``output_dir``.
+        resume_from: the argument of ``train(resume_from_checkpoint=...)``, if it is in another ``output_dir``.
 
     Raises:
         ValueError: when training begins: ``dataloader_drop_last=False`` on several ranks, an estimator that was built

@@ -22,9 +22,9 @@ class FeatureBank:
 
     Args:
         n: number of samples.
-        dtype: of the stored features: float16 (rounds a coordinate to 0.0005 at most), bfloat16, float32 or float64.
-        offload: ``None``, on the features' device; ``"cpu"``, in host memory, to which features are copied behind
-            the training step.
+        dtype: stored dtype: float16 (rounds a coordinate to 0.0005 at most), bfloat16, float32 or float64.
+        offload: ``None``: the bank is on the features' device; ``"cpu"``: it is in host memory, to which features are
+            copied while training goes on.
 
     State: ``rows`` (n, 2, d), allocated at the first write, and two flags per sample: ``seen``, it has features, and
     ``offered``, some were given. ``4 n d`` bytes in half precision, 27 MB for n = 54,000 and d = 128. A row with a

@@ -23,7 +23,6 @@ from compopt.estimator.forgotten import warn
 from compopt.samplers.bank import FeatureBank, Offload
 
 PLANNING = "the planning of a sampler's epoch"
-Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def twins(labels: Tensor) -> Tensor:
@@ -47,16 +46,16 @@ class BankSampler(Sampler[list[int]]):
     The plan of an epoch is a sequence of global batches, made when the epoch begins. Each iteration is an epoch; the
     first one after :meth:`load_state_dict` goes on where the state was taken.
 
-    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. State, communication and metrics: as
-    of :class:`~compopt.samplers.SpectralBatchSampler`.
+    Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. State, communication and metrics: see
+    :class:`~compopt.samplers.SpectralBatchSampler`.
 
     Args:
         n: number of samples; indices are 0 .. n - 1.
         batch_size: ``B``, over all ranks.
         tau: temperature of the losses by which batches are chosen.
-        seed: of all random choices, together with the epoch.
+        seed: seed of all random choices, together with the epoch.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
-        dtype: of the bank: float16, bfloat16, float32, float64.
+        dtype: dtype of the bank: float16, bfloat16, float32, float64.
         offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
@@ -202,7 +201,7 @@ class BankSampler(Sampler[list[int]]):
                 "state counts the batches handed out instead",
                 stacklevel=3,
             )
-        if self._begun:
+        if self._begun:  # otherwise this iteration goes on in the epoch that was loaded, or whose plan failed
             self.epoch, self._seen, self._follows = self.epoch + 1, 0, self._matched
         self._matched, self._strangers, self._handed = False, False, self._seen
         self._begun = False  # if the plan fails, the next iteration tries this epoch again
@@ -232,7 +231,7 @@ class BankSampler(Sampler[list[int]]):
         assert self.bank.rows is not None
         started, ranks = time.perf_counter(), self._ranks
         pieces = self.work(self.epoch)
-        # in float32 whatever the loop around it casts to
+        # autocast of the loop around it would round similarities, and with them the choice
         with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), doing(PLANNING):
             # an error of one rank is raised on all, so that none waits in the exchange
             own = ranks.agree(lambda: [self.do(piece) for piece in pieces[ranks.rank :: ranks.size]])
@@ -301,7 +300,7 @@ class BankSampler(Sampler[list[int]]):
         self._strangers |= 0 < len(index) <= size
 
     @torch.no_grad()
-    def refresh(self, encode: Encode, chunk_size: int = 1024) -> None:
+    def refresh(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]], chunk_size: int = 1024) -> None:
         """Fill the bank by encoding every sample: an alternative to :meth:`observe`, before an epoch begins.
 
         Args:

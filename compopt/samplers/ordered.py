@@ -43,18 +43,16 @@ class OrderedBatchSampler(BankSampler):
     of 32 on one core. Memory: the bank, ``4 n d`` bytes in half precision.
 
     Args:
-        n: number of samples; indices are 0 .. n - 1.
-        batch_size: ``B``, over all ranks.
+        n, batch_size, labels: see :class:`~compopt.samplers.BankSampler`.
         candidates: random batches per epoch, ``k``.
         keep: batches of an epoch, ``q <= k``.
         tau: temperature of the loss.
-        seed: of the candidates, together with the epoch.
-        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
+        seed: seed of the candidates, together with the epoch.
         group: an older name of ``labels``.
-        dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
+        dtype, offload, process_group: see :class:`~compopt.samplers.BankSampler`.
         background, lead: deprecated, without effect.
 
-    State, communication, metrics: as of :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
+    State, communication, metrics: see :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
     ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
 
     Raises:

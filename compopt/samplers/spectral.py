@@ -18,7 +18,7 @@ from compopt.samplers.bank import Offload
 from compopt.samplers.base import BankSampler, twins, warn_planner
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
-# k-means is started so often; the best run counts
+# runs of k-means, of which the best counts
 STARTS = 3
 
 
@@ -57,21 +57,20 @@ class SpectralBatchSampler(BankSampler):
     estimator.
 
     Args:
-        n: number of samples; indices are 0 .. n - 1.
-        batch_size: ``B``, over all ranks.
+        n, batch_size: see :class:`~compopt.samplers.BankSampler`.
         group: batches per group, ``k``; a tensor ``(n,)`` is taken for ``labels``, as the estimators' ``group`` is.
         tau: temperature of the weights.
-        seed: of groups, k-means and the order of batches, together with the epoch.
+        seed: seed of groups, k-means and the order of batches, together with the epoch.
         drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, which
             must have two samples, and one for each rank.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
-        sharpness: of the affinity.
-        dtype, offload, process_group: as of :class:`~compopt.samplers.BankSampler`.
+        sharpness: factor of the weights in the affinity.
+        dtype, offload, process_group: see :class:`~compopt.samplers.BankSampler`.
         background, lead: deprecated, without effect.
 
-    Iterating yields lists of data-set positions: each rank its contiguous part, of ``B / K`` samples (sizes differ by
-    one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
+    Iterating yields lists of data-set positions. Each rank gets its contiguous part, of ``B / K`` samples (sizes differ
+    by one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
 
     State: the bank, the plan of this epoch, epoch and position.
 
@@ -121,10 +120,8 @@ class SpectralBatchSampler(BankSampler):
         warn_planner(background, lead)
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
         if missing:  # now, not after the first epoch
-            raise ImportError(
-                f"spectral batches need {' and '.join(missing)}; pip install -e '.[samplers]' in the checkout of "
-                f"compopt"
-            )
+            install = "pip install -e '.[samplers]' in the checkout of compopt"
+            raise ImportError(f"spectral batches need {' and '.join(missing)}; {install}")
         if isinstance(group, Tensor) and group.dim():  # labels=, by its older name
             labels, group = inputs.one_name(labels, group), 40
         self.group = checks.count("group", group)
@@ -176,30 +173,26 @@ class SpectralBatchSampler(BankSampler):
         return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
 
     def do(self, piece: Group) -> Tensor:
-        """Samples of a group, one batch after the other, ``(m,)`` int64."""
-        if piece.absent.any():
-            return self._do_without_absent(piece)
-        return piece.samples[self._clusters(piece.samples, piece.sizes, piece.seed).argsort(stable=True)]
+        """Cluster the samples that have features, and deal the others to random batches.
 
-    def _clusters(self, samples: Tensor, sizes: list[int], seed: int) -> Tensor:
-        z1, z2, labels = self.read(samples)
-        weights = edge_weights(z1, z2, self.tau, self.batch_size, labels)
-        return spectral_clusters(weights.mul_(self.sharpness), sizes, seed)
-
-    def _do_without_absent(self, piece: Group) -> Tensor:
-        """Cluster the samples that have features, and deal the others to random batches."""
-        chance, absent, m = torch.Generator().manual_seed(piece.seed), piece.absent, len(piece.samples)
-        batches = torch.arange(len(piece.sizes)).repeat_interleave(torch.tensor(piece.sizes))  # of every place
-        free = torch.isin(torch.arange(m), torch.randperm(m, generator=chance)[: int(absent.sum())])
+        Returns the samples of the group, one batch after the other, ``(m,)`` int64.
+        """
+        chance, absent, m = torch.Generator("cpu").manual_seed(piece.seed), piece.absent, len(piece.samples)
+        sizes = torch.tensor(piece.sizes, device="cpu")
+        batches = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # of every place
+        free = torch.zeros(m, dtype=torch.bool, device="cpu")
+        free[torch.randperm(m, generator=chance, device="cpu")[: int(absent.sum())]] = True
         numbers, sizes = batches[~free].unique(return_counts=True)
         clusters = torch.empty_like(batches)
         clusters[absent] = batches[free]
         if len(sizes):
-            clusters[~absent] = numbers[self._clusters(piece.samples[~absent], sizes.tolist(), piece.seed)]
+            z1, z2, labels = self.read(piece.samples[~absent])
+            weights = edge_weights(z1, z2, self.tau, self.batch_size, labels).mul_(self.sharpness)
+            clusters[~absent] = numbers[spectral_clusters(weights, sizes.tolist(), piece.seed)]
         order = clusters.argsort(stable=True)
         # the batches with free places are not random, so that each of the others changes places with any sample
         for place in absent[order].nonzero().flatten().tolist():
-            other = int(torch.randint(m, (), generator=chance))
+            other = int(torch.randint(m, (), generator=chance, device="cpu"))
             order[[place, other]] = order[[other, place]]
         return piece.samples[order]
 
@@ -211,17 +204,12 @@ class SpectralBatchSampler(BankSampler):
         return torch.cat([batches.flatten(), samples[full * self.batch_size :]]), {}
 
     def config(self) -> dict[str, Any]:
-        return {
-            "kind": "spectral",
-            **super().config(),
-            "group": self.group,
-            "drop_last": self.drop_last,
-            "sharpness": self.sharpness,
-        }
+        own = {name: getattr(self, name) for name in ("group", "drop_last", "sharpness")}
+        return {"kind": "spectral", **super().config(), **own}
 
 
 def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
-    """Weights ``w`` of normalised features (m, d): ``(m, m)``, symmetric, 0 on the diagonal and for equal labels."""
+    """Compute ``w`` of normalised features (m, d): ``(m, m)``, symmetric, 0 on the diagonal and for equal labels."""
     s = z1 @ z2.T
     own, others = s.diagonal()[:, None], math.log(batch_size - 1)
     zero = s.new_zeros(())
@@ -273,7 +261,8 @@ def even_clusters(points: np.ndarray, sizes: Sequence[int], seed: int) -> np.nda
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
-    # several threads add in the order in which they arrive; this limit holds for the calling thread alone
+    # With several threads the order of k-means' sums would vary, and ranks and resumed runs would find other clusters.
+    # This limit holds for the calling thread alone.
     with threadpool_limits(1, user_api="openmp"):
         found = KMeans(len(sizes), n_init=STARTS, random_state=seed).fit(points)
     populous = np.argsort(-np.bincount(found.labels_, minlength=len(sizes)), kind="stable")

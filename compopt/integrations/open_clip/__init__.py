@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
 
 
 class Run:
-    """One run of ``open_clip_train.main.main``; a method named as a function of that module takes its place."""
+    """One run of ``open_clip_train.main.main``; a method replaces the function of that module that has its name."""
 
     loss: EstimatorLoss  # set once open_clip has parsed its flags
     est: ContrastiveEstimator  # set once the data are known, as are the rows beside checkpoints
@@ -80,7 +80,7 @@ class Run:
         return self.args
 
     def create_model_and_transforms(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Freeze the scale if nobody learns it, before DDP wraps the model and waits for its gradient."""
+        """Freeze the scale unless the model learns it, before DDP wraps the model and waits for its gradient."""
         result = original(*args, **kwargs)
         model = result[0]
         if getattr(model, "logit_bias", None) is not None:
@@ -133,7 +133,7 @@ class Run:
         return task
 
     def train_one_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Train one epoch; rows are written before open_clip writes its file, so that no kill leaves it without."""
+        """Train one epoch; write rows before open_clip writes its file, so that a killed run leaves no file alone."""
         rows, call = self.rows, call_of(original, args, kwargs)
         assert rows is not None  # get_data was called
         if not self._attached:
@@ -199,7 +199,7 @@ class Run:
 
 
 class EstimatorLoss(nn.Module):
-    """open_clip's loss: one call of the estimator for each update of the model. It has no parameters.
+    """Loss of open_clip, with one call of the estimator for each update of the model. It has no parameters.
 
     open_clip accumulates by features: it encodes ``k`` batches without a graph, then each of them again, and asks for
     the loss ``k`` times, of all features of the window with the graph of one batch. The estimator is called the first

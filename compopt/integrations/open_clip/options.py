@@ -158,18 +158,16 @@ def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, def
 
 def _converter(kinds: Sequence[str], words: Sequence[str], shown: Sequence[str]) -> Callable[[str], Any]:
     """Return a converter to one of some words, or to the first of some types that a word spells."""
-    # the name of a Literal says nothing of its words: the preset refuses others
-    any_word = any(
-        kind == "str" or (kind.isidentifier() and kind[0].isupper()) for kind in {*kinds} - {"None", "Tensor"}
-    )
+    # the name of a Literal does not tell its words: any word is passed on, and the preset refuses wrong ones
+    names = {kind for kind in kinds if kind.isidentifier() and kind[0].isupper()} - {"None", "Tensor"}
+    any_word = bool(names) or "str" in kinds
+    constants: dict[str, Any] = {word: DTYPES.get(word, word) for word in words}
+    constants |= {"none": None} if "None" in kinds else {}
+    constants |= {"true": True, "false": False} if "bool" in kinds else {}
 
     def convert(word: str) -> Any:
-        if word in words:
-            return DTYPES.get(word, word)
-        if word == "none" and "None" in kinds:
-            return None
-        if word in ("true", "false") and "bool" in kinds:
-            return word == "true"
+        if word in constants:
+            return constants[word]
         for kind in (int, float):
             if kind.__name__ in kinds:
                 with contextlib.suppress(ValueError):

@@ -51,7 +51,7 @@ def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         if index is not None:
             raise ValueError("--index: rows of this data set are positions in it; leave it out, or say positions")
-        # a loader refuses another dataset because its sampler depends on the length, which stays as it is
+        # vars(): a loader does not let dataset be set, since its sampler depends on the length, which is the same here
         vars(loader)["dataset"] = Indexed(loader.dataset)
         n = len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
         if args.train_data and Path(args.train_data).is_file():
@@ -93,7 +93,7 @@ def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
 
 
 class IndexedLoader:
-    """open_clip's loader with batches as open_clip expects them; the index of each is put aside before it is used."""
+    """Loader that takes the index out of each batch, into ``aside``, before open_clip reads the batch."""
 
     def __init__(self, loader: Any, aside: deque[Tensor]) -> None:
         self._loader, self._aside = loader, aside
@@ -118,7 +118,8 @@ class IndexedLoader:
 class Rows:
     """Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
 
-    Never inside that file, which one rank writes, and never named ``.pt``: open_clip resumes from the newest of these.
+    They are not inside that file, since one rank writes it, nor named ``.pt``, since open_clip resumes from the newest
+    file of that name.
     An estimator without state saves nothing, and resumes from anything.
     """
 
@@ -160,6 +161,7 @@ class Rows:
         if not self.saves or self.args.rank != 0:
             return
         checkpoints = Path(self.args.checkpoint_path)
+        # --save-most-recent writes each epoch under one name, which belongs to the rows of the epoch just completed
         latest = any((checkpoints / name).exists() for name in ("epoch_latest.pt", "epoch_latest"))
         for folder in checkpoints.glob("epoch_*.compopt"):
             match = re.fullmatch(r"epoch_(\d+)\.compopt", folder.name)
