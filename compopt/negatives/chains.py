@@ -131,7 +131,8 @@ class Chains(SampledPairs):
     def _run(self) -> None:
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
-            outside.encode(self._absent(), spare)
+            found = self._find((slice(None), slice(0, self._directions)))[1]
+            outside.encode(self._seen & ~_by_direction(found, self._directions), spare)
             outside.score = outside.fresh
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
@@ -149,7 +150,7 @@ class Chains(SampledPairs):
                 moved = torch.where(last < candidates.width, self._names(last), _flat(sample[at]))
                 sample[at] = _by_direction(moved, count)
                 walks.append(done)
-            if self._call.chunk_size is None:  # else they are repeated, since visits take a number per pair
+            if self._call.chunk_size is None:
                 self._kept.append((own, walks))
         self.sample, self.score = sample, score
         if outside.encoded and not self._rescore:
@@ -215,11 +216,6 @@ class Chains(SampledPairs):
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
         return torch.where(_flat(self._seen[at]), slot, nowhere)
 
-    def _absent(self) -> Tensor:
-        """Return True for chains whose stored sample is not in the batch, ``(b, A)``."""
-        found = self._find((slice(None), slice(0, self._directions)))[1]
-        return self._seen & ~_by_direction(found, self._directions)
-
     def _finish(self) -> None:
         fresh, own = self.outside.fresh, self._call.batch.own
         self.visits, dot = self.inside, self._dot
@@ -242,7 +238,9 @@ class Chains(SampledPairs):
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
-        for own, walks in self._again():
+        # visits take a number per pair: with chunk_size they were not kept
+        again = ((own, [done for *_, done in self._walks(own)]) for own in self._blocks())
+        for own, walks in again if self._call.chunk_size is not None else self._kept:
             visits = [part for done in walks for part in done.visits[:-1].split(own.stop - own.start, dim=1)]
             for direction, visited in enumerate(visits):
                 weights = visited * factor[own, direction]
@@ -261,14 +259,6 @@ class Chains(SampledPairs):
             gradient.add_(of_anchor)
         pull = coefficient.sum(1, keepdim=True)
         return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
-
-    def _again(self) -> Iterator[tuple[slice, list[Walk]]]:
-        """Return all walks, repeated where they were not kept."""
-        if self._call.chunk_size is None:
-            yield from self._kept
-            return
-        for own in self._blocks():
-            yield own, [done for *_, done in self._walks(own)]
 
 
 def _flat(per_anchor: Tensor) -> Tensor:

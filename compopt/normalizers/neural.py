@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as torch_functional
@@ -18,10 +17,11 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
 from compopt.checks.values import FINITE, MOST, Range
-from compopt.distributed.ranks import Part, ProcessGroup, Ranks
+from compopt.distributed.ranks import Part, Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.pairs import PairStatistics
 from compopt.normalizers.network import (
@@ -36,7 +36,9 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
-from compopt.stores import Offload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
@@ -72,7 +74,8 @@ class NeuralNormalizer(Normalizer):
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
         seed: of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+            :class:`~compopt.estimator.Component`.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
@@ -111,6 +114,7 @@ class NeuralNormalizer(Normalizer):
 
     state_grows = True  # by the optimizer's
 
+    @takes_options(Normalizer, PlacementOptions)
     def __init__(
         self,
         dim: int,
@@ -124,12 +128,7 @@ class NeuralNormalizer(Normalizer):
         through_alpha: bool = False,
         seed: int = 0,
         n: GroupSpec | None = None,
-        *,
-        process_group: ProcessGroup | None = None,
-        offload: Offload | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **placement: Unpack[PlacementOptions],
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
         checks.flag("reset_optimizer", reset_optimizer)
@@ -137,15 +136,7 @@ class NeuralNormalizer(Normalizer):
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
-        super().__init__(
-            n,
-            {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps},
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
-        )
+        super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.non_negative("lr", group["lr"])
