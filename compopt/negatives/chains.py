@@ -15,17 +15,17 @@ from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import SampledPairs, scale_of
 from compopt.negatives.walk import Candidates, Samples, Walk, burn_in_count, walk
 
-# Proposals of the anchors that walk at a time, at some 80 bytes each. On the CPU what fits its caches; elsewhere as
-# many as memory bears, since a walk launches two kernels per proposal however many anchors it has.
+# Proposals that are made at a time, of some 80 bytes each. On the CPU so many as fit its caches; elsewhere more, since
+# a walk launches two kernels per proposal, whatever the number of anchors.
 CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
 class Outside:
-    """Stored samples of the own chains, their similarities and, if the user encodes them, their features.
+    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
 
-    ``sample`` and ``score`` are as the rows have them, ``(b, D)``; ``fresh`` is the similarity of now where the sample
-    was encoded, else the stored one. With several ranks the encoder runs in every call, so that all of them run it
-    equally often; an ``error`` of the encoder is raised again once the other ranks know.
+    ``sample`` and ``score`` are those of the rows, ``(b, D)``; ``fresh`` is the present similarity where the sample was
+    encoded, else the stored one. With several ranks the encoder runs in every call, so that collectives inside it
+    match; its ``error`` is kept and raised after the next all-gather, without which the other ranks would hang.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Outside:
         except Exception as error:
             if self._ranks.size == 1:
                 raise
-            self.error = error  # the others wait for this rank, which tells them
+            self.error = error  # raised after the all-gather that the other ranks wait in
             nothing = self._anchors[0].new_zeros(len(names), self._anchors[0].shape[1])
             return nothing, nothing
 
@@ -92,7 +92,8 @@ class Chains(SampledPairs):
     With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients instead of kept.
 
     Attributes:
-        sample, score: where each own chain is now and its similarity, ``(b, D)``; not finite where it is nowhere.
+        sample, score: sample at which each of this rank's chains is now, and its similarity, ``(b, D)``; not finite
+            for a chain without a sample.
         inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, A)``.
         squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, A)``.
         outside: the stored samples.
