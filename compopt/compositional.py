@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.kernel.features import with_gradients, working_dtype
+from compopt.checks.inputs import check_values
+from compopt.kernel.features import with_gradients
 from compopt.normalizers import MovingAverageEstimator
 
 
@@ -66,13 +67,9 @@ def compositional_loss(
     """
     if not isinstance(estimator, MovingAverageEstimator):
         raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
-    if not isinstance(g, Tensor) or g.dim() != 1:
-        raise ValueError(f"g must have shape (B,), got {tuple(g.shape) if isinstance(g, Tensor) else type(g)}")
-    if not g.is_floating_point():
-        raise TypeError(f"g must be a floating-point tensor (B,), got {g.dtype}")
     refuse_transforms()
+    inner = check_values("g", g, "(B,)", 1)
     refuse_tangents(("g", g))
-    inner = g.detach().to(working_dtype(g.dtype))
     logs = estimator.domain == "log"
     if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, not on who draws them or when.
+"""Random numbers that depend on counters (seed, step, position) alone, not on the device, rank or order of drawing.
 
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) on counters: a stream per chain, whose r-th element needs none of those
 before it. The bits are the same on every device, for every split of a batch over ranks, and after a resume.
@@ -16,13 +16,13 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned word."""
+    """Return the int64 with the bits of an unsigned word."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
 
 def scramble(word: int) -> int:
-    """The finalizer of SplitMix64, on the host."""
+    """Apply the finalizer of SplitMix64 to a word, on the host."""
     word &= _WORD
     word = ((word ^ (word >> 30)) * _FIRST) & _WORD
     word = ((word ^ (word >> 27)) * _SECOND) & _WORD
@@ -30,7 +30,7 @@ def scramble(word: int) -> int:
 
 
 def fold(*counters: int) -> int:
-    """64 random bits that belong to the counters."""
+    """Return 64 random bits, a function of the counters."""
     state = 0
     for counter in counters:
         state = scramble(state + counter + _GOLDEN)
@@ -38,7 +38,7 @@ def fold(*counters: int) -> int:
 
 
 def scramble_(words: Tensor) -> Tensor:
-    """The same on int64 tensors, in place; their products wrap around as unsigned ones do."""
+    """Apply :func:`scramble` to int64 tensors, in place; their products wrap around as unsigned ones do."""
     shifted = torch.empty_like(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
         # int64 is shifted with its sign, which the mask takes off
@@ -50,12 +50,12 @@ def scramble_(words: Tensor) -> Tensor:
 
 
 def streams(counters: tuple[int, ...], positions: Tensor, last: Sequence[int] | None = None) -> Tensor:
-    """A stream per position: ``(b,)`` int64 keys for :func:`bits`.
+    """Return a stream per position: ``(b,)`` int64 keys for :func:`bits`.
 
     Args:
-        counters: what all of them share, such as seed and step.
-        positions: what tells them apart, ``(b,)`` int64.
-        last: so many streams per position, each with its own last counter: ``(len(last) * b,)``.
+        counters: shared by all streams, such as seed and step.
+        positions: distinguish the streams, ``(b,)`` int64.
+        last: last counters; each position gets a stream for every one, ``(len(last) * b,)``.
     """
     words = positions * _signed(_GOLDEN)
     if last is None:
@@ -64,16 +64,16 @@ def streams(counters: tuple[int, ...], positions: Tensor, last: Sequence[int] | 
 
 
 def bits(keys: Tensor, first: int, count: int) -> Tensor:
-    """Elements ``first`` to ``first + count - 1`` of every stream, ``(count, b)`` int64, all 64 bits random."""
+    """Return elements ``first`` to ``first + count - 1`` of every stream, ``(count, b)`` int64, all 64 bits random."""
     steps = torch.arange(first + 1, first + count + 1, device=keys.device) * _signed(_GOLDEN)
     return scramble_(steps[:, None] + keys)
 
 
 def below(words: Tensor, bound: Tensor) -> Tensor:
-    """Uniform integers in ``[0, bound)`` from the upper halves of the words; ``bound < 2^31``."""
+    """Return uniform integers in ``[0, bound)`` from the upper halves of the words; ``bound < 2^31``."""
     return words.bitwise_right_shift(32).bitwise_and_(0xFFFFFFFF).mul_(bound).bitwise_right_shift_(32)
 
 
 def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in ``(0, 1]`` from the lower halves of the words."""
+    """Return uniform numbers in ``(0, 1]`` from the lower halves of the words."""
     return words.bitwise_and(0xFFFFFFFF).to(dtype).add_(0.5).mul_(2.0**-32)

@@ -1,4 +1,4 @@
-"""Negatives that are drawn rather than weighed: chains whose visits are the weights."""
+"""Negatives drawn by Markov chains, whose visits are the weights."""
 
 from compopt.negatives.sampler import MCMCNegativeSampler
 

@@ -15,17 +15,17 @@ from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import SampledPairs, scale_of
 from compopt.negatives.walk import Candidates, Samples, Walk, burn_in_count, walk
 
-# Proposals of the anchors that walk at a time, at some 80 bytes each. On the CPU what fits its caches; elsewhere as
-# many as memory bears, since a walk launches two kernels per proposal however many anchors it has.
+# Proposals that are made at a time, of some 80 bytes each. On the CPU so many as fit its caches; elsewhere more, since
+# a walk launches two kernels per proposal, whatever the number of anchors.
 CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
 class Outside:
-    """Stored samples of the own chains, their similarities and, if the user encodes them, their features.
+    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
 
-    ``sample`` and ``score`` are as the rows have them, ``(b, D)``; ``fresh`` is the similarity of now where the sample
-    was encoded, else the stored one. With several ranks the encoder runs in every call, so that all of them run it
-    equally often; an ``error`` of the encoder is raised again once the other ranks know.
+    ``sample`` and ``score`` are those of the rows, ``(b, D)``; ``fresh`` is the present similarity where the sample was
+    encoded, else the stored one. With several ranks the encoder runs in every call, so that collectives inside it
+    match; its ``error`` is kept and raised after the next all-gather, without which the other ranks would hang.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Outside:
         except Exception as error:
             if self._ranks.size == 1:
                 raise
-            self.error = error  # the others wait for this rank, which tells them
+            self.error = error  # raised after the all-gather that the other ranks wait in
             nothing = self._anchors[0].new_zeros(len(names), self._anchors[0].shape[1])
             return nothing, nothing
 
@@ -92,7 +92,8 @@ class Chains(SampledPairs):
     With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients instead of kept.
 
     Attributes:
-        sample, score: where each own chain is now and its similarity, ``(b, D)``; not finite where it is nowhere.
+        sample, score: sample at which each of this rank's chains is now, and its similarity, ``(b, D)``; not finite
+            for a chain without a sample.
         inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, A)``.
         squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, A)``.
         outside: the stored samples.
@@ -131,7 +132,8 @@ class Chains(SampledPairs):
     def _run(self) -> None:
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
-            outside.encode(self._absent(), spare)
+            found = self._find((slice(None), slice(0, self._directions)))[1]
+            outside.encode(self._seen & ~_by_direction(found, self._directions), spare)
             outside.score = outside.fresh
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
@@ -149,7 +151,7 @@ class Chains(SampledPairs):
                 moved = torch.where(last < candidates.width, self._names(last), _flat(sample[at]))
                 sample[at] = _by_direction(moved, count)
                 walks.append(done)
-            if self._call.chunk_size is None:  # else they are repeated, since visits take a number per pair
+            if self._call.chunk_size is None:
                 self._kept.append((own, walks))
         self.sample, self.score = sample, score
         if outside.encoded and not self._rescore:
@@ -215,11 +217,6 @@ class Chains(SampledPairs):
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
         return torch.where(_flat(self._seen[at]), slot, nowhere)
 
-    def _absent(self) -> Tensor:
-        """Return True for chains whose stored sample is not in the batch, ``(b, A)``."""
-        found = self._find((slice(None), slice(0, self._directions)))[1]
-        return self._seen & ~_by_direction(found, self._directions)
-
     def _finish(self) -> None:
         fresh, own = self.outside.fresh, self._call.batch.own
         self.visits, dot = self.inside, self._dot
@@ -242,7 +239,9 @@ class Chains(SampledPairs):
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
-        for own, walks in self._again():
+        # visits take a number per pair: with chunk_size they were not kept
+        again = ((own, [done for *_, done in self._walks(own)]) for own in self._blocks())
+        for own, walks in again if self._call.chunk_size is not None else self._kept:
             visits = [part for done in walks for part in done.visits[:-1].split(own.stop - own.start, dim=1)]
             for direction, visited in enumerate(visits):
                 weights = visited * factor[own, direction]
@@ -261,14 +260,6 @@ class Chains(SampledPairs):
             gradient.add_(of_anchor)
         pull = coefficient.sum(1, keepdim=True)
         return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
-
-    def _again(self) -> Iterator[tuple[slice, list[Walk]]]:
-        """Return all walks, repeated where they were not kept."""
-        if self._call.chunk_size is None:
-            yield from self._kept
-            return
-        for own in self._blocks():
-            yield own, [done for *_, done in self._walks(own)]
 
 
 def _flat(per_anchor: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,15 +14,17 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_pool, check_values
 from compopt.checks.values import Range
-from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import zero_or_nan
 from compopt.negatives.chains import Chains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
-from compopt.stores import Offload
 from compopt.stores.layout import Column
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Proposals = Literal["pool", "sweep"]
 
@@ -64,7 +65,8 @@ class MCMCNegativeSampler(Normalizer):
         rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
             similarity is stale. Otherwise only those that have visits, afterwards.
         seed: of the draws.
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+            :class:`~compopt.estimator.Component`.
 
     Hyper-parameters: ``burn_in``, which may differ between sample groups.
 
@@ -107,6 +109,7 @@ class MCMCNegativeSampler(Normalizer):
         >>> est.step()
     """
 
+    @takes_options(Normalizer, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -114,27 +117,14 @@ class MCMCNegativeSampler(Normalizer):
         proposals: Proposals = "pool",
         rescore: bool = False,
         seed: int = 0,
-        *,
-        process_group: ProcessGroup | None = None,
-        offload: Offload | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("proposals", proposals, get_args(Proposals))
         checks.flag("rescore", rescore)
         self.proposals, self.rescore = proposals, rescore
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
-        super().__init__(
-            n,
-            {"burn_in": burn_in},
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
-        )
+        super().__init__(n, {"burn_in": burn_in}, **placement)
         self.state = {"seed": torch.tensor(seed, device="cpu")}
 
     def check(self, group: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Normalizers: what stands for the log-normalizer ``alpha_i`` of each anchor."""
+"""Normalizers: estimates of the log-normalizer ``alpha_i`` of each anchor."""
 
 from compopt.normalizers.batch import BatchNormalizer
 from compopt.normalizers.memory import MemoryNormalizer

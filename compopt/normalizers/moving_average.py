@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +13,15 @@ from compopt import functional as F
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
-from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Estimate
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, parse
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
-from compopt.stores import Offload
 from compopt.stores.layout import Column
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Reference = Literal["none", "positive"]
 # Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
@@ -58,7 +59,8 @@ class MovingAverageEstimator(Normalizer):
         eps: added to ``g`` at every visit, the first included.
         domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
             (used alone only).
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+            :class:`~compopt.estimator.Component`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
@@ -91,6 +93,7 @@ class MovingAverageEstimator(Normalizer):
         >>> u.step()
     """
 
+    @takes_options(Normalizer, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -99,23 +102,11 @@ class MovingAverageEstimator(Normalizer):
         eps: float = 0.0,
         *,
         domain: Literal["log", "linear"] = "log",
-        process_group: ProcessGroup | None = None,
-        offload: Offload | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("domain", domain, DOMAINS)
         self.domain = domain
-        super().__init__(
-            parse(n),
-            {"gamma": gamma, "reference": reference, "eps": eps},
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
-        )
+        super().__init__(parse(n), {"gamma": gamma, "reference": reference, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")

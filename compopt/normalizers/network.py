@@ -31,14 +31,14 @@ from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE
 PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
 # exp of more, squared, would leave float32 in the optimizer's sums.
 MAX_EXPONENT = 40.0
-# Optimizers put step counters on the default device unless told otherwise; they belong on the host.
+# Optimizers make step counters on the default device; on the CPU reading one does not wait for a device.
 HOST = torch.device("cpu")
 
 State = Mapping[str, Tensor]
 
 
 def on_host(name: str, value: Tensor) -> bool:
-    """Return True for entries of a state that the host reads in every call, on whichever device the rest is."""
+    """Return True for entries of a state that stay on the CPU because every call reads them there."""
     return name == "queue_place" or (name.startswith(PREFIX) and value.dim() == 0)
 
 
@@ -75,7 +75,7 @@ class Prototypes:
         self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
         total = self._e.sum(2)
         log_total = total.log().add_(top)
-        # e_ij share_i are the softmax weights over all ranks
+        # the log-sum-exp over all ranks; e_ij share_i are the softmax weights
         if self.ranks.size == 1:
             self._share = total.reciprocal()
         else:  # some ranks may have no active prototype
@@ -127,7 +127,7 @@ class Prototypes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Arrangement of samples and directions as the networks see them.
+    """Conversion between the shape ``(B, A)`` of samples and the shape ``(D, P)`` of the networks' anchors.
 
     ``shared``: one network for both views (unimodal mode). ``unit_features``: the estimator has normalised them.
     """
@@ -164,9 +164,9 @@ class Layout:
 
 
 class NetworkBatch:
-    """Anchors of a call as the networks see them: numbers where all have the same value, else ``(D, P)``.
+    """Anchors of a call by network. Values that all anchors share are numbers, others ``(D, P)``.
 
-    A sample that is not finite is NaN, and so is what it gets.
+    Features of a sample that are not finite are NaN, and so are the results for it.
     """
 
     def __init__(self, layout: Layout, call: Call) -> None:
@@ -189,8 +189,8 @@ class NetworkBatch:
         """Rearrange ``(D, P)`` -> ``(B, A)``."""
         return self.layout.per_sample(value, self.like)
 
-    def meet(self, state: State) -> Prototypes:
-        """Return the anchors before the prototypes that a state has in use."""
+    def prototypes(self, state: State) -> Prototypes:
+        """Return the predictor of these anchors by the active prototypes of a state."""
         return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class Prediction:
     """Log-normalizers ``alpha`` of a batch by some prototypes, and their ``target`` ``log(eps + ghat)``, ``(B, A)``."""
 
     def __init__(self, batch: NetworkBatch, state: State, prototypes: Prototypes | None = None) -> None:
-        self._batch, self._prototypes = batch, batch.meet(state) if prototypes is None else prototypes
+        self._batch, self._prototypes = batch, batch.prototypes(state) if prototypes is None else prototypes
         self._relative = self._prototypes.predict(state["prototypes"]) - (batch.shift + self._prototypes.log_count)
         self.alpha = batch.per_sample(F.add_eps(self._relative, batch.eps))
         self.target = batch.per_sample(batch.target)
@@ -258,7 +258,7 @@ class Prediction:
 
 
 class FunctionalOptimizer:
-    """Function made of a ``torch.optim`` optimizer: takes prototypes and state, returns new ones, and keeps nothing.
+    """Function made of a ``torch.optim`` optimizer, from prototypes and optimizer state to new ones.
 
     ``make`` is called with a list of tensors and ``lr=``. A ``TypeError`` refuses optimizers that keep something else
     than tensors of the parameters' shapes and numbers in tensors, or that change their own options.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as torch_functional
@@ -18,10 +17,11 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
 from compopt.checks.values import FINITE, MOST, Range
-from compopt.distributed.ranks import Part, ProcessGroup, Ranks
+from compopt.distributed.ranks import Part, Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.pairs import PairStatistics
 from compopt.normalizers.network import (
@@ -36,13 +36,15 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
-from compopt.stores import Offload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
 
 class NeuralNormalizer(Normalizer):
-    r"""Network that predicts the log-normalizers and learns from every batch: current for every sample.
+    r"""Network that predicts log-normalizers and learns from every batch, so that no sample's value is out of date.
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
@@ -72,7 +74,8 @@ class NeuralNormalizer(Normalizer):
             of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
         seed: of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+            :class:`~compopt.estimator.Component`.
 
     Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
 
@@ -111,6 +114,7 @@ class NeuralNormalizer(Normalizer):
 
     state_grows = True  # by the optimizer's
 
+    @takes_options(Normalizer, PlacementOptions)
     def __init__(
         self,
         dim: int,
@@ -124,12 +128,7 @@ class NeuralNormalizer(Normalizer):
         through_alpha: bool = False,
         seed: int = 0,
         n: GroupSpec | None = None,
-        *,
-        process_group: ProcessGroup | None = None,
-        offload: Offload | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **placement: Unpack[PlacementOptions],
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
         checks.flag("reset_optimizer", reset_optimizer)
@@ -137,15 +136,7 @@ class NeuralNormalizer(Normalizer):
         self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
         self.seed = checks.whole("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
-        super().__init__(
-            n,
-            {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps},
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
-        )
+        super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.non_negative("lr", group["lr"])
@@ -198,32 +189,32 @@ class NeuralNormalizer(Normalizer):
             metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )
 
-    def learn_from(self, call: Call, look_first: bool = False) -> Prediction:
+    def learn_from(self, call: Call, predict_first: bool = False) -> Prediction:
         """Run queue, restart and updates on one batch, and return the prediction after them.
 
-        In training mode the new state is deposited. A batch with a value that is not finite teaches nothing. On a
-        device, where the host cannot know of it, the host's own counters (of the queue, of the optimizer) advance.
+        In training mode the new state is deposited. A batch with a value that is not finite does not change the
+        network; on a device the counters on the host (of the queue, of the optimizer) advance all the same.
 
-        ``look_first`` asks for the prediction before the batch's features and updates reach the network; of the very
-        first batch, that of the queue with it.
+        With ``predict_first`` the prediction is the one before the batch's features and updates reach the network;
+        for the very first batch, before the updates only.
         """
         hyper, device = call.hyper.of_first_group(), call.batch.features[0].device
         self._check_dim(call.batch.features[0])
         batch = NetworkBatch(self.layout, call)
         state = old = self._state_on(device, self.working_state(call.training))
-        # The host reads the flag on the CPU only; on a device the whole step is taken, and undone by _choose.
+        # On a device reading the flag would wait: the whole step is taken, and _choose undoes it.
         usable = device.type != "cpu" or bool(batch.finite)
-        before = Prediction(batch, state) if look_first and state["queue_place"].tolist()[1] > 0 else None
+        before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
             new, restarted = push(state, batch.others, batch.finite, self.part, call.t, hyper("restart_every"))
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
-        if look_first and before is None:
+        if predict_first and before is None:
             before = Prediction(batch, state)
         prototypes = None
         if usable and hyper("updates"):
-            prototypes = batch.meet(state)
+            prototypes = batch.prototypes(state)
             gradient = batch.gradient(prototypes)
             state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
@@ -243,14 +234,14 @@ class NeuralNormalizer(Normalizer):
     ) -> Tensor:
         self._check_dim(features[0])
         state = self._state_on(features[0].device, self.saved_state())
-        layout, alone = self.layout, Ranks.alone()  # whole on every rank: each may ask for what it likes
+        layout, alone = self.layout, Ranks.alone()  # whole on every rank, which may have other features each
         eps, chunks = hyper("eps"), []
         for start in range(0, len(features[0]), STORED_CHUNK):
             at = slice(start, start + STORED_CHUNK)
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
             tau_here, eps_here = (x[at] if isinstance(x, Tensor) and x.dim() else x for x in (tau, eps))
-            alpha = self._ask(state, layout.anchors(own)[0], tau_here, eps_here, positive, alone)
+            alpha = self._alpha(state, layout.anchors(own)[0], tau_here, eps_here, positive, alone)
             chunks.append(layout.per_sample(alpha, positive))
         return torch.cat(chunks)
 
@@ -341,7 +332,7 @@ class NeuralNormalizer(Normalizer):
 
         Communicates, with several ranks: one all-gather of the arguments, and what the class says.
         """
-        batch, tau = self._meet(anchors, tau, log_g, candidates)
+        batch, tau = self._gather(anchors, tau, log_g, candidates)
         if not len(batch.rows):
             raise ValueError("anchors are empty, of every rank; skip such a batch")
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
@@ -364,21 +355,21 @@ class NeuralNormalizer(Normalizer):
         Communicates, with several ranks: collective, as :meth:`update`.
         """
         with torch.no_grad():
-            batch, tau = self._meet(anchors, tau)
+            batch, tau = self._gather(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             layout, z = self.layout, batch.values["z1"]
             eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
             anchors, state = layout.anchors((z, z))[0], self._state_on(z.device, self.state)
-            alpha = self._ask(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
+            alpha = self._alpha(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
             return alpha[0][batch.own].to(batch.dtype)
 
-    def _ask(self, state: State, anchors: Tensor, tau: Scalar, eps: Scalar, positive: Tensor, ranks: Ranks) -> Tensor:
+    def _alpha(self, state: State, anchors: Tensor, tau: Scalar, eps: Scalar, positive: Tensor, ranks: Ranks) -> Tensor:
         """Return ``alpha`` of a state's network, ``(D, P)``; ``positive`` has ``s_ii``, ``(B, A)``."""
         tau, eps, own = (self.layout.per_anchor(x, positive) for x in (tau, eps, positive))
         prototypes = Prototypes(anchors, 1 / tau, state["queue_active"], ranks)
         return F.add_eps(prototypes.predict(state["prototypes"]) - (own / tau + prototypes.log_count), eps)
 
-    def _meet(
+    def _gather(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Batch, float | Tensor]:
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""

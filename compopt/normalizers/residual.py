@@ -32,9 +32,10 @@ class ResidualNormalizer(Normalizer):
 
     Here the network follows the drift, and the row holds what the network cannot express:
 
-    * the batch's own estimate is part of ``r_i``: no anchor's weights sum to more than ``1 / gamma`` (``2 / gamma``
-      where two views share a row);
-    * the network has not met the batch yet (``prediction="before"``), so that it is no copy of the batch's estimate;
+    * ``r_i`` contains the batch's own estimate, so that no anchor's weights sum to more than ``1 / gamma``
+      (``2 / gamma`` where two views share a row);
+    * with ``prediction="before"`` the network predicts before it learns from the batch, independently of the batch's
+      estimate;
     * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, goes to the prototypes: a
       control variate, which does not change an anchor's expected gradient.
 
@@ -46,10 +47,10 @@ class ResidualNormalizer(Normalizer):
         n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample, ``r_i`` starts from 1 at
             every visit.
         gamma: in (0, 1]; weight of the newest ratio. 1 is the stateless control.
-        prediction: the network that meets the batch: ``"before"`` its features and updates reach it (of the very first
-            batch: after its features have), or ``"after"``, in sample and biased to what the batch shows.
-        first: of a sample never visited: ``"one"``, the network is believed with weight ``1 - gamma``; ``"ratio"``, the
-            batch is believed.
+        prediction: ``"before"``, by the network before the batch's features and updates reach it (for the very first
+            batch: after its features have); ``"after"``, after the updates, which is biased to the batch's estimate.
+        first: ratio before a sample's first visit: ``"one"``, the network's prediction then has weight ``1 - gamma``;
+            ``"ratio"``, the first estimate of the batch replaces the prediction.
 
     Hyper-parameters: ``gamma``, which may differ between sample groups, and those of the network.
 
@@ -106,7 +107,7 @@ class ResidualNormalizer(Normalizer):
         return [Column("log_ratio", directions, dtype, reduce="log_mean_exp")] if self.remembers else []
 
     def estimate(self, call: Call) -> Estimate:
-        network = self.neural.learn_from(call, look_first=self.prediction == "before")
+        network = self.neural.learn_from(call, predict_first=self.prediction == "before")
         log_ratio = network.target - network.alpha
         if call.unimodal and self.remembers:
             log_ratio = F.mean_of_views(call.pairs.of_other_view(log_ratio))

@@ -10,8 +10,8 @@ from torch import Tensor
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
-from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class InfoNCEEstimator(ContrastiveEstimator):
         >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         tau: float | Tensor = 0.07,
@@ -84,7 +84,7 @@ class DCLEstimator(ContrastiveEstimator):
         >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(self, tau: float | Tensor = 0.07, learn_tau: bool = False, **options: Unpack[Options]) -> None:
         temperature = FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32))
         super().__init__(BatchNormalizer(include_positive=False), temperature, **options)
@@ -116,7 +116,7 @@ class MemoryEstimator(ContrastiveEstimator):
         >>> est.step()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(self, dim: int, length: int = 128, tau: float | Tensor = 0.07, **options: Unpack[Options]) -> None:
         temperature = FixedTemperature(tau, dtype=options.get("dtype", torch.float32))
         super().__init__(MemoryNormalizer(dim, length), temperature, **options)

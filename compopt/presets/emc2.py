@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
+from compopt.estimator.options import Options, takes_options
 from compopt.negatives import MCMCNegativeSampler
-from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EMC2Estimator(ContrastiveEstimator):
         >>> est.step()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         n: GroupSpec,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
+from compopt.estimator.options import CommonOptions, Options, takes_options
 from compopt.normalizers import MovingAverageEstimator
-from compopt.presets.options import CommonOptions, Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SogCLREstimator(ContrastiveEstimator):
         [1, 0]
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         n: GroupSpec,
@@ -97,7 +97,7 @@ class ISogCLREstimator(ContrastiveEstimator):
         >>> est.step()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         n: GroupSpec,
@@ -162,7 +162,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         >>> schedule.step()  # beside optimizer.step()
     """
 
-    @takes_options(CommonOptions)
+    @takes_options(ContrastiveEstimator, CommonOptions)
     def __init__(
         self,
         n: GroupSpec,

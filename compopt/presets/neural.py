@@ -10,8 +10,8 @@ import torch
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
+from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
-from compopt.presets.options import Options, takes_options
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         >>> est.step()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         dim: int,
@@ -123,7 +123,7 @@ class ResidualEstimator(ContrastiveEstimator):
         >>> est.step()
     """
 
-    @takes_options()
+    @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
         dim: int,

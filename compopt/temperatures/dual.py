@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,13 +14,15 @@ from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
-from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.state_dict import part_state_dict
-from compopt.stores import Offload
 from compopt.stores.layout import Column
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
 # authors' code. The bimodal tau_max is ours: theirs is 0.05 or 1, by version. The paper bounds tau from above in its
@@ -68,7 +69,8 @@ class TemperatureDual(Temperature):
             corrected by the row's own number of visits.
         beta: weight of the newest gradient in ``m``, in (0, 1].
         betas: of Adam, each in [0, 1).
-        process_group, offload, offload_dir, shard, dtype: when used alone, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+            :class:`~compopt.estimator.Component`.
 
     Hyper-parameters: ``rho``, ``lr``, ``tau_init``, ``tau_min``, ``tau_max``, ``max_grad``, ``beta``, ``betas``; they
     may differ between sample groups.
@@ -97,6 +99,7 @@ class TemperatureDual(Temperature):
         (3, 2)
     """
 
+    @takes_options(Temperature, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec | None,
@@ -110,12 +113,7 @@ class TemperatureDual(Temperature):
         optimizer: Rule = "momentum",
         beta: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
-        *,
-        process_group: ProcessGroup | None = None,
-        offload: Offload | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
-        shard: bool = False,
-        dtype: torch.dtype = torch.float32,
+        **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("mode", mode, get_args(Mode))
         checks.one_of("optimizer", optimizer, get_args(Rule))
@@ -124,15 +122,7 @@ class TemperatureDual(Temperature):
         self.mode, self.optimizer = mode, optimizer
         self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
         defaults = {"tau_init": tau_init, "tau_min": tau_min, "tau_max": tau_max, "max_grad": max_grad}
-        super().__init__(
-            n,
-            {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas},
-            process_group=process_group,
-            offload=offload,
-            offload_dir=offload_dir,
-            shard=shard,
-            dtype=dtype,
-        )
+        super().__init__(n, {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas}, **placement)
 
     def described(self) -> dict[str, Any]:
         if "tau" not in self.state:

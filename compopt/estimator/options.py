@@ -1,4 +1,4 @@
-"""Options that every preset passes on to :class:`~compopt.ContrastiveEstimator`, spelled once."""
+"""Options that constructors pass on to their base class, spelled once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 
 from compopt.checks import Directions, Mode
-from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.stores import Offload
 
 
-class CommonOptions(TypedDict, total=False):
+class PlacementOptions(TypedDict, total=False):
+    """Keywords of :class:`~compopt.estimator.Component` that say where rows are, if it is used alone."""
+
+    process_group: ProcessGroup | None
+    offload: Offload | None
+    offload_dir: str | os.PathLike[str] | None
+    shard: bool
+    dtype: torch.dtype
+
+
+class CommonOptions(PlacementOptions, total=False):
     """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
 
     mode: Mode
     directions: Directions
     normalize: bool
     chunk_size: int | None
-    process_group: ProcessGroup | None
-    offload: Offload | None
-    offload_dir: str | os.PathLike[str] | None
-    shard: bool
-    dtype: torch.dtype
 
 
 class Options(CommonOptions, total=False):
@@ -39,19 +43,20 @@ class Options(CommonOptions, total=False):
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def takes_options(kind: Any = Options) -> Callable[[Init], Init]:
-    """Show the options in the signature of a preset's ``__init__``, with their defaults, and refuse any other name.
+def takes_options(base: type, kind: Any) -> Callable[[Init], Init]:
+    """Show the options in the signature of an ``__init__``, with their defaults, and refuse any other name.
 
     ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
 
     Args:
-        kind: type of the preset's ``**options``: :class:`Options` or :class:`CommonOptions`.
+        base: class whose constructor has the defaults.
+        kind: type of ``**options``, a ``TypedDict`` of keywords of that constructor.
     """
 
     def decorate(init: Init) -> Init:
-        base = inspect.signature(ContrastiveEstimator.__init__).parameters
+        defaults = inspect.signature(base).parameters
         own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shown = [p.replace(kind=p.KEYWORD_ONLY) for name, p in base.items() if name in kind.__annotations__]
+        shown = [p.replace(kind=p.KEYWORD_ONLY) for name, p in defaults.items() if name in kind.__annotations__]
         signature = inspect.Signature([*own, *shown])
 
         @functools.wraps(init)
