@@ -550,31 +550,15 @@ def test_load_state_dict_with_a_table_of_another_shape(name):
 # moving average alone -----------------------------------------------------------------------------
 
 
-def through(g, index, average):
-    return compopt.compositional_loss(g, index, average, torch.log)
-
-
-TWO = torch.tensor([0, 1])
-UPDATES = [
-    (lambda u: u.update(torch.zeros(3), TWO), ValueError, ("log_g|index", r"\b3\b", r"\b2\b")),
-    (lambda u: u.update(torch.zeros(2).long(), TWO), TypeError, ("log_g", "int64")),
-    (lambda u: u.update([0.0, 0.0], TWO), TypeError, ("log_g", "list")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0.0, 1.0])), TypeError, ("index", "float32")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0, N])), IndexError, ("index", rf"\b{N}\b")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0, -1])), IndexError, ("index", "-1")),
-    *((lambda u, g=g: through(torch.tensor([1.0, g]), TWO, u), ValueError, (r"\bg\b", number(g))) for g in (0.0, -1.0)),
-    (lambda u: through(torch.ones(2), TWO, object()), TypeError, ("estimator",)),
-]
-
-
-@pytest.mark.covering(all=True)
-@pytest.mark.parametrize("case", range(len(UPDATES)))
-def test_the_moving_average_alone(case):
-    action, error, words = UPDATES[case]
-    average = MA(N)
+@pytest.mark.parametrize("bad", [0.0, -1.0])
+def test_a_loss_through_the_moving_average(bad):
+    """Its own bad input: tests/test_alone.py."""
+    average, two = MA(N), torch.tensor([0, 1])
     average.update(torch.zeros(3), torch.arange(3))
-    with refused(error, *words, est=average):
-        action(average)
+    with refused(ValueError, r"\bg\b", number(bad), est=average):
+        compopt.compositional_loss(torch.tensor([1.0, bad]), two, average, torch.log)
+    with refused(TypeError, "estimator"):
+        compopt.compositional_loss(torch.ones(2), two, object(), torch.log)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -129,41 +129,6 @@ def test_ranks_compute_what_one_process_does(case):
                 near(other[name].double().nan_to_num(0, 0, 0), value.double().nan_to_num(0, 0, 0), 1e-9, what=name)
 
 
-def disagree(group, first, second):
-    rank = torch.distributed.get_rank(group)
-    est = compopt.DCLEstimator(process_group=group)
-    z1, z2 = features(4, D, seed=rank, dtype=torch.float32)
-    given = {name: value for name, value in further(0).items() if name in (first, second)[rank]}
-    given = {name: value.float() if name == "extra" else value for name, value in given.items()}
-    try:
-        est(z1, z2, torch.arange(4) + 4 * rank, **given)
-    except ValueError as error:
-        return str(error)
-    return "agreed"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("first, second", [((), ("extra",)), (("extra",), ("extra", "extra_index"))])
-def test_ranks_that_disagree(first, second):
-    for message in the_pool().run(disagree, 2, first, second):
-        assert "differ in extra=" in message
-
-
-def directions_disagree(group):
-    est = compopt.DCLEstimator(process_group=group, directions=["both", "forward"][torch.distributed.get_rank(group)])
-    try:
-        est(*features(4, D, seed=1, dtype=torch.float32))
-    except ValueError as error:
-        return str(error)
-    return "agreed"
-
-
-@pytest.mark.distributed
-def test_ranks_with_other_directions():
-    for message in the_pool().run(directions_disagree, 2):
-        assert "configuration" in message
-
-
 # -- what else belongs to an estimator ---------------------------------------------------------------------------
 
 
