@@ -526,20 +526,6 @@ def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
     assert est.n == N + 3 and est.read(torch.arange(N + 3))["count"].sum() > 0
 
 
-def test_parts_are_not_saved_alone(tmp_path):
-    est = sogclr()
-    for call in (
-        lambda part: compopt.save(part, tmp_path),
-        lambda part: part.step(),
-        lambda part: part.to("cpu"),
-        lambda part: part.add_sample_group({"n": 2}),
-        lambda part: part.prefetch(torch.arange(2)),
-    ):
-        with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
-            call(est.normalizer)
-    assert not list(tmp_path.iterdir()) and est.n == N
-
-
 # -- hyper-parameters and owners -----------------------------------------------------------------------
 
 
