@@ -133,25 +133,16 @@ def test_ranks_compute_what_one_process_does(case):
 
 
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "emc2", "residual"])
-def test_checkpoints(name, tmp_path):
-    info = BY_NAME[name]
-    data = batches(N, 4, seed=7)
-    est, _ = make(info, "forward", N, gamma=0.6)
+def test_copies_and_checkpoints_of_other_directions(name):
+    """Resumed runs: tests/test_save_load.py."""
+    est, *data = make(BY_NAME[name], "forward", N, gamma=0.6)[0], *batches(N, 4, seed=7)
     for batch in data[:2]:
         run(est, *batch), est.step()
-    compopt.save(est, tmp_path)
-    twin, copied = make(info, "forward", N, gamma=0.6)[0], copy.deepcopy(est)
-    compopt.load(twin, tmp_path)
-    dict_twin = make(info, "forward", N, gamma=0.6)[0]
-    dict_twin.load_state_dict(est.state_dict())
-    for other in (twin, copied, dict_twin):
-        assert_same_bits(snapshot(est, N), snapshot(other, N))
-    rest = [run(est, *batch) for batch in data[2:]]
-    for got, want in zip([run(twin, *batch) for batch in data[2:]], rest, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    wide, _ = make(info, "bimodal", N, gamma=0.6)
+    copied = copy.deepcopy(est)
+    for batch in data[2:]:
+        assert all(torch.equal(a, b) for a, b in zip(run(copied, *batch), run(est, *batch), strict=True))
     with pytest.raises(ValueError, match="directions|differs"):
-        compopt.load(wide, tmp_path)
+        make(BY_NAME[name], "bimodal", N, gamma=0.6)[0].load_state_dict(est.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}], ids=["cpu", "disk"])

@@ -42,7 +42,7 @@ def trained(steps=3, seed=70, **options):
 
 @pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "forward"])
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_resume_is_bitwise(info, mode, dtype, tmp_path):
     """From a directory, and from a state_dict in a file of torch's."""
