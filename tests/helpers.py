@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import suppress
 
 import torch
@@ -45,6 +46,23 @@ def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, ...]:
     loss = est(*leaves[:2], index, **options)
     loss.backward(grad_output)
     return loss.detach(), *(z.grad for z in leaves)
+
+
+def train(est, data):
+    """Train; the bits of all losses and gradients."""
+    trace = []
+    for z1, z2, index in data:
+        trace += [bits(x) for x in run(est, z1, z2, index)]
+        est.step()
+    return trace
+
+
+def through_a_file(state):
+    """Save and load as a user would."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):

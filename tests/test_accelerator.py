@@ -74,18 +74,6 @@ def test_features_that_are_not_finite_are_warned_of_later():
         train(est, DEVICE, range(1))
 
 
-def test_found_inf_on_the_device_drops_the_window():
-    est = compopt.ISogCLREstimator(N, rho=1.0)
-    train(est, DEVICE, range(1))
-    before = est.state_dict()["rows"]
-    with quiet():
-        est(*batch(1, DEVICE))
-        est._commit(torch.ones((), device=DEVICE))
-    assert est.pending == 0
-    for column, value in est.state_dict()["rows"].items():
-        assert torch.equal(value, before[column])
-
-
 def test_repeats_on_the_device_have_the_same_bits_every_time():
     def run():
         est = compopt.SogCLREstimator(N)

@@ -239,7 +239,10 @@ def other(**options):
 LOST, KEY = object(), (KeyError, ValueError)
 SGD = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 SCHEDULE, COSINE = compopt.schedules.Schedule, compopt.schedules.CosineGamma
-NO_OPTIMIZERS = (None, 3, "adam", {"lr": 0.1}, Wrapper(), Wrapper(Wrapper()), Wrapper("itself"), torch.optim.SGD)
+NO_OPTIMIZERS = (
+    *(None, 3, "adam", {"lr": 0.1}, torch.optim.SGD, torch.nn.Linear(2, 2)),
+    *(Wrapper(), Wrapper(object()), Wrapper(Wrapper()), Wrapper("itself")),
+)
 # (estimator, action, error, words of the message)
 ACTIONS = [
     ("sogclr", lambda est: est.read(None), TypeError, ("index", "None")),
@@ -291,12 +294,16 @@ ACTIONS = [
     ("sogclr", loading(lambda: other(mode="unimodal")), ValueError, ("bimodal", "unimodal")),
     ("sogclr", loading(lambda: other(dtype=torch.float64)), ValueError, ("float32", "float64")),
     ("sogclr", loading(lambda: make("isogclr").state_dict()), ValueError, ()),
+    ("isogclr", loading(lambda: make("isogclr-adam").state_dict()), ValueError, ()),
+    ("isogclr", loading(lambda: other()), ValueError, ()),
+    ("infonce", loading(lambda: other()), ValueError, ()),
     ("sogclr", loading(lambda: make("infonce").state_dict()), ValueError, ()),
     ("sogclr", loading(lambda: other(n=[{"n": 5}, {"n": N - 5}])), ValueError, (r"\b5\b", rf"\b{N}\b")),
     ("sogclr", loading(lambda: torch.nn.Linear(2, 2).state_dict()), KEY, ()),
-    ("sogclr", loading(lambda: [1, 2]), TypeError, ("dict",)),
+    *(("sogclr", loading(lambda junk=junk: junk), TypeError, ("dict",)) for junk in ([1, 2], 3, None)),
+    *(("sogclr", loading(lambda junk=junk: junk), KEY, ()) for junk in ({}, {"version": 1})),
     # what belongs to it
-    *(("sogclr", lambda est, o=o: est.attach(o), TypeError, ("optimizer",)) for o in NO_OPTIMIZERS),
+    *(("sogclr", lambda est, o=o: est.attach(o), TypeError, (f"got {type(o).__name__}",)) for o in NO_OPTIMIZERS),
     ("sogclr", lambda est: est.normalizer.step(), RuntimeError, ("part of a ContrastiveEstimator",)),
     ("sogclr", lambda est: est.normalizer.attach(SGD), RuntimeError, ("part of a ContrastiveEstimator",)),
     ("sogclr", lambda est: est.to("meta"), ValueError, ("device", "meta")),
@@ -473,14 +480,6 @@ def test_construction(case):
         build()
 
 
-def test_a_component_serves_one_estimator():
-    """Two estimators that wrote the same rows would undo each other's work."""
-    average = MA(N)
-    compopt.ContrastiveEstimator(average, FIXED_TAU(TAU))
-    with refused((ValueError, RuntimeError), "MovingAverageEstimator"):
-        compopt.ContrastiveEstimator(average, FIXED_TAU(TAU))
-
-
 @pytest.mark.parametrize("temperature", [0.07, DUAL(13)], ids=["a number", "another n"])
 def test_a_refused_construction_leaves_the_components_free(temperature):
     average = MA(12)
@@ -546,43 +545,15 @@ def test_load_state_dict_with_a_table_of_another_shape(name):
 # moving average alone -----------------------------------------------------------------------------
 
 
-def through(g, index, average):
-    return compopt.compositional_loss(g, index, average, torch.log)
-
-
-TWO = torch.tensor([0, 1])
-UPDATES = [
-    (lambda u: u.update(torch.zeros(3), TWO), ValueError, ("log_g|index", r"\b3\b", r"\b2\b")),
-    (lambda u: u.update(torch.zeros(2).long(), TWO), TypeError, ("log_g", "int64")),
-    (lambda u: u.update([0.0, 0.0], TWO), TypeError, ("log_g", "list")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0.0, 1.0])), TypeError, ("index", "float32")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0, N])), IndexError, ("index", rf"\b{N}\b")),
-    (lambda u: u.update(torch.zeros(2), torch.tensor([0, -1])), IndexError, ("index", "-1")),
-    *((lambda u, g=g: through(torch.tensor([1.0, g]), TWO, u), ValueError, (r"\bg\b", number(g))) for g in (0.0, -1.0)),
-    (lambda u: through(torch.ones(2), TWO, object()), TypeError, ("estimator",)),
-]
-
-
-@pytest.mark.covering(all=True)
-@pytest.mark.parametrize("case", range(len(UPDATES)))
-def test_the_moving_average_alone(case):
-    action, error, words = UPDATES[case]
-    average = MA(N)
+@pytest.mark.parametrize("bad", [0.0, -1.0])
+def test_a_loss_through_the_moving_average(bad):
+    """Its own bad input: tests/test_alone.py."""
+    average, two = MA(N), torch.tensor([0, 1])
     average.update(torch.zeros(3), torch.arange(3))
-    with refused(error, *words, est=average):
-        action(average)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_an_update_that_is_not_finite_never_enters_the_state(bad):
-    average = MA(N)
-    average.update(torch.zeros(3), torch.arange(3))
-    average.step()
-    average.update(torch.tensor([1.0, bad]), torch.tensor([1, 2]))
-    average.step()
-    read = average.read(torch.arange(3))
-    assert read["count"].tolist() == [1, 2, 1]
-    assert read["log_u"][2].item() == 0.0
+    with refused(ValueError, r"\bg\b", number(bad), est=average):
+        compopt.compositional_loss(torch.tensor([1.0, bad]), two, average, torch.log)
+    with refused(TypeError, "estimator"):
+        compopt.compositional_loss(torch.ones(2), two, object(), torch.log)
 
 
 # schedules and diagnostics ------------------------------------------------------------------------

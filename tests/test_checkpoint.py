@@ -1,6 +1,5 @@
 """state_dict and load_state_dict: complete, a snapshot, bitwise, and strict about what does not fit."""
 
-import io
 import math
 
 import pytest
@@ -10,49 +9,10 @@ from torch import Tensor
 import compopt
 from compopt.estimator import Column, Range
 from compopt.stores import table
-from tests.database import DATABASE, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.database import STATEFUL
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot, through_a_file, train
 
 N = 13
-
-
-def train(est, data):
-    """Train; the bits of all losses and gradients."""
-    trace = []
-    for z1, z2, index in data:
-        trace += [bits(x) for x in run(est, z1, z2, index)]
-        est.step()
-    return trace
-
-
-def through_a_file(state):
-    """Save and load as a user would."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-@pytest.mark.covering()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", DATABASE, ids=str)
-def test_resume_is_bitwise(info, mode, dtype):
-    data = batches(N, 8, seed=70, dtype=dtype)
-    whole, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-    first = train(whole, data[:4])
-    state = through_a_file(whole.state_dict())
-    at_half = snapshot(whole, N)
-    rest = train(whole, data[4:])
-    resumed, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-    resumed.load_state_dict(state)
-    assert_same_bits(at_half, snapshot(resumed, N))
-    assert train(resumed, data[4:]) == rest
-    assert_same_bits(snapshot(whole, N), snapshot(resumed, N))
-    if info.has_state:
-        fresh, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-        assert train(fresh, data[:4]) == first
-        assert train(make(info, mode, N, dtype=dtype, gamma=0.6)[0], data[4:]) != rest, "the state matters here"
 
 
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
@@ -79,46 +39,6 @@ def test_loading_forgets_the_deposits_that_wait(info):
     est.load_state_dict(state)
     est.step()
     assert_same_bits(clean, snapshot(est, N))
-
-
-def builder(**changes):
-    """ISogCLR with one thing changed."""
-    settings = {"n": N, "mode": "bimodal", "dtype": torch.float32, "optimizer": "momentum", **changes}
-    return compopt.ISogCLREstimator(settings.pop("n"), **settings)
-
-
-MISFITS = {
-    "n": (lambda: builder(n=N + 1), str(N + 1)),
-    "mode": (lambda: builder(mode="unimodal"), "unimodal"),
-    "optimizer": (lambda: builder(optimizer="adam"), None),
-    "method": (lambda: compopt.SogCLREstimator(N), None),
-    "stateless": (lambda: compopt.InfoNCEEstimator(), None),
-    "groups": (lambda: builder(n=[{"n": 6}, {"n": 7}]), None),
-}
-
-
-@pytest.mark.parametrize("what", MISFITS)
-def test_a_checkpoint_that_does_not_fit_is_refused(what):
-    source = builder()
-    train(source, batches(N, 2, seed=75, dtype=torch.float32))
-    make_target, named = MISFITS[what]
-    target = make_target()
-    before = snapshot(target, N)
-    with pytest.raises((ValueError, KeyError, RuntimeError, TypeError)) as error:
-        target.load_state_dict(source.state_dict())
-    if what in ("n", "mode"):
-        assert named in str(error.value) and (str(N) if what == "n" else "bimodal") in str(error.value)
-    assert_same_bits(before, snapshot(target, N))
-
-
-@pytest.mark.parametrize("broken", [{}, {"version": 1}, 3, None])
-def test_junk_is_refused_and_changes_nothing(broken):
-    est = builder()
-    train(est, batches(N, 2, seed=76, dtype=torch.float32))
-    before = snapshot(est, N)
-    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError, AttributeError)):
-        est.load_state_dict(broken)
-    assert_same_bits(before, snapshot(est, N))
 
 
 def test_the_learned_temperature_travels():

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import compopt
 from tests import four
 from tests.four import assert_alike
-from tests.pool import the_pool
-from tests.test_integrations import counting
+from tests.test_integrations import counting, ours
 from tests.trainers import fresh_accelerate
 from tests.training import MICRO, WINDOW, Encoders, N, micro_batches, reference, rows, weights
 
@@ -19,11 +18,6 @@ pytestmark = [pytest.mark.launch, pytest.mark.distributed, pytest.mark.usefixtur
 pytest.importorskip("deepspeed")
 UPDATES = 3
 KINDS = {"estimator": lambda **options: compopt.ISogCLREstimator(N, rho=0.5, **options), **four.KINDS}
-
-
-def ours(function, *args):
-    """On two processes."""
-    return the_pool(2, timeout=120).run(function, 2, *args)
 
 
 def new(stage, kind="estimator", precision="fp32", universal=False):

@@ -129,64 +129,20 @@ def test_ranks_compute_what_one_process_does(case):
                 near(other[name].double().nan_to_num(0, 0, 0), value.double().nan_to_num(0, 0, 0), 1e-9, what=name)
 
 
-def disagree(group, first, second):
-    rank = torch.distributed.get_rank(group)
-    est = compopt.DCLEstimator(process_group=group)
-    z1, z2 = features(4, D, seed=rank, dtype=torch.float32)
-    given = {name: value for name, value in further(0).items() if name in (first, second)[rank]}
-    given = {name: value.float() if name == "extra" else value for name, value in given.items()}
-    try:
-        est(z1, z2, torch.arange(4) + 4 * rank, **given)
-    except ValueError as error:
-        return str(error)
-    return "agreed"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("first, second", [((), ("extra",)), (("extra",), ("extra", "extra_index"))])
-def test_ranks_that_disagree(first, second):
-    for message in the_pool().run(disagree, 2, first, second):
-        assert "differ in extra=" in message
-
-
-def directions_disagree(group):
-    est = compopt.DCLEstimator(process_group=group, directions=["both", "forward"][torch.distributed.get_rank(group)])
-    try:
-        est(*features(4, D, seed=1, dtype=torch.float32))
-    except ValueError as error:
-        return str(error)
-    return "agreed"
-
-
-@pytest.mark.distributed
-def test_ranks_with_other_directions():
-    for message in the_pool().run(directions_disagree, 2):
-        assert "configuration" in message
-
-
 # -- what else belongs to an estimator ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "emc2", "residual"])
-def test_checkpoints(name, tmp_path):
-    info = BY_NAME[name]
-    data = batches(N, 4, seed=7)
-    est, _ = make(info, "forward", N, gamma=0.6)
+def test_copies_and_checkpoints_of_other_directions(name):
+    """Resumed runs: tests/test_save_load.py."""
+    est, *data = make(BY_NAME[name], "forward", N, gamma=0.6)[0], *batches(N, 4, seed=7)
     for batch in data[:2]:
         run(est, *batch), est.step()
-    compopt.save(est, tmp_path)
-    twin, copied = make(info, "forward", N, gamma=0.6)[0], copy.deepcopy(est)
-    compopt.load(twin, tmp_path)
-    dict_twin = make(info, "forward", N, gamma=0.6)[0]
-    dict_twin.load_state_dict(est.state_dict())
-    for other in (twin, copied, dict_twin):
-        assert_same_bits(snapshot(est, N), snapshot(other, N))
-    rest = [run(est, *batch) for batch in data[2:]]
-    for got, want in zip([run(twin, *batch) for batch in data[2:]], rest, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    wide, _ = make(info, "bimodal", N, gamma=0.6)
+    copied = copy.deepcopy(est)
+    for batch in data[2:]:
+        assert all(torch.equal(a, b) for a, b in zip(run(copied, *batch), run(est, *batch), strict=True))
     with pytest.raises(ValueError, match="directions|differs"):
-        compopt.load(wide, tmp_path)
+        make(BY_NAME[name], "bimodal", N, gamma=0.6)[0].load_state_dict(est.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}], ids=["cpu", "disk"])

@@ -247,6 +247,7 @@ def test_a_part_shows_its_own_and_leaves_the_rest_to_its_owner(tmp_path):
         for refusal in refusals:
             with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator .ISogCLREstimator."):
                 refusal()
+    assert not list(tmp_path.iterdir()) and est.n == N
     for refusal in (lambda: est.normalizer.update(G, I), lambda: est.temperature.update(G, I)):
         with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
             refusal()

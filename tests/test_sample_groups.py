@@ -98,16 +98,6 @@ def test_a_group_added_while_deposits_wait():
     compare_state(est, ref, N1 + N2 + 4, BY_NAME["sogclr"])
 
 
-@pytest.mark.parametrize("bad", [{"n": 3, "gama": 0.5}, {"gamma": 0.5}, {"n": 0}, {"n": 3, "gamma": 1.5}])
-def test_a_bad_group_is_refused_and_changes_nothing(bad):
-    est, _ = sogclr_pair("bimodal")
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        est.add_sample_group(bad)
-    assert [g["n"] for g in est.sample_groups] == [N1, N2]
-    z1, z2, index = batches(N1 + N2, 1, seed=9)[0]
-    assert torch.isfinite(run(est, z1, z2, index)[0])
-
-
 def test_dicts_and_pairs_of_the_user_are_not_shared():
     betas = [0.9, 0.999]
     groups = [{"n": 9, "gamma": 0.5, "betas": betas}]

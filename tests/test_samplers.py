@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 from compopt.samplers.ordered import batch_losses
-from tests.samplers import B, N, both, filled, ordered, spectral, table, train
+from tests.samplers import KINDS, B, N, both, filled, ordered, spectral, table, train
 
 # epochs -------------------------------------------------------------------------------------------
 
@@ -119,44 +119,36 @@ def test_the_loop_fills_the_bank(make):
 # bad input ----------------------------------------------------------------------------------------
 
 
+OF_BOTH = [
+    ({"n": 0}, ValueError, "n must be a positive integer, got 0"),
+    ({"n": 5.0}, TypeError, "n must be a positive integer, got 5.0"),
+    ({"batch_size": 1}, ValueError, "batch_size must be between 2 and n=50, got 1"),
+    ({"batch_size": 51}, ValueError, "batch_size must be between 2 and n=50, got 51"),
+    ({"tau": 0.0}, ValueError, "tau must be greater than 0"),
+    ({"seed": -1}, ValueError, "seed must be a non-negative integer, got -1"),
+    ({"seed": 1 << 63}, ValueError, "seed must be below"),
+    ({"dtype": torch.int8}, ValueError, "dtype must be one of .*float16.*int8"),
+    ({"offload": "disk"}, ValueError, "offload must be None or 'cpu', got 'disk'"),
+    ({"labels": torch.zeros(49, dtype=torch.int64)}, ValueError, "labels has 49 entries"),
+    ({"labels": torch.zeros(50)}, TypeError, "labels must hold integers"),
+]
+OF_ONE = [
+    (ordered, {"keep": 31}, ValueError, "keep must be at most candidates=30, got 31"),
+    (ordered, {"keep": 0}, ValueError, "keep must be a positive integer"),
+    (ordered, {"candidates": 2.5}, TypeError, "candidates must be a positive integer"),
+    (ordered, {"n": 4, "batch_size": 2, "keep": 7}, ValueError, "keep must be at most the 6 batches of 2"),
+    (spectral, {"group": 0}, ValueError, "group must be a positive integer, got 0"),
+    (spectral, {"drop_last": 1}, TypeError, "drop_last must be True or False, got 1"),
+    (spectral, {"sharpness": 0.0}, ValueError, "sharpness must be greater than 0"),
+    # an estimator would refuse it at the end of the epoch
+    (spectral, {"n": 33, "batch_size": 32}, ValueError, "the last batch has 1 of n=33.*two.*drop_last=True"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"n": 0}, ValueError, "n must be a positive integer, got 0"),
-        ({"n": 5.0}, TypeError, "n must be a positive integer, got 5.0"),
-        ({"batch_size": 1}, ValueError, "batch_size must be between 2 and n=50, got 1"),
-        ({"batch_size": 51}, ValueError, "batch_size must be between 2 and n=50, got 51"),
-        ({"tau": 0.0}, ValueError, "tau must be greater than 0"),
-        ({"seed": -1}, ValueError, "seed must be a non-negative integer, got -1"),
-        ({"seed": 1 << 63}, ValueError, "seed must be below"),
-        ({"dtype": torch.int8}, ValueError, "dtype must be one of .*float16.*int8"),
-        ({"offload": "disk"}, ValueError, "offload must be None or 'cpu', got 'disk'"),
-        ({"labels": torch.zeros(49, dtype=torch.int64)}, ValueError, "labels has 49 entries"),
-        ({"labels": torch.zeros(50)}, TypeError, "labels must hold integers"),
-    ],
-    ids=str,
+    ("make", "options", "error", "message"), [*((make, *bad) for make in KINDS for bad in OF_BOTH), *OF_ONE]
 )
-@both
 def test_bad_arguments(make, options, error, message):
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
-    [
-        (ordered, {"keep": 31}, ValueError, "keep must be at most candidates=30, got 31"),
-        (ordered, {"keep": 0}, ValueError, "keep must be a positive integer"),
-        (ordered, {"candidates": 2.5}, TypeError, "candidates must be a positive integer"),
-        (ordered, {"n": 4, "batch_size": 2, "keep": 7}, ValueError, "keep must be at most the 6 batches of 2"),
-        (spectral, {"group": 0}, ValueError, "group must be a positive integer, got 0"),
-        (spectral, {"drop_last": 1}, TypeError, "drop_last must be True or False, got 1"),
-        (spectral, {"sharpness": 0.0}, ValueError, "sharpness must be greater than 0"),
-        # an estimator would refuse it at the end of the epoch
-        (spectral, {"n": 33, "batch_size": 32}, ValueError, "the last batch has 1 of n=33.*two.*drop_last=True"),
-    ],
-)
-def test_bad_arguments_of_one_sampler(make, options, error, message):
     with pytest.raises(error, match=message):
         make(**options)
 

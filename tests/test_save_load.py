@@ -15,7 +15,7 @@ import compopt
 from compopt import files
 from compopt.checkpoint import loading, manifest
 from tests.database import DATABASE, MODES
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, make, run, snapshot, through_a_file, train
 from tests.pool import the_pool
 
 N = 23
@@ -26,15 +26,6 @@ def small_blocks(monkeypatch):
     """Several blocks for a handful of rows."""
     monkeypatch.setattr(manifest, "PIECE_ROWS", 5)
     monkeypatch.setattr(manifest, "CHUNK_ROWS", 5)
-
-
-def train(est, data):
-    """Train; the bits of all losses and gradients."""
-    trace = []
-    for z1, z2, index in data:
-        trace += [bits(x) for x in run(est, z1, z2, index)]
-        est.step()
-    return trace
 
 
 def sogclr(n=N, **options):
@@ -51,22 +42,31 @@ def trained(steps=3, seed=70, **options):
 
 @pytest.mark.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "forward"])
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_resume_is_bitwise(info, mode, dtype, tmp_path):
-    data = batches(N, 6, seed=70, dtype=dtype)
-    whole, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-    train(whole, data[:3])
-    path = compopt.save(whole, tmp_path)
+    """From a directory, and from a state_dict in a file of torch's."""
+
+    def build():
+        return make(info, mode, N, dtype=dtype, gamma=0.6)[0]
+
+    data, whole, resumed, other = batches(N, 8, seed=70, dtype=dtype), build(), build(), build()
+    first = train(whole, data[:4])
+    path, state = compopt.save(whole, tmp_path), through_a_file(whole.state_dict())
     at_half = snapshot(whole, N)
-    rest = train(whole, data[3:])
-    resumed, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-    run(resumed, *data[0])  # a pending deposit, which load drops
+    rest = train(whole, data[4:])
+    for est in (resumed, other):
+        run(est, *data[0])  # a pending deposit, which load drops
     assert compopt.load(resumed, tmp_path) == path
-    assert resumed.t == whole.t // 2 and resumed.pending == 0
-    assert_same_bits(at_half, snapshot(resumed, N))
-    assert train(resumed, data[3:]) == rest
-    assert_same_bits(snapshot(whole, N), snapshot(resumed, N))
+    other.load_state_dict(state)
+    for est in (resumed, other):
+        assert est.t == whole.t // 2 and est.pending == 0
+        assert_same_bits(at_half, snapshot(est, N))
+        assert train(est, data[4:]) == rest
+        assert_same_bits(snapshot(whole, N), snapshot(est, N))
+    if info.has_state:
+        assert train(build(), data[:4]) == first
+        assert train(build(), data[4:]) != rest, "the state matters here"
 
 
 PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
@@ -524,20 +524,6 @@ def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
     compopt.load(est, tmp_path / "c", t=np.int64(2))
     est.add_sample_group({"n": 3})
     assert est.n == N + 3 and est.read(torch.arange(N + 3))["count"].sum() > 0
-
-
-def test_parts_are_not_saved_alone(tmp_path):
-    est = sogclr()
-    for call in (
-        lambda part: compopt.save(part, tmp_path),
-        lambda part: part.step(),
-        lambda part: part.to("cpu"),
-        lambda part: part.add_sample_group({"n": 2}),
-        lambda part: part.prefetch(torch.arange(2)),
-    ):
-        with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
-            call(est.normalizer)
-    assert not list(tmp_path.iterdir()) and est.n == N
 
 
 # -- hyper-parameters and owners -----------------------------------------------------------------------

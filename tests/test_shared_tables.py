@@ -199,7 +199,9 @@ DIFFERENT = {  # arguments of rank 0, and of rank 1
     "n": ({"n": N}, {"n": N + 1}),
     "mode": ({"mode": "bimodal"}, {"mode": "unimodal"}),
     "shard": ({"shard": False}, {"shard": True}),
+    "directions": ({"directions": "both"}, {"directions": "forward"}),
 }
+DIFFERENT_EXTRA = {"given": ((), ("extra",)), "positions": (("extra",), ("extra", "extra_index"))}
 DIFFERENT_TAU = {
     "value": (0.1, 1.1),
     "kind": (0.2, per_anchor()),
@@ -218,6 +220,9 @@ def differing(group, what, value):
     call = {"index": torch.arange(4) + 4 * second}
     if what == "tau":
         call["tau"] = DIFFERENT_TAU[value][second]
+    if what == "extra":
+        further = {"extra": torch.randn(5, 5), "extra_index": torch.arange(5)}
+        call |= {name: further[name] for name in DIFFERENT_EXTRA[value][second]}
     if what == "index":
         est, call = compopt.MemoryEstimator(5, process_group=group), {} if second else call
     if what == "encode":
@@ -231,11 +236,12 @@ def differing(group, what, value):
 @pytest.mark.parametrize(
     ("what", "value"),
     [*(("options", name) for name in DIFFERENT), *(("tau", name) for name in DIFFERENT_TAU)]
-    + [("index", ""), ("encode", "")],
+    + [*(("extra", name) for name in DIFFERENT_EXTRA), ("index", ""), ("encode", "")],
 )
 def test_ranks_that_differ_are_told_so(what, value):
     for message in on_two(differing, what, value):
         assert "the ranks differ in" in message and ("tau" in message) == (what == "tau")
+        assert ("differ in extra=" in message) == (what == "extra")
 
 
 # a load beside prefetching -------------------------------------------------------------------------
