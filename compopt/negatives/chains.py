@@ -132,8 +132,8 @@ class Chains(SampledPairs):
     def _run(self) -> None:
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
-            found = self._find((slice(None), slice(0, self._directions)))[1]
-            outside.encode(self._seen & ~_by_direction(found, self._directions), spare)
+            known = self._find((slice(None), slice(0, self._directions)))[1]
+            outside.encode(self._seen & ~_by_direction(known, self._directions), spare)
             outside.score = outside.fresh
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
