@@ -37,6 +37,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def switch_often():
+    """Threads take turns every few microseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_the_pool():
     """The processes of tests/pool.py end with the session."""

@@ -24,6 +24,14 @@ def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
         near(leaf.grad, want_tau, rtol if leaf.dtype == torch.float64 else 2e-6, what="tau gradient")
 
 
+def follow(info, est, ref, n, data, **options):
+    """Both through some batches, each with a commit."""
+    for z1, z2, index in data:
+        compare_forward(info, est, ref, z1, z2, index, **options)
+        est.step(), ref.step()
+        compare_state(est, ref, n, info)
+
+
 # a twin's network takes seconds: without the first temperature, below which theirs do not go
 CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info.network) :]]
 
@@ -33,11 +41,7 @@ CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
 def test_some_steps(info, mode, tau, gamma):
     est, ref = make(info, mode, N, tau=tau, gamma=gamma)
-    for z1, z2, index in batches(N, steps=5 if info.network else 8, seed=1):
-        compare_forward(info, est, ref, z1, z2, index)
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, info)
+    follow(info, est, ref, N, batches(N, steps=5 if info.network else 8, seed=1))
 
 
 @pytest.mark.covering()

@@ -142,22 +142,16 @@ def test_what_is_committed_meanwhile_is_not_in_it(stop, after, options, tmp_path
 
 
 @pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_without_holding_anything(options, tmp_path):
-    """Threads take turns every few microseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    try:
-        est = sogclr(**placed(options, tmp_path / "rows"))
-        for number in range(4):
-            fill(est, seed=number)
-            expected = shown(est, N)
-            handle = compopt.save(est, tmp_path / "c", incremental=number % 2 > 0, blocking=False)
-            seed = 0
-            while not handle.done:
-                visit(est, range(seed % 100, N, 7), seed=(seed := seed + 1))
-            loads(handle.wait(), expected)
-    finally:
-        sys.setswitchinterval(before)
+def test_without_holding_anything(options, tmp_path, switch_often):
+    est = sogclr(**placed(options, tmp_path / "rows"))
+    for number in range(4):
+        fill(est, seed=number)
+        expected = shown(est, N)
+        handle = compopt.save(est, tmp_path / "c", incremental=number % 2 > 0, blocking=False)
+        seed = 0
+        while not handle.done:
+            visit(est, range(seed % 100, N, 7), seed=(seed := seed + 1))
+        loads(handle.wait(), expected)
 
 
 def test_state_that_is_not_rows(tmp_path):

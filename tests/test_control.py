@@ -70,7 +70,7 @@ def one_rank_alone(group, folder, operation):
     compopt.save(est, folder)
     other = (lambda: observe(sampler)) if operation == "observe() of a sampler" else lambda: call(est, 1)
     name = "compopt.save()" if operation == "observe() of a sampler" else operation
-    alone = est._engine.ranks.rank == 0
+    alone = dist.get_rank(group) == 0
     said = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
     call(est, 2, own=9)  # a larger batch than before
     second = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
@@ -98,7 +98,7 @@ def a_mistake_beside(group, folder):
     """A rank's error of its own call is more than that the others do something else."""
     est = build(group)
     call(est)
-    if est._engine.ranks.rank == 0:
+    if dist.get_rank(group) == 0:
         return outcome(lambda: est(*features(OWN, 3, 0), torch.arange(OWN) + N))
     return outcome(lambda: compopt.save(est, folder))
 

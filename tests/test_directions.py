@@ -10,7 +10,7 @@ from compopt import diagnostics
 from tests.database import BY_NAME, DATABASE
 from tests.helpers import assert_same_bits, batches, compare_state, features, generator, make, near, run, snapshot
 from tests.pool import the_pool
-from tests.test_agreement import compare_forward
+from tests.test_agreement import compare_forward, follow
 
 N, D = 13, 4
 KINDS = ("forward", "bimodal", "unimodal")
@@ -31,10 +31,7 @@ def further(step, count=5, known=True):
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_one_direction(info, tau):
     est, ref = make(info, "forward", N, tau=tau, gamma=0.6)
-    for z1, z2, index in batches(N, steps=4 if info.network else 8, seed=1):
-        compare_forward(info, est, ref, z1, z2, index)
-        est.step(), ref.step()
-        compare_state(est, ref, N, info)
+    follow(info, est, ref, N, batches(N, steps=4 if info.network else 8, seed=1))
 
 
 @pytest.mark.covering()
@@ -44,10 +41,8 @@ def test_one_direction(info, tau):
 @pytest.mark.parametrize("info", TAKES_EXTRA, ids=str)
 def test_further_candidates(info, kind, known, chunk_size):
     est, ref = make(info, kind, N, gamma=0.6, chunk_size=chunk_size)
-    for step, (z1, z2, index) in enumerate(batches(N, steps=4, seed=2)):
-        compare_forward(info, est, ref, z1, z2, index, **further(step, step, known))  # none, one, two, three
-        est.step(), ref.step()
-        compare_state(est, ref, N, info)
+    for step, batch in enumerate(batches(N, steps=4, seed=2)):
+        follow(info, est, ref, N, [batch], **further(step, step, known))  # none, one, two, three
 
 
 @pytest.mark.parametrize("kind", ["forward", "bimodal"])

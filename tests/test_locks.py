@@ -36,6 +36,10 @@ def estimator(folder=None):
     return compopt.SogCLREstimator(N, gamma=0.6, tau=0.1, **place)
 
 
+def locks_held():
+    return len(files._locks)
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.0)
@@ -91,17 +95,17 @@ def test_locks_go_with_the_estimator(tmp_path):
     est = estimator(tmp_path / "rows")
     compopt.save(est, tmp_path / "checkpoints")
     there = [tmp_path / "rows" / "rows.lock", saving.lock_file(tmp_path / "checkpoints")]
-    held = len(files._locks)
+    held = locks_held()
     other = estimator()
     compopt.load(other, tmp_path / "checkpoints")
     compopt.save(other, tmp_path / "checkpoints")  # of the same process: takes it over
-    assert len(files._locks) == held and all(file.exists() for file in there)
+    assert locks_held() == held and all(file.exists() for file in there)
     del est
     gc.collect()
     assert [file.exists() for file in there] == [False, True]
     del other
     gc.collect()
-    assert not any(file.exists() for file in there) and len(files._locks) == held - 2
+    assert not any(file.exists() for file in there) and locks_held() == held - 2
 
 
 def test_closing_gives_the_lock_back(tmp_path):
@@ -121,12 +125,12 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
     gc.collect()
     est = estimator()
     compopt.save(est, tmp_path / "checkpoints")
-    held = len(files._locks)
+    held = locks_held()
     for _ in range(3):
         shutil.rmtree(tmp_path / "checkpoints")
         saving.lock_file(tmp_path / "checkpoints").unlink()
         compopt.save(est, tmp_path / "checkpoints")
-        assert len(files._locks) == held  # no descriptor is left
+        assert locks_held() == held  # no descriptor is left
     code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
     command = [sys.executable, "-c", code, tmp_path / "checkpoints"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -135,10 +139,10 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
 
 def test_a_trainer_with_a_directory_for_every_save_keeps_few_locks(tmp_path):
     gc.collect()
-    est, held = estimator(), len(files._locks)
+    est, held = estimator(), locks_held()
     for number in range(10):
         compopt.save(est, tmp_path / str(number))
-    assert len(files._locks) == held + saving.CLAIMS
+    assert locks_held() == held + saving.CLAIMS
     assert sorted(path.name for path in tmp_path.glob(".*.lock")) == [".6.lock", ".7.lock", ".8.lock", ".9.lock"]
 
 

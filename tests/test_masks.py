@@ -5,8 +5,8 @@ import torch
 
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import batches, compare_state, features, make, near, run
-from tests.test_agreement import compare_forward
+from tests.helpers import batches, features, make, near, run
+from tests.test_agreement import compare_forward, follow
 
 N = 17
 SOME = [BY_NAME[name] for name in ("infonce", "infonce-no-positive", "sogclr", "sogclr-positive", "isogclr-adam")]
@@ -19,11 +19,8 @@ def test_repeats_are_not_negatives(info, mode):
     """Only two distinct samples, each three times: two or four negatives per anchor."""
     est, ref = make(info, mode, N)
     z1, z2 = features(6, 4, seed=1)
-    for index in ([0, 5, 0, 5, 0, 5], [0, 5, 5, 5, 5, 5]):
-        compare_forward(info, est, ref, z1, z2, torch.tensor(index))
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, info)
+    indices = ([0, 5, 0, 5, 0, 5], [0, 5, 5, 5, 5, 5])
+    follow(info, est, ref, N, [(z1, z2, torch.tensor(index)) for index in indices])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -31,11 +28,8 @@ def test_repeats_are_not_negatives(info, mode):
 def test_group(info, mode):
     """An equal group excludes, whatever the index; rows still follow the index."""
     est, ref = make(info, mode, N)
-    for t, (z1, z2, index) in enumerate(batches(N, steps=4, seed=2)):
-        compare_forward(info, est, ref, z1, z2, index, group=torch.tensor([7, 7, 3, 1 + t % 2, 3, 90]))
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, info)
+    for t, batch in enumerate(batches(N, steps=4, seed=2)):
+        follow(info, est, ref, N, [batch], group=torch.tensor([7, 7, 3, 1 + t % 2, 3, 90]))
 
 
 @pytest.mark.parametrize("info", PAIRED, ids=str)
@@ -82,11 +76,7 @@ def test_normalize_false_takes_features_as_they_are(name, mode):
     info = BY_NAME[name]
     est, ref = make(info, mode, N, tau=0.5, normalize=False)
     ref.normalize = False
-    for z1, z2, index in batches(N, steps=3, seed=5):
-        compare_forward(info, est, ref, 0.3 * z1, 0.3 * z2, index)
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, info)
+    follow(info, est, ref, N, [(0.3 * z1, 0.3 * z2, index) for z1, z2, index in batches(N, steps=3, seed=5)])
 
 
 @pytest.mark.parametrize("mode", MODES)

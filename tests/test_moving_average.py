@@ -52,7 +52,7 @@ def test_compositional_loss(f, derivative):
 
 
 def test_a_normalizer_and_an_estimator_share_no_name_by_accident():
-    """What both bases of a part define, the first one's hides: only what every object has."""
+    """A name that both bases of a part define would be hidden by the first; only names of every object are shared."""
     both = set(dir(PartHooks)) & set(dir(compopt.Estimator))
     assert {name for name in both if not name.startswith("__")} == set()
 

@@ -8,9 +8,9 @@ import torch
 
 import compopt
 from tests.database import BY_NAME, MODES
-from tests.helpers import batches, compare_state, group_key, near, run
+from tests.helpers import batches, group_key, near, run
 from tests.reference import DualReference, FixedReference, GlobalDualReference, MovingAverageReference, Reference
-from tests.test_agreement import compare_forward
+from tests.test_agreement import follow
 
 # Batches of six cannot reach rho = 6; that warning has its own test.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,11 +27,7 @@ def test_isogclr_defaults_by_mode(mode):
     est = compopt.ISogCLREstimator(N, mode=mode, dtype=torch.float64)
     group = {"n": N, "gamma": 0.9, "lr": 1e-2, **DEFAULTS[mode]}
     ref = Reference([group], MovingAverageReference("positive"), DualReference("momentum", 0.9), mode)
-    for z1, z2, index in batches(N, 8, seed=1):
-        compare_forward(BY_NAME["isogclr"], est, ref, z1, z2, index)
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, BY_NAME["isogclr"])
+    follow(BY_NAME["isogclr"], est, ref, N, batches(N, 8, seed=1))
 
 
 def fastclip(version):
@@ -55,11 +51,7 @@ def test_fastclip_is_its_twin(version, info, twin):
     """A constant temperature; individual ones; one that is learned."""
     est, group = fastclip(version)
     ref = Reference([group], MovingAverageReference("positive", 1e-14), twin(group))
-    for z1, z2, index in batches(N, 6, seed=3):
-        compare_forward(BY_NAME[info], est, ref, z1, z2, index)
-        est.step()
-        ref.step()
-        compare_state(est, ref, N, BY_NAME[info])
+    follow(BY_NAME[info], est, ref, N, batches(N, 6, seed=3))
     assert ("tau" in est.read(torch.arange(2))) == (version == "v2")
     if version == "v3":
         assert est.temperature.tau.dim() == 0 and float(est.temperature.tau) != group["tau_init"]

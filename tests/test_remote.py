@@ -9,6 +9,7 @@ import uuid
 
 import fsspec
 import pytest
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -231,7 +232,7 @@ def of_ranks(group, url, shard):
     manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
     options = {"process_group": group, "shard": shard, "offload": "cpu"}
     est = sogclr(**options)
-    rank = est._engine.ranks.rank
+    rank = dist.get_rank(group)
     visit(est, range(rank, 120, 4), seed=rank)
     compopt.save(est, url)
     visit(est, [196 + rank], seed=rank)

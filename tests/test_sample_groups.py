@@ -7,7 +7,7 @@ import compopt
 from tests.database import BY_NAME, MODES, dual_options
 from tests.helpers import batches, compare_state, group_key, near, run
 from tests.reference import DualReference, FixedReference, MovingAverageReference, Reference
-from tests.test_agreement import compare_forward
+from tests.test_agreement import compare_forward, follow
 
 N1, N2 = 5, 8
 
@@ -32,21 +32,12 @@ def isogclr_pair(mode):
 PAIRS = {"sogclr": sogclr_pair, "isogclr": isogclr_pair}
 
 
-def follow(info, est, ref, n, steps, seed):
-    """Both, step by step."""
-    for z1, z2, index in batches(n, steps, seed=seed):
-        compare_forward(info, est, ref, z1, z2, index)
-        est.step()
-        ref.step()
-        compare_state(est, ref, n, info)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_groups_with_different_hyper_parameters(name, mode):
     est, ref = PAIRS[name](mode)
     assert [g["n"] for g in est.sample_groups] == [N1, N2]
-    follow(BY_NAME[name], est, ref, N1 + N2, 20, seed=1)
+    follow(BY_NAME[name], est, ref, N1 + N2, batches(N1 + N2, 20, seed=1))
 
 
 CHANGES = [
@@ -61,10 +52,10 @@ CHANGES = [
 def test_hyper_parameters_changed_in_place_take_effect(name, changes, mode):
     est, ref = PAIRS[name](mode)
     info, own = BY_NAME[name], est.sample_groups[1]
-    follow(info, est, ref, N1 + N2, 4, seed=3)
+    follow(info, est, ref, N1 + N2, batches(N1 + N2, 4, seed=3))
     for key, value in changes.items():
         own[group_key(own, key)] = ref.groups[1][key] = value
-    follow(info, est, ref, N1 + N2, 6, seed=4)
+    follow(info, est, ref, N1 + N2, batches(N1 + N2, 6, seed=4))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -72,7 +63,7 @@ def test_hyper_parameters_changed_in_place_take_effect(name, changes, mode):
 def test_a_group_added_during_a_run(name, mode):
     est, ref = PAIRS[name](mode)
     info = BY_NAME[name]
-    follow(info, est, ref, N1 + N2, 6, seed=7)
+    follow(info, est, ref, N1 + N2, batches(N1 + N2, 6, seed=7))
     before = est.read(torch.arange(N1 + N2))
     more = {"n": 6, "gamma": 0.15}
     if name == "isogclr":
@@ -83,7 +74,7 @@ def test_a_group_added_during_a_run(name, mode):
     for key in before:
         assert torch.equal(before[key].nan_to_num(), after[key].nan_to_num()), key
     assert est.read(torch.arange(N1 + N2, N1 + N2 + 6))["count"].tolist() == [0] * 6
-    follow(info, est, ref, N1 + N2 + 6, 12, seed=8)
+    follow(info, est, ref, N1 + N2 + 6, batches(N1 + N2 + 6, 12, seed=8))
 
 
 def test_a_group_added_while_deposits_wait():
@@ -122,7 +113,7 @@ def test_groups_with_their_own_eps_and_gamma_1(mode):
             return super().updated(ref, row, column, g)
 
     ref = Reference([{"tau": 0.1, **g} for g in groups], OwnEps("positive"), FixedReference(), mode)
-    follow(BY_NAME["sogclr"], est, ref, N1 + N2, 8, seed=11)
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, batches(N1 + N2, 8, seed=11))
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -45,15 +45,13 @@ def test_a_schedule_of_any_key():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda est: Schedule(est, "gama", lambda t: 0.5), "gama"),
-        (lambda est: CosineGamma(est, 0), "decay_steps"),
         (lambda est: CosineGamma(est, -3), "decay_steps"),
         (lambda est: CosineGamma(est, 10, gamma_min=0.0), "gamma_min"),
         (lambda est: Schedule(est, "gamma", lambda t: 1.5) and est(*torch.randn(2, 4, 3), torch.arange(4)), "gamma"),
     ],
 )
 def test_a_bad_schedule_is_refused(build, message):
-    """A value out of range when it is used."""
+    """A value out of range when it is used; other mistakes: tests/test_bad_input.py."""
     with pytest.raises(ValueError, match=message):
         build(compopt.SogCLREstimator(N))
 

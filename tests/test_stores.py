@@ -298,28 +298,24 @@ def test_tickets_are_taken_once_and_cost_nothing_when_forgotten():
     assert not any(ref() for ref in dropped)
 
 
-def test_tickets_of_two_threads_see_every_commit():
+def test_tickets_of_two_threads_see_every_commit(switch_often):
     """With shards a background thread asks for tickets while the main thread takes and commits."""
-    rows, issued, interval = WriteBehind(HostStore(5, 1)), [], sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    rows, issued = WriteBehind(HostStore(5, 1)), []
 
     def prefetch():
         for _ in range(300):
             issued.append(rows.prefetch(torch.tensor([2]), CPU))
 
     thread = threading.Thread(target=prefetch)
-    try:
-        thread.start()
-        value = taken = 0
-        while thread.is_alive() or taken < len(issued):
-            value += 1
-            commit_value(rows, value)
-            if taken < len(issued):
-                assert value_of(issued[taken].take()) == value
-                taken += 1
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
+    thread.start()
+    value = taken = 0
+    while thread.is_alive() or taken < len(issued):
+        value += 1
+        commit_value(rows, value)
+        if taken < len(issued):
+            assert value_of(issued[taken].take()) == value
+            taken += 1
+    thread.join()
     rows.close()
 
 

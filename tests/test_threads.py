@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 import threading
 
 import pytest
@@ -12,16 +11,8 @@ import compopt
 from tests import four
 from tests.helpers import features
 
+pytestmark = pytest.mark.usefixtures("switch_often")
 N, STEPS, UPDATES = 6000, 15, 2
-
-
-@pytest.fixture(autouse=True)
-def _switch_often():
-    """Threads take turns every few microseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def build(**options):
