@@ -150,7 +150,10 @@ class RowTable:
         if len(rows):
             self.find_partial(columns)
             # Not the access of training, whose thread may be behind: nothing else uses the store now.
-            RowAccess(store).commit(rows, self.layout.pack(columns, self.layout.zeros(len(rows), rows.device)))
+            access, block = RowAccess(store), self.layout.pack(columns, self.layout.zeros(len(rows), rows.device))
+            # A row that is there already, zeros above all, is not written: a sparse table on the disk stays sparse.
+            new = (block.view(torch.int64) != access.fetch(rows).view(torch.int64)).any(dim=1)
+            access.commit(rows[new], block[new])
 
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
