@@ -102,6 +102,7 @@ def checksum(path: Path, crc32: bool = False) -> str:
 
 # Seconds to wait for a lock whose holder is about to end: the kernel frees the memory of a killed process first.
 PATIENCE = 2.0
+# A second flock of this process would be refused like that of another one, so that its claims share what it holds.
 _locks: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()
 _guard = threading.RLock()
 

@@ -64,7 +64,7 @@ class Stateful:
         self.est = est
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all committed state, this rank's part of the rows; ``state_dict`` pre-hooks run. Collective.
+        """Copy all committed state, of the rows this rank's part; ``state_dict`` pre-hooks run. Collective.
 
         Returns:
             ``"rows"``: by column ``(n, 2)`` or ``(n, 1)``, a DTensor on the CPU, of one rank a tensor; ``"rest"``:
@@ -93,7 +93,8 @@ class Stateful:
         """
         est = self.est
         engine = est._engine
-        parts = {name: _local(value) for name, value in state_dict["rows"].items()}
+        rows = state_dict["rows"]
+        parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in rows.items()}
         with doing("load_state_dict()", est.t), engine.lock.writing():
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
@@ -118,13 +119,8 @@ def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tenso
     }
 
 
-def _local(value: Any) -> Tensor:
-    """This rank's part of a column."""
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
-    """By column, a number that says which values are in which rows, however they are divided. Collective."""
+    """Return a checksum of each column's values and their rows, however ranks divide them. Collective."""
     engine = est._engine
     if not parts:
         return {}
@@ -135,7 +131,7 @@ def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _checksum(part: Tensor, first: int) -> Tensor:
-    """Sum over all values of their bits, mixed with their places: any one bit that flips changes it."""
+    """Sum the bits of all values, mixed with their places: any one bit that flips changes the sum."""
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for start in range(0, len(part), tables.BLOCK_ROWS):
         block = part[start : start + tables.BLOCK_ROWS].contiguous()
@@ -151,7 +147,7 @@ def _checksum(part: Tensor, first: int) -> Tensor:
 
 
 def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
-    """Its checksum in eight hexadecimal digits, then a safetensors file whose metadata say everything else."""
+    """Return a CRC-32 in eight hexadecimal digits and a safetensors file, with everything else in its metadata."""
     from safetensors.torch import save as to_bytes
 
     tensors = {name: value.detach().cpu().contiguous() for name, value in extra.items()}
@@ -160,7 +156,7 @@ def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
 
 
 def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
-    """The rest as ``est.state_dict()`` has it, compared with the estimator as far as it says what that must be."""
+    """Return the rest in the form of ``est.state_dict()``, checked against the estimator."""
     from safetensors.torch import load as from_bytes
 
     if not isinstance(packed, bytes) or packed[:8] != f"{zlib.crc32(packed[8:]):08x}".encode():
@@ -173,11 +169,8 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     state = json.loads(header["__metadata__"]["about"])
     states.compare(est._engine, state["config"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
-    extra: dict[str, dict[str, Tensor]] = {role: {} for role in state["config"]["method"]}
     with torch.device("cpu"):
-        for key, value in from_bytes(content).items():
-            role, name = key.split(".", 1)
-            extra[role][name] = value
+        extra = loading.by_role(est, "'rest' of the estimator's state", from_bytes(content))
     for role, part in est._engine.parts.items():
         part.check_state(extra[role])
     return {**state, "rows": {}, "extra": extra}

@@ -48,9 +48,10 @@ class Deposit:
             proposals = {name: value.repeat_interleave(2, dim=0) for name, value in proposals.items()}
             own = torch.eye(2, dtype=torch.bool, device=batch.rows.device).repeat(len(batch.rows), 1)
             valid = own if valid is None else own & valid.repeat_interleave(2, dim=0)
-        if batch.bad is not None:
+        if batch.bad is not None:  # a batch that the device refuses proposes nothing; the host does not wait to know
             valid = torch.ones_like(batch.count, dtype=torch.bool) if valid is None else valid
             valid = valid & ~batch.bad
+        # Detached, and no reference to the batch: the graph and the features can be freed before the commit.
         values = {name: value.detach() for name, value in proposals.items()}
         host_rows = None if batch.host_rows is None else batch.host_rows.flatten()
         return cls(batch.rows.flatten(), batch.block, values, valid, batch.distinct, host_rows)
@@ -129,6 +130,8 @@ def _reduce(
         if chosen is not None and name in alike:
             reduced[name] = x.gather(0, chosen)
             continue
+        # Weights of 0 or 1 instead of a selection, whose size the host would have to wait for; `where` and not a
+        # product below, because 0 * inf is NaN.
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
         visits = runs.over(weight, "sum").clamp_(min=1)
         if layout[name].reduce == "log_mean_exp":
@@ -150,6 +153,7 @@ def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: T
     They are put in order, and a hash of row and visits chooses: the same one in whatever order they came, each as
     often as any other.
     """
+    # Not at random: every rank and every restart must choose alike, with nothing communicated and no generator saved.
     keys, chosen = streams((), runs.rows), []
     for direction, visits in enumerate(count.unbind(1)):
         order, left = torch.arange(len(keys), device=keys.device), runs.length
@@ -157,6 +161,8 @@ def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: T
         if valid is not None:  # those that are not come last, and are not among those to choose from
             columns.append(~valid[:, direction])
             left = runs.over(valid[:, direction : direction + 1].to(torch.float32), "sum")[:, 0].to(torch.int64)
+        # Stable sorts from the least significant key to the rows: within a run by value, so that what a position in
+        # the batch says is lost, and each run is where it was.
         for column in (*columns, runs.rows):
             order = order[torch.argsort(column[order], stable=True)]
         number = below(scramble_(keys + visits), left.clamp(min=1))
