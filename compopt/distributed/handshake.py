@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -62,14 +62,15 @@ class Handshake:
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
         self.ranks, self.operation = ranks, operation
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
+        return nullcontext() if self.ranks.size == 1 else self._guard()
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self.ranks.size == 1:
-                raise
             # the others wait in exchange(), and learn of the failure by a message of the same length
             message = self.ranks.blank()
             message[REFUSED] = 1
