@@ -16,7 +16,7 @@ MOST = (1 << 63) - 1  # of an integer of 64 bits
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a column, or an entry of state that is not rows, may hold. Floating-point ones are finite.
+    """Range of the values that a column, or an entry of state that is not rows, may hold; floats are finite.
 
     Attributes:
         above: every value is greater than this number.

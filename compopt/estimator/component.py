@@ -185,7 +185,7 @@ class Component(PartHooks, Estimator):
 
 
 class Normalizer(Component):
-    """Base of what decides ``alpha_i``, the log-normalizer of each anchor, or the weights of its pairs.
+    """Base class of normalizers: they compute ``alpha_i``, the log-normalizer of each anchor, or its pairs' weights.
 
     A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
     sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication, errors: see ``Component``.

@@ -41,7 +41,8 @@ class Forgotten:
     """
 
     def __init__(self) -> None:
-        self._updates: Updates | None = None
+        self._updates = 0  # of the model, since the first call of this window
+        self.stepped: dict[int, bool] | None = None  # since the last call, by the id of each optimizer, if watched
         self._longest = 0  # calls of the longest window that was committed
         self._said_pending = False
         self._positions: int | None = 0  # calls with batch positions so far; None: the index is not one
@@ -53,7 +54,7 @@ class Forgotten:
     def committed(self, window: int) -> None:
         """Note that a window of this many calls was committed."""
         self._longest = max(self._longest, window)
-        self._updates = None
+        self._watch(False)
 
     # -- a scale that nothing uses -----------------------------------------------------------------------------
 
@@ -80,8 +81,12 @@ class Forgotten:
             return
         if calls == 1:
             by_hand = self._longest > 0 and attached.gone() is None  # such a loop may take its time
-            self._updates = None if by_hand or attached.listening() is not None else Updates()
-        passed = 0 if self._updates is None else self._updates.count()
+            self._watch(not by_hand and attached.listening() is None)
+        known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
+        if known and all(known.values()):  # which of them has the model is not known
+            self._updates += 1
+            self.stepped = dict.fromkeys(known, False)
+        passed = self._updates
         if passed < UPDATES and calls < PATIENCE_GONE:
             return
         gone, silent = attached.gone(), attached.listening()
@@ -91,6 +96,14 @@ class Forgotten:
         self._said_pending = True
         meanwhile = f" in {passed} updates of the model" if passed else ""
         warn(f"{calls} calls have deposited{meanwhile} and none was committed: {_remedy(gone, silent)}")
+
+    def _watch(self, on: bool) -> None:
+        """Start or stop counting updates of the model, by the steps of all optimizers of the process."""
+        self._updates, self.stepped = 0, {} if on else None
+        if on:
+            _watching.add(self)
+        if on and not _hooks:  # once for all optimizers; it must not be removed while another thread runs it
+            _hooks.append(register_optimizer_step_post_hook(_note))
 
     def saving(self, t: int, calls: int, attached: Attachments) -> None:
         """Warn once when a state is saved that knows nothing, although there were calls."""
@@ -176,36 +189,16 @@ class Forgotten:
         )
 
 
-class Updates:
-    """Count the updates of the model between calls, by the steps of the optimizers that the process has.
-
-    Which of them has the model's parameters is not known: several must all have stepped.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.stepped: dict[int, bool] = {}  # by the optimizer's id: since the last call
-        _watching.add(self)
-        if not _hooks:  # once for all optimizers; it must not be removed while another thread runs it
-            _hooks.append(register_optimizer_step_post_hook(_note))
-
-    def count(self) -> int:
-        """Return the updates so far; called once per call of the estimator."""
-        known = list(self.stepped)
-        if known and all(self.stepped[each] for each in known):
-            self._count += 1
-            self.stepped = dict.fromkeys(known, False)
-        return self._count
-
-
-_watching: WeakSet[Updates] = WeakSet()
+_watching: WeakSet[Forgotten] = WeakSet()
 _hooks: list[Any] = []
 
 
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for updates in tuple(_watching):
-        updates.stepped[id(optimizer)] = True
+    for forgotten in tuple(_watching):
+        stepped = forgotten.stepped  # read once: another thread may commit and end the watch meanwhile
+        if stepped is not None:
+            stepped[id(optimizer)] = True
 
 
 def warn(message: str) -> None:
