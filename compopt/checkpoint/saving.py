@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -253,8 +252,6 @@ class _Job:
             try:
                 own = ranks.agree(self._write_files)
                 everyone = [file for each in ranks.gather_objects(own) for file in each]
-                # By place, not by rank: a load goes through a table that is larger than memory once.
-                everyone.sort(key=lambda file: file.spans[0] if file.spans else (sys.maxsize, 0))
                 ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
             except Exception:  # on every rank: nobody writes any more
                 with suppress(OSError):

@@ -142,19 +142,6 @@ class RowTable:
         with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
             yield store
 
-    def fill(self, store: RowStore, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write those of some rows ``(R,)``, on the CPU, that this process holds; inside :meth:`overwriting`."""
-        if self.sharded:
-            own = self.owned(rows)
-            rows, columns = self.local(rows[own]), {name: column[own] for name, column in columns.items()}
-        if len(rows):
-            self.find_partial(columns)
-            # Not the access of training, whose thread may be behind: nothing else uses the store now.
-            access, block = RowAccess(store), self.layout.pack(columns, self.layout.zeros(len(rows), rows.device))
-            # A row that is there already, zeros above all, is not written: a sparse table on the disk stays sparse.
-            new = (block.view(torch.int64) != access.fetch(rows).view(torch.int64)).any(dim=1)
-            access.commit(rows[new], block[new])
-
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
         local, store = self._before(n, self.first), self.at_rest()
@@ -315,8 +302,11 @@ class RowTable:
                 packed = layout.pack(own, layout.zeros(pieces[ranks.rank].size, torch.device("cpu")))
                 everyone = ranks.gather([packed], [piece.size for piece in pieces])[0]
                 for part, piece, block in zip(shares, pieces, everyone.split([p.size for p in pieces]), strict=True):
-                    rows = torch.arange(piece.size, device="cpu") + (part.start + piece.start)
-                    self.fill(store, rows, layout.unpack(block))
+                    first = part.start + piece.start
+                    mine = block[(self.first - first) % self.stride :: self.stride].contiguous()
+                    if len(mine):
+                        self.find_partial(layout.unpack(mine))
+                        store.write_block(self._before(first, self.first), mine)
         self.agree_partial()
 
     def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
