@@ -157,7 +157,7 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64 if supports(device, torch.float64) else torch.float32
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def state_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move state to another device, in single precision where that has no double."""
     if tensor.dtype == torch.float64:
         return tensor.to(device, widest(device))

@@ -23,7 +23,7 @@ from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
-from compopt.estimator.groups import GroupSpec, Hyper, parse
+from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
@@ -144,7 +144,7 @@ class ContrastiveEstimator(Estimator):
         for part in parts.values():
             part.keep_edits()
         placement = Placement(process_group, offload, offload_dir, shard)
-        groups = None if sample_groups is None else parse(sample_groups)
+        groups = None if sample_groups is None else as_groups(sample_groups)
         count = len(DIRECTIONS[directions])
         one = {} if directions == "both" else {"directions": directions}  # checkpoints of before have none
         engine = Engine(

@@ -436,7 +436,7 @@ def test_on_ranks(options, tmp_path):
     for path, state in zip(written, states, strict=True):
         loads(path, state)
     path = tmp_path / "c" / os.path.basename(written[2])
-    _, listed = manifest.read(manifest.parse(path))
+    _, listed = manifest.read(manifest.checkpoint_at(path))
     assert names == sorted([*(file.name for file in listed), "manifest.json"])
     assert any(file.stat().st_nlink > 1 for file in path.glob("rows-*"))  # some are linked
 

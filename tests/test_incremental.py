@@ -43,7 +43,7 @@ def inodes(path):
 
 def rows_in(path):
     """Rows in the files of a checkpoint."""
-    return sum(file.rows for file in manifest.read(manifest.parse(path))[1])
+    return sum(file.rows for file in manifest.read(manifest.checkpoint_at(path))[1])
 
 
 def loads(path, est, **options):

@@ -314,7 +314,7 @@ def test_a_load_beside_a_run_that_prunes_takes_the_newest(owner, name, tmp_path,
     path = compopt.load(other, tmp_path)
     monkeypatch.undo()
     assert other.t == est.t == 6 and other.pending == 0
-    assert manifest.parse(path).t == est.t
+    assert manifest.checkpoint_at(path).t == est.t
     assert_same_bits(snapshot(est, N), snapshot(other, N))
 
 

@@ -19,7 +19,7 @@ import torch
 
 import compopt
 from compopt.stores import DiskStore, HostStore, MemoryStore, RowAccess, WriteBehind
-from compopt.stores.layout import moved
+from compopt.stores.layout import to_device_words
 from compopt.stores.snapshot import Snapshot
 from tests.devices import DEVICE, PRETEND, marked, needs_accelerator, quiet
 from tests.helpers import bits, generator
@@ -211,7 +211,7 @@ def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_pa
     direct.store.to(device)
     busy = torch.randn(*([100, 100] if PRETEND else [2000, 2000]), device=device)
     batches = [random_rows(n, 300, g) for _ in range(60)]
-    blocks = [moved(random_block(batch, 1, g), device) for batch in batches]
+    blocks = [to_device_words(random_block(batch, 1, g), device) for batch in batches]
     on_device = [batch.to(device) for batch in batches]
     ticket, results = rows.prefetch(batches[0], device), []
     with quiet():
@@ -224,7 +224,7 @@ def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_pa
             direct.commit(on_device[k], blocks[k])
             ticket = following
     for found, expected in results:
-        assert bits(moved(found, CPU)) == bits(moved(expected, CPU))
+        assert bits(to_device_words(found, CPU)) == bits(to_device_words(expected, CPU))
     assert bits(rows.fetch(batches[0])) == bits(direct.fetch(batches[0]))  # on the CPU, as est.read() does
     rows.settle()
     assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))

@@ -111,7 +111,7 @@ class Checkpoint:
         return (self.path / MANIFEST).is_file()
 
 
-def parse(path: Path) -> Checkpoint | None:
+def checkpoint_at(path: Path) -> Checkpoint | None:
     """Return the checkpoint that a directory's name denotes, if it denotes one."""
     match = _DIRECTORY.fullmatch(path.name)
     return None if match is None else Checkpoint(path, int(match[1]), int(match[2]), match[3])
@@ -120,7 +120,7 @@ def parse(path: Path) -> Checkpoint | None:
 def checkpoints(directory: Path) -> list[Checkpoint]:
     """Return all checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
     paths = directory.iterdir() if directory.is_dir() else ()
-    found = [parse(path) for path in paths if path.is_dir() and not path.is_symlink()]
+    found = [checkpoint_at(path) for path in paths if path.is_dir() and not path.is_symlink()]
     return sorted((c for c in found if c is not None), key=lambda c: c.number)
 
 
@@ -136,7 +136,7 @@ def complete(directory: Path) -> list[Checkpoint]:
 
 def prepare(directory: Path, config: Mapping[str, Any]) -> None:
     """Make the directory of a run; refuse one that is a checkpoint, or has those of another configuration."""
-    if parse(directory.resolve()) is not None or (directory / MANIFEST).exists():
+    if checkpoint_at(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
     with files.named(directory, KEPT):
         files.make_directory(directory)
@@ -177,7 +177,7 @@ def outdated(directory: Path, keep: int) -> list[Checkpoint]:
 def choose(directory: Path, t: int | None) -> Checkpoint:
     """Return the newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one."""
     real = directory.resolve()
-    own = parse(real) if real.is_dir() else None
+    own = checkpoint_at(real) if real.is_dir() else None
     if own is None and (real / MANIFEST).is_file():  # a copy under another name
         with _damage(real / MANIFEST):
             content = _load(real / MANIFEST)

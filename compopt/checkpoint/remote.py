@@ -92,7 +92,7 @@ class Remote(Directory):
     def list(self) -> None:
         names = self._copy_manifest(self.local)
         for name in names:
-            if manifest.parse(self.local / name) is not None:
+            if manifest.checkpoint_at(self.local / name) is not None:
                 self._copy_manifest(self.local / name)
 
     def _copy_manifest(self, local: Path) -> set[str]:

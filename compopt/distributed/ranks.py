@@ -19,7 +19,7 @@ from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Doing, Pr
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """Contiguous part ``start`` to ``stop`` that one rank has of something that all ranks share."""
 
     start: int
@@ -245,10 +245,10 @@ class Ranks:
             result.append(own.view(len(gathered), *tensor.shape[1:]))
         return result
 
-    def part(self, count: int, rank: int | None = None) -> Part:
+    def part(self, count: int, rank: int | None = None) -> Share:
         """Return the share of a rank (by default this one) of ``count`` things; sizes differ by one at most."""
         rank = self.rank if rank is None else rank
-        return Part(rank * count // self.size, (rank + 1) * count // self.size)
+        return Share(rank * count // self.size, (rank + 1) * count // self.size)
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
         """Return the whole of what :meth:`part` split along ``dim``; collective."""

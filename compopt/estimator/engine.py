@@ -22,7 +22,7 @@ from compopt.estimator.attach import Attachments
 from compopt.estimator.call import Setting
 from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
-from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, parse, plain
+from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, as_groups, plain
 from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
 from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
@@ -60,7 +60,7 @@ class PartHooks(ABC):
         self.state: dict[str, Tensor] = {}
         self._pending_state: dict[str, Tensor] | None = None
         self.own_groups: Groups = []
-        for number, given in enumerate([] if n is None else parse(n)):
+        for number, given in enumerate([] if n is None else as_groups(n)):
             checks.known_keys(f"sample group {number}", given, {"n", *self.own_defaults})
             group = plain({**self.own_defaults, **given})
             self.check(group)
@@ -163,7 +163,7 @@ class PartHooks(ABC):
 
     def move(self, device: torch.device) -> None:
         """Move committed state to the features' device; dtypes stay."""
-        self.state = {name: accelerator.moved(value, device) for name, value in self.state.items()}
+        self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return a copy of the committed state; collective where ranks split it."""

@@ -20,10 +20,10 @@ GroupSpec = int | Sequence[Mapping[str, Any]]
 
 def sizes(n: Any) -> Groups:
     """Return groups with nothing but their sizes, of ``n`` or of a list of groups."""
-    return [{"n": group["n"]} for group in parse(n)]
+    return [{"n": group["n"]} for group in as_groups(n)]
 
 
-def parse(n: Any) -> Groups:
+def as_groups(n: Any) -> Groups:
     """Check the shape of ``n`` (sizes included) and copy it."""
     if not isinstance(n, Sequence) or isinstance(n, str):
         return [{"n": checks.count("n", n)}]
@@ -271,7 +271,7 @@ class SampleGroups:
         if self.n is None:
             raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
         self.check()
-        (given,) = parse([group])
+        (given,) = as_groups([group])
         checks.known_keys(f"sample group {len(self.groups)}", given, {"n", *self.defaults})
         new = plain({**self.defaults, **given})
         self._fill(new)

@@ -18,7 +18,7 @@ from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import Ticket
-from compopt.stores.layout import Column, moved
+from compopt.stores.layout import Column, to_device_words
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
@@ -267,7 +267,7 @@ class BatchReader:
             block = fetch.claim().take(rows.device)
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-        block = moved(block, rows.device)
+        block = to_device_words(block, rows.device)
         return block.view(len(rows), rows.shape[1] * self.table.layout.width(block))
 
     def _gather(
@@ -294,7 +294,7 @@ class BatchReader:
         owned = self.table.owned(rows)
         local = self.table.local(rows[owned])
         if ticket is not None:
-            mine = moved(ticket.take(), device)
+            mine = to_device_words(ticket.take(), device)
         else:
             mine = self.table.rows.fetch(accelerator.to_device(local, device), local)
         return self.table.fetch_sharded(rows, device, owned, mine)

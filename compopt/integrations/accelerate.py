@@ -86,13 +86,13 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         >>> folder = accelerator.save_state(tempfile.mkdtemp())
         >>> accelerator.load_state(folder)
     """
-    rows = _Rows(est, name)
+    rows = _CheckpointEntry(est, name)
     accelerator.register_save_state_pre_hook(rows.save)
     accelerator.register_load_state_pre_hook(rows.locate)
     accelerator.register_for_checkpointing(rows)
 
 
-class _Rows:
+class _CheckpointEntry:
     """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it."""
 
     def __init__(self, est: Estimator, name: str) -> None:

@@ -176,7 +176,9 @@ class MemoryNormalizer(Normalizer):
         return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
-        return {name: accelerator.moved(value, device) for name, value in self.working_state(training).items()}
+        return {
+            name: accelerator.state_to_device(value, device) for name, value in self.working_state(training).items()
+        }
 
     # -- arrangement: by sample (B, A), by queue (Q, P) --------------------------------------------------------
 

@@ -15,7 +15,7 @@ from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
 from compopt.estimator.call import Call, Estimate
 from compopt.estimator.component import Normalizer, Temperature
-from compopt.estimator.groups import GroupSpec, Hyper, parse
+from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.stores.layout import Column
@@ -106,7 +106,7 @@ class MovingAverageEstimator(Normalizer):
     ) -> None:
         checks.one_of("domain", domain, DOMAINS)
         self.domain = domain
-        super().__init__(parse(n), {"gamma": gamma, "reference": reference, "eps": eps}, **placement)
+        super().__init__(as_groups(n), {"gamma": gamma, "reference": reference, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from compopt import functional as F
-from compopt.distributed.ranks import Part, Ranks
+from compopt.distributed.ranks import Ranks, Share
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
@@ -346,7 +346,7 @@ class FunctionalOptimizer:
         return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
 
 
-def empty_ring(networks: int, width: int, dim: int, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+def empty_ring(networks: int, width: int, dim: int, part: Share, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a ring of the newest features, without any, as entries of a normalizer's state.
 
     ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: slots of all ranks that hold a feature, ``(m,)``.
@@ -362,7 +362,7 @@ def empty_ring(networks: int, width: int, dim: int, part: Part, dtype: torch.dty
 
 
 def push(
-    state: State, new: Tensor, usable: Tensor, part: Part, t: int, restart_every: int | None
+    state: State, new: Tensor, usable: Tensor, part: Share, t: int, restart_every: int | None
 ) -> tuple[dict[str, Tensor], bool]:
     """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes where that is due.
 

@@ -17,7 +17,7 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
 from compopt.checks.values import FINITE, MOST, Range
-from compopt.distributed.ranks import Part, Ranks
+from compopt.distributed.ranks import Ranks, Share
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -176,7 +176,7 @@ class NeuralNormalizer(Normalizer):
             self.state["queue_active"].fill_(True)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Share:
         """Range of the prototypes of this rank."""
         return self.layout.ranks.part(self.prototypes)
 

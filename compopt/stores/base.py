@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.layout import WORD, moved
+from compopt.stores.layout import WORD, to_device_words
 
 
 class RowStore(ABC):
@@ -161,7 +161,7 @@ class RowAccess:
         ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
         """
         rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
-        return moved(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
+        return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         """Start fetching rows ``(R,)``, given on the CPU, to a device."""
@@ -174,7 +174,7 @@ class RowAccess:
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
         device = self.store.device
-        self.store.scatter(accelerator.to_device(rows, device), moved(block, device))
+        self.store.scatter(accelerator.to_device(rows, device), to_device_words(block, device))
 
     def ready(self) -> None:
         """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""

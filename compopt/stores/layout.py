@@ -27,7 +27,7 @@ def word(device: torch.device) -> torch.dtype:
     return WORD if accelerator.supports(device, WORD) else torch.int64
 
 
-def moved(block: Tensor, device: torch.device) -> Tensor:
+def to_device_words(block: Tensor, device: torch.device) -> Tensor:
     """Move rows ``(R, words)`` to another device, in that device's words, without waiting."""
     kind = word(device)
     if kind == torch.int64:

@@ -15,7 +15,7 @@ from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
-from compopt.distributed.ranks import Part, ProcessGroup, Ranks
+from compopt.distributed.ranks import ProcessGroup, Ranks, Share
 from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
@@ -213,10 +213,10 @@ class RowTable:
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
-    def share(self, rank: int | None = None) -> Part:
+    def share(self, rank: int | None = None) -> Share:
         """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
         each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
-        return Part(min(self.n, rank * each), min(self.n, (rank + 1) * each))
+        return Share(min(self.n, rank * each), min(self.n, (rank + 1) * each))
 
     def share_dict(self) -> dict[str, Tensor]:
         """Copy every column of this rank's :meth:`share`, ``(share, D)``, to the CPU. Collective on shards."""
@@ -297,7 +297,7 @@ class RowTable:
         with self.overwriting() as store:
             # In each round every rank sends the next piece of its share, so that all have the same work.
             for start in range(0, shares[0].size, BLOCK_ROWS):
-                pieces = [Part(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
+                pieces = [Share(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
                 own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
                 packed = layout.pack(own, layout.zeros(pieces[ranks.rank].size, torch.device("cpu")))
                 everyone = ranks.gather([packed], [piece.size for piece in pieces])[0]

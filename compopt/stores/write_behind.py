@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.stores.base import RowAccess, RowStore, Ticket
-from compopt.stores.layout import WORD, moved
+from compopt.stores.layout import WORD, to_device_words
 
 # Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
@@ -44,7 +44,7 @@ class Commit:
         if self.rows.device.type == device.type:
             return self.rows, self.block
         rows, block = self.on_host()
-        return accelerator.to_device(rows, device), moved(block, device)
+        return accelerator.to_device(rows, device), to_device_words(block, device)
 
 
 class WriteBehind(RowAccess):
@@ -95,7 +95,7 @@ class WriteBehind(RowAccess):
         # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
         with self._changed:
             pending = self._since(self._written)
-        block = moved(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        block = to_device_words(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
 
     def _since(self, number: int) -> list[Commit]:
@@ -118,7 +118,7 @@ class WriteBehind(RowAccess):
         if side is None:
             return None
         with accelerator.current(device, side):
-            return moved(block, device), accelerator.to_device(rows, device), accelerator.event(device)
+            return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
         self.check()

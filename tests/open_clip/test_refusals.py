@@ -69,7 +69,7 @@ def test_index(tmp_path):
     refused("--index: a stream of shards needs one", tmp_path, "--estimator dcl --index positions", name="b", **tars)
     refused("--index: rows of this data set are positions", tmp_path, "--estimator sogclr --index keys:16", name="c")
     with pytest.raises(ValueError, match="--index keys:many: keys:N with N above"):
-        ours_of.Run(options.Options("sogclr", {}, "keys:many"), None)
+        ours_of.Run(options.Flags("sogclr", {}, "keys:many"), None)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_help_lists_the_options_of_the_estimator(capsys):
 
 
 def test_words_become_values():
-    given = options.parse(
+    given = options.parse_flags(
         "--estimator neuclip --learn-tau individual --restart-every none --betas 0.8 0.9".split()
     ).given
     assert given == {"learn_tau": "individual", "restart_every": None, "betas": (0.8, 0.9)}
-    assert options.parse("--estimator neuclip --learn-tau true".split()).given == {"learn_tau": True}
-    assert options.parse("--estimator emc2 --burn-in 3 --no-normalize".split()).given == {
+    assert options.parse_flags("--estimator neuclip --learn-tau true".split()).given == {"learn_tau": True}
+    assert options.parse_flags("--estimator emc2 --burn-in 3 --no-normalize".split()).given == {
         "burn_in": 3,
         "normalize": False,
     }
-    assert isinstance(options.parse("--estimator emc2 --burn-in 0.5".split()).given["burn_in"], float)
+    assert isinstance(options.parse_flags("--estimator emc2 --burn-in 0.5".split()).given["burn_in"], float)
 
 
 def test_every_preset_has_a_name():
@@ -136,7 +136,7 @@ def test_every_preset_has_a_name():
 )
 def test_what_is_recommended_depends_on_the_data_and_the_batch(samples, batch_size, kind, length):
     for n in (None, samples):  # with and without an index
-        est = options.parse(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
+        est = options.parse_flags(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
         assert type(est).__name__ == f"{kind}Estimator" and est.n is None
         assert getattr(est.normalizer, "length", None) == length
 

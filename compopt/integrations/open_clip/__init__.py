@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.integrations import amp
-from compopt.integrations.open_clip.options import Options, parse
-from compopt.integrations.open_clip.rows import IndexedLoader, Rows, add_index, open_index
+from compopt.integrations.open_clip.options import Flags, parse_flags
+from compopt.integrations.open_clip.rows import IndexedLoader, RowCheckpoints, add_index, open_index
 from compopt.kernel.features import with_gradients
 from compopt.schedules import CosineGamma
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     """Run the command: flags of the estimator, ``--``, flags of open_clip; returns what its ``main`` returns."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse(arguments[:at])
+    options = parse_flags(arguments[:at])
     import open_clip_train.main as trainer
 
     return Run(options, trainer).start(arguments[at + 1 :])
@@ -53,9 +53,9 @@ class Run:
 
     loss: EstimatorLoss  # set once open_clip has parsed its flags
     est: ContrastiveEstimator  # set once the data are known, as are the rows beside checkpoints
-    rows: Rows | None = None
+    rows: RowCheckpoints | None = None
 
-    def __init__(self, options: Options, trainer: Any) -> None:
+    def __init__(self, options: Flags, trainer: Any) -> None:
         self.options, self.trainer = options, trainer
         self.index = open_index(options.index)
         self.rebuilt = is_rebuilt(trainer)
@@ -112,7 +112,7 @@ class Run:
             if est.n is not None and "offload" in self.options.given and self.args.accum_freq == 1:
                 loader = est.prefetch(loader, index="index" if self.rebuilt else -1)
             data["train"].dataloader = IndexedLoader(loader, self.loss.indices)
-        self.rows = Rows(est, self.args)
+        self.rows = RowCheckpoints(est, self.args)
         _log.info(f"Loss: {est}")
         if self.args.local_loss or self.args.gather_with_grad:
             _log.info("--local-loss and --gather-with-grad change nothing: the estimator gathers by itself.")
@@ -147,7 +147,7 @@ class Run:
         rows.save(call["epoch"] + 1)
         return result
 
-    def _attach(self, call: Mapping[str, Any], rows: Rows) -> None:
+    def _attach(self, call: Mapping[str, Any], rows: RowCheckpoints) -> None:
         """Load rows if open_clip has resumed, then attach; all refusals come before any update."""
         self._attached, args = True, self.args
         if call["epoch"] > 0:

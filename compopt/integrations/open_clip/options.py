@@ -61,7 +61,7 @@ for _version in ("v0", "v1", "v2", "v3"):
 
 
 @dataclass(frozen=True)
-class Options:
+class Flags:
     """Flags of a run that concern the estimator."""
 
     name: str
@@ -107,7 +107,7 @@ class Options:
         return est
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse_flags(arguments: Sequence[str]) -> Flags:
     """Return options from the flags before ``--``; exits with a message as ``argparse`` does."""
     parser = argparse.ArgumentParser(
         prog=PROG, usage=USAGE, allow_abbrev=False, description="open_clip with another estimator.", add_help=False
@@ -136,7 +136,7 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error(f"{' '.join(unknown)}: not known here. {name} takes {flags}; open_clip's own flags come after --")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(known).items()}
     own = {key: values.pop(key) for key in ("index", "gamma_min", "gamma_decay") if key in values}
-    return Options(values.pop("estimator"), values, **own)
+    return Flags(values.pop("estimator"), values, **own)
 
 
 def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, default: Any) -> None:

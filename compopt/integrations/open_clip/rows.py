@@ -115,7 +115,7 @@ class IndexedLoader:
         return getattr(self._loader, name)
 
 
-class Rows:
+class RowCheckpoints:
     """Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
 
     They are not inside that file, since one rank writes it, nor named ``.pt``, since open_clip resumes from the newest
