@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from compopt.integrations.open_clip.rows import Rows
+from compopt.integrations.open_clip.rows import RowCheckpoints
 from tests.open_clip import tiny
 
 SOGCLR = "--estimator sogclr --gamma 0.5"
@@ -105,7 +105,7 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, data):
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, what):
     """An unfinished file of open_clip has to be removed; the file before is there, with its rows."""
     whole = run(SOGCLR, tmp_path, data, "whole")
-    original = Rows.save
+    original = RowCheckpoints.save
 
     def save(self, epoch):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, w
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with monkeypatch.context() as patch, pytest.raises((OSError, RuntimeError)):
-            patch.setattr(Rows, "save", save)
+            patch.setattr(RowCheckpoints, "save", save)
             run(SOGCLR, tmp_path, data, delete_previous_checkpoint=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

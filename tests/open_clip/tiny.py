@@ -182,7 +182,7 @@ def train(ours, theirs, **watch):
         if ours is None:
             trainer.main(theirs)
         else:
-            watched.run = open_clip.Run(open_clip.parse(ours), trainer)
+            watched.run = open_clip.Run(open_clip.parse_flags(ours), trainer)
             watched.run.start(theirs)
     return watched
 
