@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -239,9 +239,10 @@ class Chains(SampledPairs):
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
-        # visits take a number per pair: with chunk_size they were not kept
-        again = ((own, [done for *_, done in self._walks(own)]) for own in self._blocks())
-        for own, walks in again if self._call.chunk_size is not None else self._kept:
+        walked: Iterable[tuple[slice, list[Walk]]] = self._kept
+        if self._call.chunk_size is not None:  # visits take a number per pair, and were not kept
+            walked = ((own, [done for *_, done in self._walks(own)]) for own in self._blocks())
+        for own, walks in walked:
             visits = [part for done in walks for part in done.visits[:-1].split(own.stop - own.start, dim=1)]
             for direction, visited in enumerate(visits):
                 weights = visited * factor[own, direction]
