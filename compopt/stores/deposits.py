@@ -81,11 +81,11 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
         old, valid = old[order], None if valid is None else valid[order]
         proposals = {name: value[order] for name, value in proposals.items()}
         proposals, kept, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
+    if valid is not None:
+        before = layout.unpack(old)
+        proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = old.clone()
-    columns = layout.unpack(new)
-    for name, value in proposals.items():
-        columns[name].copy_(value if valid is None else torch.where(valid, value, columns[name]))
-    columns[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
+    layout.write(new, proposals)[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
     # One value that is not finite withholds its whole row: columns are proposed together and must agree. The packed
     # row is looked at, since a proposal can leave the range of the stored dtype.
     read = layout.floats(old) if partial else []

@@ -153,10 +153,9 @@ class RowLayout:
                     f"{first + row} has {value[row].tolist()}"
                 )
 
-    def pack(self, values: Mapping[str, Tensor], base: Tensor) -> Tensor:
-        """Copy the block ``base`` with some columns replaced."""
-        block = base.clone()
-        views = self.unpack(block)
+    def write(self, block: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Overwrite some columns of a block, in place, and return views of all."""
+        columns = self.unpack(block)
         for name, value in values.items():
-            views[name].copy_(value)
-        return block
+            columns[name].copy_(value)
+        return columns

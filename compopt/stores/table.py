@@ -286,8 +286,9 @@ class RowTable:
         """Overwrite all rows that this process holds."""
         with self.overwriting() as store:
             for start, own in self._blocks(columns, store):
-                count = len(own[COUNT])
-                store.write_block(start, self.layout.pack(own, self.layout.zeros(count, store.device)))
+                block = self.layout.zeros(len(own[COUNT]), store.device)
+                self.layout.write(block, own)
+                store.write_block(start, block)
         self.find_partial(columns)
 
     def load_shares(self, parts: Mapping[str, Tensor]) -> None:
@@ -299,7 +300,8 @@ class RowTable:
             for start in range(0, shares[0].size, BLOCK_ROWS):
                 pieces = [Share(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
                 own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
-                packed = layout.pack(own, layout.zeros(pieces[ranks.rank].size, torch.device("cpu")))
+                packed = layout.zeros(pieces[ranks.rank].size, torch.device("cpu"))
+                layout.write(packed, own)
                 everyone = ranks.gather([packed], [piece.size for piece in pieces])[0]
                 for part, piece, block in zip(shares, pieces, everyone.split([p.size for p in pieces]), strict=True):
                     first = part.start + piece.start
