@@ -21,6 +21,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "gamma_decay": (float, "fraction of the run over which gamma decays to --gamma-min"),
     "reference": (str, "what stored estimates are relative to: none (SogCLR) or positive (iSogCLR)"),
     "rho": (float, "how strongly learned temperatures are held up"),
+    "parametrization": (str, "what a learned temperature of all samples moves: linear (tau) or log (log(1/tau))"),
     "tau_lr": (float, "step size of learned temperatures"),
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),

@@ -354,8 +354,9 @@ class TemperatureDual(Temperature):
             m_i \leftarrow (1 - \beta)\, m_i + \beta\, \text{clip}(g_i), \qquad
             \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
-        With ``parametrization="log"`` see the class. In training mode with gradients enabled the result is deposited and waits for :meth:`step`. A sample whose
-        gradient is not finite keeps its temperature. Used alone, bounds that were not given are those of bimodal mode.
+        With ``parametrization="log"`` as the class says. In training mode with gradients enabled the result is
+        deposited and waits for :meth:`step`. A sample whose gradient is not finite keeps its temperature. Used alone,
+        bounds that were not given are those of bimodal mode.
 
         Args:
             gradient: the complete derivative of the objective with respect to each ``tau_i`` (rho is not added;
