@@ -54,7 +54,7 @@ def _check_individual(n: Any, parametrization: str, lr_switch: Any) -> None:
         raise ValueError("n is None; individual temperatures need the number of samples")
     for name, value, usual in (("parametrization", parametrization, "linear"), ("lr_switch", lr_switch, None)):
         if value != usual:
-            raise ValueError(f'{name}={value!r} is for mode="global"; individual temperatures take {usual!r}')
+            raise ValueError(f'{name}={value!r} needs mode="global"; individual temperatures take {usual!r}')
 
 
 class TemperatureDual(Temperature):
