@@ -111,7 +111,7 @@ class MemoryEstimator(ContrastiveEstimator):
     Args:
         dim: of the features.
         length: samples whose features are kept.
-        tau: temperature, a number or a 0-d tensor. 0.07 was measured (``benchmarks/results/default.md``).
+        tau: temperature, a number or a 0-d tensor. ``benchmarks/results/default.md`` is with 0.07.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``

@@ -34,8 +34,8 @@ class SogCLREstimator(ContrastiveEstimator):
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
         gamma: in (0, 1]; weight of the newest value. 1 is the stateless control. ``None``: 0.8 in unimodal mode
             (section 5.3; Table 8 has 0.7 to 0.8 best), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes it in 0.6 to
-            0.99 and prints none; in ``benchmarks/results/glyphs.md`` the best of 0.5, 0.8 and 0.95 is 0.95 at batch 64
-            and 0.8 at 16 and 32).
+            0.99 and prints none; in ``benchmarks/results/glyphs.md`` 0.95 is the best of 0.5, 0.8 and 0.95 at batch 64,
+            0.8 that of 0.3 and 0.8 at 16 and 32).
         tau: temperature, > 0. ``None``: 0.1 in unimodal mode (section 5.1), 0.07 in bimodal mode (section 5.2).
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
         eps: added to the inner function, >= 0.
