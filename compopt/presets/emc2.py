@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import Options, takes_options
-from compopt.negatives import MCMCNegativeSampler
+from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class EMC2Estimator(ContrastiveEstimator):
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "burn_in": 0.9}, {"n": 500}]``.
         burn_in: ``P``, a count, or a fraction of the ``R`` proposals.
         tau: temperature.
-        proposals, rescore, seed: see :class:`~compopt.MCMCNegativeSampler`.
+        proposals, rescore, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
@@ -50,13 +50,14 @@ class EMC2Estimator(ContrastiveEstimator):
         n: GroupSpec,
         burn_in: int | float = 0.5,
         tau: float = 0.2,
-        proposals: Literal["pool", "sweep"] = "pool",
+        proposals: Proposals = "pool",
         rescore: bool = False,
         seed: int = 0,
+        draws: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed),
+            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed, draws),
             FixedTemperature(tau),
             sample_groups=n,
             **options,
