@@ -142,6 +142,40 @@ def global_gradient(
     return g1, g2
 
 
+def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
+    r"""How differently both views of each sample see the others: ``epsilon_i^2`` of SogCLR's Theorem 2 and Figure 2.
+
+    .. math::
+        \epsilon_i^2 = \frac1{|N_i|} \sum_{z \in N_i} \langle z^1_i - z^2_i, z \rangle^2
+
+    over both views ``z`` of all other samples, in time linear in ``n``. With one normalizer per sample (objective V2,
+    what SogCLR keeps) the gradient of V1 has an error of the order of the largest of them that training does not take
+    away.
+
+    Args:
+        z1, z2: features of both views of a data set, ``(n, d)`` each, n >= 2.
+        normalize: L2-normalise them first.
+
+    Returns:
+        ``(n,)``, squared similarities.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> compopt.diagnostics.view_differences(z1, z1).max().item()  # views that are alike
+        0.0
+        >>> compopt.diagnostics.view_differences(z1, z2).shape
+        torch.Size([50])
+    """
+    check_features(z1, z2)
+    with torch.no_grad():
+        a, b = (_prepare(z, normalize) for z in (z1, z2))
+        gap = a - b
+        every = torch.linalg.vecdot(gap @ (a.T @ a + b.T @ b), gap)
+        own = torch.linalg.vecdot(gap, a).square() + torch.linalg.vecdot(gap, b).square()
+        return (every - own).clamp(min=0) / (2 * len(a) - 2)
+
+
 @doing("a diagnostic")
 def normalizer_error(
     est: ContrastiveEstimator,

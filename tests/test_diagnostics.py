@@ -14,6 +14,16 @@ N = 23
 CASES = [("bimodal", {}), ("unimodal", {"views": "averaged"}), ("unimodal", {"views": "separate"})]
 
 
+def test_view_differences_against_loops():
+    z1, z2 = features(N, 5, seed=1)
+    a, b = (torch.nn.functional.normalize(z, dim=1) for z in (z1, z2))
+    want = [
+        torch.stack([((a[i] - b[i]) @ z) ** 2 for j in range(N) if j != i for z in (a[j], b[j])]).mean()
+        for i in range(N)
+    ]
+    near(diagnostics.view_differences(z1, z2), torch.stack(want))
+
+
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 2e-4)])
 @pytest.mark.parametrize("tau, chunk_size", [(0.005, 512), (0.1, 1), (1.0, 4)])
 @pytest.mark.parametrize("mode, views", CASES)

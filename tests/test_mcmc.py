@@ -1,15 +1,17 @@
 """EMC2: features from outside the batch, against the twin; metrics, options and what is refused."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 import compopt
+from tests.bits import bits
 from tests.database import MODES, dual_options
-from tests.helpers import batches, features, near, run
-from tests.reference import DualReference, FixedReference, MCMCReference, Reference
+from tests.helpers import batches, features, near, run, through_a_file
+from tests.reference import DatasetMCMCReference, DualReference, FixedReference, MCMCReference, Reference
 from tests.test_chains import data_set
 
 N = 13
@@ -82,6 +84,36 @@ def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
     assert asked > 10
 
 
+@pytest.mark.covering()
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("draws", [None, 7])
+@pytest.mark.parametrize("burn_in", [0, 0.5, 900])
+@pytest.mark.parametrize("mode", MODES)
+def test_proposals_from_the_data_set_against_the_twin(mode, burn_in, draws, dual):
+    """Loss, gradients of batch and bank, rows, over windows of several calls."""
+    bank, want_bank = Bank(N, 4, mode), Bank(N, 4, mode)
+    sampler = compopt.MCMCNegativeSampler(N, burn_in=burn_in, proposals="dataset", draws=draws, seed=3)
+    temperature = compopt.TemperatureDual(N, **dual_options(TAU)) if dual else compopt.FixedTemperature(TAU)
+    est = compopt.ContrastiveEstimator(sampler, temperature, mode=mode, dtype=torch.float64)
+    beside = DualReference("momentum", 0.9) if dual else FixedReference()
+    twin = DatasetMCMCReference(N, burn_in, seed=3, draws=draws)
+    ref = Reference([{"n": N, "tau": TAU, **dual_options(TAU)}], twin, beside, mode)
+    for step, (z1, z2, index) in enumerate(batches(N, steps=12, batch=5, seed=3)):
+        got = run(est, z1, z2, index, encode=bank)
+        want = ref.forward(z1, z2, index, encode=want_bank.one)
+        for name, a, b in zip(("loss", "g1", "g2"), got, want, strict=True):
+            near(a, b, what=f"{name} of step {step}")
+        near(bank.take_gradients(), want_bank.take_gradients(), atol=1e-12, what=f"bank of step {step}")
+        assert len(bank.calls) == step + 1 and len(set(bank.calls[-1].tolist())) == len(bank.calls[-1])
+        if step % 3 != 1:
+            est.step()
+            ref.step()
+        seen = [i for i in range(N) if ref.visits(i, 0)]
+        rows = est.read(torch.tensor(seen))
+        for name in ("chain", "score"):
+            near(rows[name], torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64), what=name)
+
+
 def test_an_anchor_without_a_visit_pulls_its_positive_only():
     n, tau = 6, 0.01
     z = torch.eye(n, 6, dtype=torch.float64)
@@ -151,7 +183,52 @@ def test_bad_burn_in(burn_in):
         compopt.EMC2Estimator(10, burn_in=burn_in)
 
 
+def test_a_resumed_run_draws_the_same_samples():
+    """Of Algorithm 1, through a file; the features come from a sampler's bank."""
+    bank = compopt.samplers.FeatureBank(N, torch.float64)
+    bank.write(torch.arange(N), bank.rounded(*features(N, 4, 77)))
+    data = batches(N, steps=8, batch=5, seed=1)
+
+    def trained(est, part):
+        trace = []
+        for z1, z2, index in part:
+            trace += [bits(x) for x in run(est, z1, z2, index, encode=bank.read)]
+            est.step()
+        return trace
+
+    def fresh():
+        return compopt.EMC2Estimator(N, tau=TAU, proposals="dataset", draws=6, dtype=torch.float64)
+
+    whole, first, second = fresh(), fresh(), fresh()
+    expected = trained(whole, data)
+    got = trained(first, data[:3])
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert got + trained(second, data[3:]) == expected
+    with pytest.raises(ValueError, match="proposals"):
+        compopt.EMC2Estimator(N, tau=TAU, dtype=torch.float64).load_state_dict(first.state_dict())
+
+
+def test_bad_calls_with_proposals_from_the_data_set():
+    z1, z2 = features(4, 3, 0)
+    index, encode = torch.arange(4), lambda i: (torch.ones(len(i), 3),) * 2
+    est = compopt.EMC2Estimator(10, proposals="dataset")
+    with pytest.raises(ValueError, match='proposals="dataset" needs encode='):
+        est(z1, z2, index)
+    with pytest.raises(ValueError, match='labels= cannot be combined with proposals="dataset"'):
+        est(z1, z2, index, labels=index, encode=encode)
+    alone = compopt.MCMCNegativeSampler(10, proposals="dataset")
+    with pytest.raises(ValueError, match=r'sample\(\) walks over the pool.*proposals="pool"'):
+        alone.sample(z1 @ z2.T, index, index)
+    est.normalizer._groups = SimpleNamespace(n=(1 << 31) + 1)
+    with pytest.raises(ValueError, match=r"at most 2\^31 samples, got n=2147483649"):
+        est(z1, z2, index, encode=encode)
+
+
 def test_bad_options():
+    with pytest.raises(ValueError, match='draws=3 is for proposals="dataset"'):
+        compopt.EMC2Estimator(10, draws=3)
+    with pytest.raises(ValueError, match="draws must be a positive integer, got 0"):
+        compopt.EMC2Estimator(10, proposals="dataset", draws=0)
     with pytest.raises(ValueError, match="proposals.*pool.*sweep"):
         compopt.EMC2Estimator(10, proposals="all")
     with pytest.raises(TypeError, match="rescore"):
@@ -217,11 +294,13 @@ def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("proposals", ["pool", "dataset"])
 @pytest.mark.parametrize("directions", ["forward", "both"])
-def test_bad_features_from_outside_show_in_the_loss(directions):
+def test_bad_features_from_outside_show_in_the_loss(directions, proposals):
     """Also of the modality that no anchor's chain has met."""
     torch.manual_seed(0)
-    est, data = compopt.EMC2Estimator(30, tau=0.05, directions=directions), torch.randn(2, 30, 8)
+    est = compopt.EMC2Estimator(30, tau=0.05, directions=directions, proposals=proposals)
+    data = torch.randn(2, 30, 8)
     seen = 0
     for _ in range(12):
         index, scale = torch.randperm(30)[:6], torch.ones(8, requires_grad=True)

@@ -20,41 +20,32 @@ from compopt.negatives.walk import Candidates, Samples, Walk, burn_in_count, wal
 CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
-class Outside:
-    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
+class Encoded:
+    """Features of samples that chains may be at, from ``encode``, for this rank's anchors.
 
-    ``sample`` and ``score`` are those of the rows, ``(b, D)``; ``fresh`` is the present similarity where the sample was
-    encoded, else the stored one. With several ranks the encoder runs in every call, so that collectives inside it
-    match; its ``error`` is kept and raised after the next all-gather, without which the other ranks would hang.
+    With several ranks the encoder runs in every call, so that collectives inside it match; its ``error`` is kept and
+    raised after the next all-gather, without which the other ranks would hang.
     """
 
-    def __init__(
-        self, sample: Tensor, score: Tensor, anchors: Sequence[Tensor], encoder: Encoder | None, ranks: Ranks
-    ) -> None:
-        self.sample, self.score = (rows.expand(-1, len(anchors)) for rows in (sample, score))
-        self.fresh = self.score
+    def __init__(self, anchors: Sequence[Tensor], encoder: Encoder | None, ranks: Ranks) -> None:
         self.error: Exception | None = None
         self._anchors, self._encoder, self._ranks = anchors, encoder, ranks
         self._features: tuple[Tensor, Tensor] | None = None
-        self._place: Tensor  # of each sample among the features, once there are any
 
     @property
     def encoded(self) -> bool:
         """True if visits to these samples have features, so that they count."""
         return self._encoder is not None
 
-    def encode(self, needed: Tensor, spare: Tensor) -> None:
-        """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
-        assert self._encoder is not None
-        names, place = torch.unique(self.sample[needed], return_inverse=True)
-        if not len(names):
-            if self._ranks.size == 1:
-                return
-            names = spare
-        self._features = self._call(names.cpu())
-        self._place = torch.zeros_like(self.sample).masked_scatter_(needed, place)
-        fresh = [torch.linalg.vecdot(x, feature) for x, feature, _ in self._pairs()]
-        self.fresh = torch.where(needed, torch.stack(fresh, dim=1), self.score)
+    def places(self, samples: Tensor, spare: Tensor) -> Tensor:
+        """Encode ``samples`` (of any shape), each once, and return their places among the features.
+
+        With several ranks, one that needs none encodes the ``spare`` one.
+        """
+        names, place = torch.unique(samples, return_inverse=True)
+        if len(names) or self._ranks.size > 1:
+            self._features = self._call((names if len(names) else spare).cpu())
+        return place
 
     def _call(self, names: Tensor) -> tuple[Tensor, Tensor]:
         assert self._encoder is not None
@@ -67,23 +58,50 @@ class Outside:
             nothing = self._anchors[0].new_zeros(len(names), self._anchors[0].shape[1])
             return nothing, nothing
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return by direction anchors, the features of their stored samples, and the places of these."""
+    def similarities(self, place: Tensor) -> Tensor:
+        """Similarities of the anchors to one sample each in every direction, by its place; ``(b, A)``."""
+        return torch.stack([torch.linalg.vecdot(x, feature) for x, feature, _ in self._pairs(place)], dim=1)
+
+    def _pairs(self, place: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return by direction anchors, the features of one sample each, and the places of these."""
         assert self._features is not None
         features = self._features[: len(self._anchors)]
-        by_direction = zip(self._anchors, features, self._place.unbind(1), strict=True)
-        return [(x, feature[place], place) for x, feature, place in by_direction]
+        by_direction = zip(self._anchors, features, place.unbind(1), strict=True)
+        return [(x, feature[at], at) for x, feature, at in by_direction]
 
-    def add_gradients(self, of_anchors: Sequence[Tensor], weights: Tensor) -> None:
-        """Add gradients of ``sum weights_i s_i`` on both sides of these pairs; ``weights`` ``(b, A)``."""
+    def add_gradients(self, of_anchors: Sequence[Tensor], terms: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add gradients of ``sum weights_i s_i``, on both sides, of pairs in ``(weights, places)``, ``(b, A)`` each."""
         if self._features is None or self._encoder is None:
             return
         received = [torch.zeros_like(feature) for feature in self._features]
-        for direction, (x, feature, place) in enumerate(self._pairs()):
-            weight = weights[:, direction, None]
-            of_anchors[direction].addcmul_(weight, feature)
-            received[direction].index_add_(0, place, weight * x)
+        for weights, place in terms:
+            for direction, (x, feature, at) in enumerate(self._pairs(place)):
+                weight = weights[:, direction, None]
+                of_anchors[direction].addcmul_(weight, feature)
+                received[direction].index_add_(0, at, weight * x)
         self._encoder.receive((received[0], received[1]))
+
+
+class Outside(Encoded):
+    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
+
+    ``sample`` and ``score`` are those of the rows, ``(b, D)``; ``fresh`` is the present similarity where the sample was
+    encoded, else the stored one, and ``place`` that of its features.
+    """
+
+    def __init__(
+        self, sample: Tensor, score: Tensor, anchors: Sequence[Tensor], encoder: Encoder | None, ranks: Ranks
+    ) -> None:
+        super().__init__(anchors, encoder, ranks)
+        self.sample, self.score = (rows.expand(-1, len(anchors)) for rows in (sample, score))
+        self.fresh, self.place = self.score, torch.zeros_like(self.sample)
+
+    def encode(self, needed: Tensor, spare: Tensor) -> None:
+        """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
+        place = self.places(self.sample[needed], spare)
+        if self._features is not None:
+            self.place = self.place.masked_scatter(needed, place)
+            self.fresh = torch.where(needed, self.similarities(self.place), self.score)
 
 
 class Chains(SampledPairs):
@@ -133,7 +151,7 @@ class Chains(SampledPairs):
         outside, spare = self.outside, self._samples[-1].names[:1]
         if outside.encoded and self._rescore:
             known = self._find((slice(None), slice(0, self._directions)))[1]
-            outside.encode(self._seen & ~_by_direction(known, self._directions), spare)
+            outside.encode(self._seen & ~by_direction(known, self._directions), spare)
             outside.score = outside.fresh
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
@@ -145,11 +163,11 @@ class Chains(SampledPairs):
                 dot, squares = torch.linalg.vecdot(inside, similarity[:-2], dim=0), inside.square().sum(0)
                 found = [inside.sum(0), done.visits[-1], dot, squares, done.accepted, candidates.count.expand_as(dot)]
                 sums = torch.stack([x.to(inside.dtype) for x in found])
-                self._totals[:, at[0], at[1]] = _by_direction(sums, count)
-                score[at] = _by_direction(similarity.gather(0, last[None])[0], count)
-                self._stayed[at] = _by_direction(last == candidates.width, count)
-                moved = torch.where(last < candidates.width, self._names(last), _flat(sample[at]))
-                sample[at] = _by_direction(moved, count)
+                self._totals[:, at[0], at[1]] = by_direction(sums, count)
+                score[at] = by_direction(similarity.gather(0, last[None])[0], count)
+                self._stayed[at] = by_direction(last == candidates.width, count)
+                moved = torch.where(last < candidates.width, self._names(last), flat(sample[at]))
+                sample[at] = by_direction(moved, count)
                 walks.append(done)
             if self._call.chunk_size is None:
                 self._kept.append((own, walks))
@@ -174,8 +192,8 @@ class Chains(SampledPairs):
             at = (own, directions)
             similarity = self._similarity(own, directions)
             streams = rng.streams(self._counters, positions, range(directions.start, directions.stop))
-            scores = similarity * _flat(self._scale[at])
-            given = _flat(self._burn_in[at]) if isinstance(self._burn_in, Tensor) else self._burn_in
+            scores = similarity * flat(self._scale[at])
+            given = flat(self._burn_in[at]) if isinstance(self._burn_in, Tensor) else self._burn_in
             burn_in = burn_in_count(given, candidates.most if candidates.alike else candidates.count)
             if slot is None:
                 slot = self._start(at, candidates, scores, streams)
@@ -188,7 +206,7 @@ class Chains(SampledPairs):
     def _similarity(self, own: slice, directions: slice) -> Tensor:
         """Return similarities by slot, ``(Q + 2, P)``."""
         products = [y @ x[own].T for x, y in zip(self._anchors[directions], self._candidates[directions], strict=True)]
-        outside = _flat(self.outside.score[own, directions])
+        outside = flat(self.outside.score[own, directions])
         width = outside.new_full((1, len(outside)), -torch.inf)
         return torch.cat([torch.cat(products, dim=1), outside[None], width])
 
@@ -201,7 +219,7 @@ class Chains(SampledPairs):
         """Return columns of the stored samples, and True where the batch has them, ``(P,)``."""
         sample = self.outside.sample[at]
         if len(self._samples) == 1:
-            return self._samples[0].find(_flat(sample))
+            return self._samples[0].find(flat(sample))
         first, second = (s.find(part) for s, part in zip(self._samples, sample.unbind(1), strict=True))
         return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
@@ -215,19 +233,25 @@ class Chains(SampledPairs):
             column = torch.where(random < gap.sigmoid(), both[1], both[0])
         outside, nowhere = candidates.width, candidates.width + 1
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
-        return torch.where(_flat(self._seen[at]), slot, nowhere)
+        return torch.where(flat(self._seen[at]), slot, nowhere)
 
     def _finish(self) -> None:
-        fresh, own = self.outside.fresh, self._call.batch.own
+        fresh = self.outside.fresh
         self.visits, dot = self.inside, self._dot
         if self.outside.encoded:
             self.visits = self.visits + self.away
+            self.squares = self.squares + self.away.square()
             dot = dot + torch.where(self.away > 0, self.away * fresh, 0)
+        self.score = torch.where(self._stayed, fresh, self.score)
+        self._close(dot)
+
+    def _close(self, dot: Tensor) -> None:
+        """Take the means over the visits, whose similarities add up to ``dot``; ``(b, A)``."""
+        own = self._call.batch.own
         mean_h = dot / self.visits - self._pairs.positive[own]
         # a temperature whose anchor has no usable visit learns from the batch
         batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[own]
         self.sum_wh = torch.where(self.visits > 0, mean_h, batch)
-        self.score = torch.where(self._stayed, fresh, self.score)
         if self._call.unimodal:
             self.sample, self.score = self.sample[:, 1:], self.score[:, 1:]
 
@@ -238,6 +262,17 @@ class Chains(SampledPairs):
         coefficient = coefficient.expand(self._batch, self._directions)[self._call.batch.own]
         factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
+        of_both = self._of_candidates(factor, of_anchors)
+        for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
+            gradient.add_(of_anchor)
+        pull = coefficient.sum(1, keepdim=True)
+        return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
+
+    def _of_candidates(self, factor: Tensor, of_anchors: Sequence[Tensor]) -> Tensor:
+        """Add the visited candidates times ``factor``, ``(b, A)``, to the anchors' gradients; return the candidates'.
+
+        Those are of this rank's features as candidates of all ranks' anchors, ``(2, b, d)``.
+        """
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
         walked: Iterable[tuple[slice, list[Walk]]] = self._kept
         if self._call.chunk_size is not None:  # visits take a number per pair, and were not kept
@@ -249,25 +284,21 @@ class Chains(SampledPairs):
                 torch.mm(weights.T, self._candidates[direction], out=of_anchors[direction][own])
                 of_candidates[direction].addmm_(weights, self._anchors[direction][own])
         if self.outside.encoded:
-            self.outside.add_gradients(of_anchors, factor * self.away)
+            self.outside.add_gradients(of_anchors, [(factor * self.away, self.outside.place)])
         if self._call.unimodal:
             of_both = torch.stack((of_candidates[0] + of_candidates[1]).chunk(2))
         elif self._directions == 2:
             of_both = torch.stack(of_candidates[::-1])
         else:
             of_both = torch.stack([torch.zeros_like(of_candidates[0]), of_candidates[0]])
-        of_both = self._ranks.sum(of_both)[:, self._call.batch.own].clone()
-        for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
-            gradient.add_(of_anchor)
-        pull = coefficient.sum(1, keepdim=True)
-        return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
+        return self._ranks.sum(of_both)[:, self._call.batch.own].clone()
 
 
-def _flat(per_anchor: Tensor) -> Tensor:
+def flat(per_anchor: Tensor) -> Tensor:
     """Flatten ``(b, D)`` -> ``(D b,)``, direction by direction."""
     return per_anchor.T.contiguous().view(-1)
 
 
-def _by_direction(flat: Tensor, directions: int) -> Tensor:
-    """Undo :func:`_flat` on the last axis: ``(..., D b)`` -> ``(..., b, D)``."""
+def by_direction(flat: Tensor, directions: int) -> Tensor:
+    """Undo :func:`flat` on the last axis: ``(..., D b)`` -> ``(..., b, D)``."""
     return flat.unflatten(-1, (directions, -1)).mT

@@ -18,15 +18,18 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
 from compopt.negatives.chains import Chains
+from compopt.negatives.dataset import DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.stores.layout import Column
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Proposals = Literal["pool", "sweep"]
+Proposals = Literal["pool", "sweep", "dataset"]
+MOST_SAMPLES = 1 << 31  # of which rng.below chooses
 
 
 class MCMCNegativeSampler(Normalizer):
@@ -54,16 +57,23 @@ class MCMCNegativeSampler(Normalizer):
     ``encode`` gives one view of a sample: exact where views are alike, else the approximation of the paper's section
     4.1.
 
-    Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller.
+    Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller. With
+    ``proposals="dataset"`` labels are refused: those of samples outside the batch are not known.
 
     Args:
         n: number of samples, or a list of sample groups.
         burn_in: ``P``, a count, or a fraction of the proposals in [0, 1); at least the last proposal counts.
         proposals: ``"pool"`` as above; ``"sweep"`` proposes every negative of the batch once, in the order of the
             batch, as the authors' code does. It never returns to the stored sample and is biased even on the full
-            data set.
+            data set. ``"dataset"`` draws proposals uniformly from all samples but the anchor's own, as Algorithm 1 is
+            printed. Every call then needs ``encode``, which is asked once for the samples drawn and the stored ones, at
+            most ``(R + 1) B`` per direction, those of the batch included; none of their similarities is stale.
+            ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its first
+            result in unimodal mode), whose features get no gradient.
         rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
             similarity is stale. Otherwise only those that have visits, afterwards.
+        draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: as many as an anchor has
+            negatives in a batch without repeats.
         seed: of the draws.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
@@ -91,9 +101,11 @@ class MCMCNegativeSampler(Normalizer):
     a sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
 
     Raises:
-        ValueError: burn_in < 0 or a float of 1 or more; a seed of 2^63 or more; an unknown option. At the call:
-            ``rescore`` without ``encode``; ``encode`` together with ``index2``, whose positions name samples of two
-            kinds; ``extra``; features from ``encode`` of another shape or device than the batch's.
+        ValueError: burn_in < 0 or a float of 1 or more; a seed of 2^63 or more; an unknown option; ``draws`` < 1, or
+            without ``proposals="dataset"``. At the call: ``rescore`` or ``proposals="dataset"`` without ``encode``;
+            ``encode`` together with ``index2``, whose positions name samples of two kinds; ``extra``; ``labels``, or
+            more than 2^31 samples, with ``proposals="dataset"``; features from ``encode`` of another shape or device
+            than the batch's.
         TypeError: at the call: ``encode`` is no function, or does not return features as the mode needs them.
         RuntimeError: at the call, with several ranks: ``encode`` failed on another one; nothing was deposited.
 
@@ -117,11 +129,18 @@ class MCMCNegativeSampler(Normalizer):
         proposals: Proposals = "pool",
         rescore: bool = False,
         seed: int = 0,
+        draws: int | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("proposals", proposals, get_args(Proposals))
         checks.flag("rescore", rescore)
         self.proposals, self.rescore = proposals, rescore
+        self.draws = None if draws is None else checks.count("draws", draws)
+        if draws is not None and proposals != "dataset":
+            raise ValueError(
+                f'draws={draws} is for proposals="dataset"; with "{proposals}" a chain gets as many proposals as its '
+                f"anchor has negatives in the batch"
+            )
         if checks.whole("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         super().__init__(n, {"burn_in": burn_in}, **placement)
@@ -133,10 +152,28 @@ class MCMCNegativeSampler(Normalizer):
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
         if encode is None and self.rescore:
             raise ValueError("rescore=True needs encode= at every call: features of the stored samples")
+        if self.proposals == "dataset":
+            self._check_dataset(encode, given)
         if encode is not None and not callable(encode):
             raise TypeError(f"encode must be a function of data-set positions, got {type(encode).__name__}")
         if encode is not None and "index2" in given:
             raise ValueError("encode= cannot be combined with index2, whose positions name samples of two kinds")
+
+    def _check_dataset(self, encode: Any, given: Collection[str]) -> None:
+        if encode is None:
+            raise ValueError(
+                'proposals="dataset" needs encode= at every call: features of the samples that are drawn, by their '
+                "positions; it may read a bank"
+            )
+        if "labels" in given:
+            raise ValueError(
+                'labels= cannot be combined with proposals="dataset", which does not know those of the samples that it '
+                'draws; use proposals="pool"'
+            )
+        if (self._groups.n or 0) > MOST_SAMPLES:
+            raise ValueError(
+                f'proposals="dataset" draws from at most 2^31 samples, got n={self._groups.n}; use proposals="pool"'
+            )
 
     def check_extra(self) -> None:
         raise ValueError(
@@ -149,7 +186,7 @@ class MCMCNegativeSampler(Normalizer):
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
-        self._ranks = setting.ranks
+        self._ranks, self._groups = setting.ranks, groups
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [
@@ -168,7 +205,7 @@ class MCMCNegativeSampler(Normalizer):
         burn_in = call.hyper("burn_in")
         if isinstance(burn_in, Tensor):
             burn_in = burn_in.expand_as(call.pairs.positive)[call.batch.own]
-        chains = Chains(call, self._ranks, burn_in, int(self.state["seed"]), self.proposals == "sweep", self.rescore)
+        chains = self._chains(call, burn_in)
         sample, score, failed, metrics = self._gather(call, chains)
         # features from outside that are not finite must show in the value as those of the batch do
         alpha = call.pairs.log_ghat + 0.0 * chains.sum_wh  # 0, or NaN
@@ -177,6 +214,13 @@ class MCMCNegativeSampler(Normalizer):
         if call.encoder is not None:
             alpha = alpha + 0.0 * failed
         return Estimate(alpha, proposals, metrics=metrics, weights=chains)
+
+    def _chains(self, call: Call, burn_in: Scalar) -> Chains:
+        seed = int(self.state["seed"])
+        if self.proposals == "dataset":
+            negatives = (2 if call.unimodal else 1) * (len(call.batch.features[0]) - 1)
+            return DatasetChains(call, self._ranks, burn_in, seed, self._groups.n or 0, self.draws or negatives)
+        return Chains(call, self._ranks, burn_in, seed, self.proposals == "sweep", self.rescore)
 
     def _gather(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, dict[str, Callable[[], Tensor]]]:
         """Return samples, scores, a flag and metrics of the whole batch, from each rank's own anchors.
@@ -197,7 +241,6 @@ class MCMCNegativeSampler(Normalizer):
             raise RuntimeError("encode failed on another rank; nothing was deposited")
         chains.sum_wh = call.pairs.real(chains.sum_wh)
         usable = inside if call.encoder is None else inside + away
-        squares = squares if call.encoder is None else squares + away.square()
         metrics: dict[str, Callable[[], Tensor]] = {
             "acceptance_rate": partial(_share, accepted, proposed),
             "outside_visits": partial(_share, away, inside, away),
@@ -231,12 +274,15 @@ class MCMCNegativeSampler(Normalizer):
 
         Raises:
             RuntimeError: this is a part of an estimator, which moves the chains.
+            ValueError: the sampler was built with ``proposals="dataset"``.
             TypeError, ValueError, IndexError: bad dtypes, shapes or positions.
 
         Communicates, with several ranks: a message of integers, and all-gathers of 2 numbers per sample and its row.
         ``M`` may differ between ranks.
         """
         refuse_transforms()
+        if self.proposals == "dataset":
+            raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
         engine = self._engine
         with engine.handshake.guard():
             scores = check_values("scores", scores, "(B, M)", 2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import Options, takes_options
-from compopt.negatives import MCMCNegativeSampler
+from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class EMC2Estimator(ContrastiveEstimator):
             ``R = 2b - 2`` proposals.
         tau: temperature, ``1 / beta`` of the paper. 0.2: Table 3, STL-10 at batch 256; the other runs have 1 / 14.28.
             The paper has no bimodal run.
-        proposals, rescore, seed: see :class:`~compopt.MCMCNegativeSampler`.
+        proposals, rescore, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
@@ -52,13 +52,14 @@ class EMC2Estimator(ContrastiveEstimator):
         n: GroupSpec,
         burn_in: int | float = 0.5,
         tau: float = 0.2,
-        proposals: Literal["pool", "sweep"] = "pool",
+        proposals: Proposals = "pool",
         rescore: bool = False,
         seed: int = 0,
+        draws: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed),
+            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed, draws),
             FixedTemperature(tau),
             sample_groups=n,
             **options,

@@ -7,7 +7,7 @@ from tests.reference.dense import (
     dense_global_loss,
     dense_log_normalizers,
 )
-from tests.reference.mcmc import MCMCReference
+from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
 from tests.reference.neural import NeuralReference, ResidualReference
 from tests.reference.normalizers import BatchReference, MovingAverageReference
@@ -25,6 +25,7 @@ __all__ = [
     "AloneGlobalDual",
     "AloneNetwork",
     "BatchReference",
+    "DatasetMCMCReference",
     "DualReference",
     "FixedReference",
     "GlobalDualReference",

@@ -67,22 +67,22 @@ class Reference:
             scale = 1.0 if self.multiply_tau else 1.0 / tau
             if sampled is not None:
                 batch_weights = w
-                w, (beyond, sample) = sampled[number]
+                w, beyond = sampled[number]
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
-                if beyond:
-                    surrogate = surrogate + scale * beyond * self.encoded_similarity(a, sample)
+                for share, sample in beyond:
+                    surrogate = surrogate + scale * share * self.encoded_similarity(a, sample)
             elif self.outer_positive:
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
             for w_ij, s_ij in zip(w, a.negatives, strict=True):
                 surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
             value += tau * (alpha + rho) if self.multiply_tau else alpha
-            if sampled is not None and not sum(w) + beyond:
+            if sampled is not None and not (sum(w) or beyond):
                 w = batch_weights  # a temperature without a visit learns from the batch
             linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
             if shared:
                 linear.append(self.normalizer.outside_wh(number))
-            if sampled is not None and beyond:
-                linear.append(beyond * (self.encoded_score(a, sample) - a.positive.item()))
+            if sampled is not None:
+                linear += [share * (self.encoded_score(a, sample) - a.positive.item()) for share, sample in beyond]
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from tests.reference.normalizers import BatchReference
 from tests.reference.pairs import may_be_negative
 
@@ -37,6 +39,13 @@ def choose(row, visits, proposals):
 
     bits = scramble(scramble(row * GOLDEN) + visits)
     return sorted(proposals)[((bits >> 32) * len(proposals)) >> 32]
+
+
+def kernel(similarity, tau):
+    """Probabilities of one proposal of Metropolis and Hastings among all negatives, ``(K, K)`` float64 (eq. 9)."""
+    accept = ((similarity - similarity[:, None]) / tau).clamp(max=0).exp()  # from a row's state to a column's
+    moves = accept / len(similarity)
+    return moves + torch.diag(1 - moves.sum(1))
 
 
 class MCMCReference(BatchReference):
@@ -135,10 +144,58 @@ class MCMCReference(BatchReference):
         return found[which], scores[which]
 
     def weights(self, ref, anchors):
-        """Per anchor: weights of the negatives, and (weight, sample) outside."""
+        """Per anchor: weights of the negatives, and a (weight, sample) for each visit outside."""
         result = []
         for visits, (out, sample) in zip(self.visits, self.outside, strict=True):
             known = out if ref.encode is not None else 0
             total = max(1, sum(visits) + known)
-            result.append(([v / total for v in visits], (known / total, sample)))
+            result.append(([v / total for v in visits], [(known / total, sample)] if known else []))
         return result
+
+
+class DatasetMCMCReference(MCMCReference):
+    """Algorithm 1 as printed: proposals uniform over all n samples but the anchor's own, each encoded."""
+
+    def __init__(self, n, burn_in=0.5, seed=0, draws=None):
+        super().__init__(burn_in, "dataset", False, seed)
+        self.n, self.draws = n, draws
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Run all chains; alpha is log ghat."""
+        index = ref.keys[0]
+        count = self.draws or (2 if ref.mode == "unimodal" else 1) * (len(index) - 1)
+        burn = min(int(self.burn_in * count * (1 + 1e-6)) if self.burn_in < 1 else self.burn_in, count - 1)
+        self.visited, proposals, state = [], [], {}
+        for a, tau in zip(anchors, taus, strict=True):
+            column = a.direction if ref.columns == 2 else 0
+            row = rows[column][a.position]
+            chain = (a.position, column)
+            if chain not in state:
+                state[chain] = ref.rows["chain"][row].get(column, (None, None))[0]
+            self.visited.append(self.walk(ref, a, tau, state[chain], count, burn))
+            state[chain] = self.visited[-1][-1]
+            if ref.mode != "unimodal" or a.direction == 1:
+                proposals.append((row, column, "chain", (state[chain], ref.encoded_score(a, state[chain]))))
+        return BatchReference.alphas(self, ref, anchors, taus, rows)[0], proposals
+
+    def walk(self, ref, a, tau, current, count, burn):
+        """The sample at which the chain is after each proposal that counts."""
+        own, visited = ref.keys[0][a.position], []
+        for r in range(count):
+            bits = word(self.seed, ref.steps, ref.window, a.direction, a.position, r)
+            number, u = split(bits, self.n - 1)
+            new = number + (number >= own)
+            if current is None or u < math.exp(
+                min(0.0, (ref.encoded_score(a, new) - ref.encoded_score(a, current)) / tau)
+            ):
+                current = new
+            if r >= burn:
+                visited.append(current)
+        return visited
+
+    def weights(self, ref, anchors):
+        """Every visit has the same weight, and none is to the batch's own features."""
+        return [
+            ([0.0] * len(a.negatives), [(1 / len(visited), sample) for sample in visited])
+            for a, visited in zip(anchors, self.visited, strict=True)
+        ]
