@@ -96,7 +96,8 @@ def check_call(
     with engine.handshake.guard():
         refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
-        batch, views = z1.shape[-2], 2 if z2 is not None else z1.shape[0]
+        one, views = (z1, 2) if z2 is not None else (z1[0], len(z1))
+        batch = len(one)
         directions = est._anchors if anchors is None and views == 2 else check_anchors(anchors, views, est.mode)
         if views > 2 and extra is not None:
             raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
@@ -117,7 +118,7 @@ def check_call(
                 )
             tau = check_tau(tau, batch, directions if views == 2 else 1)
         est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, extra_index, keys, z1 if z2 is not None else z1[0])
+        positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
     facts: dict[str, int] = {}
@@ -125,7 +126,7 @@ def check_call(
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
         facts |= {"views": views, "anchors": directions}
-    encoder = None if encode is None else Encoder(encode, z1 if z2 is not None else z1[0], est.normalize, est.mode == "unimodal")
+    encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,8 +231,8 @@ class ContrastiveEstimator(Estimator):
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
         ``|N_i| = V (B - 1)`` without repeats. Rows and temperatures are shared by all views: they take the mean over
         all ordered pairs. ``V = 2`` is ``est(z1, z2, index)`` to the bit. The matrix of similarities is
-        ``(anchors B, V B)``, computed once for all positives. Of more than two views ``tau=`` is one per sample at most,
-        ``extra=`` is refused, and ``encode=`` serves up to two anchors.
+        ``(anchors B, V B)``, computed once for all positives. With more than two views ``tau=`` is one per sample at
+        most, ``extra=`` is refused, and ``encode=`` serves up to two anchors.
 
         Returns:
             0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the rows of all
@@ -322,12 +323,12 @@ class ContrastiveEstimator(Estimator):
             if extra is not None:
                 check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
         with torch.enable_grad():
-            features = {"z1": z1, "z2": z2, "extra": extra}
-            leaves = {name: _leaf(z) for name, z in features.items() if z is not None}
-            keys = {"index": index, "index2": index2, "group": group, "labels": labels, "extra_index": extra_index}
-            loss = self(**leaves, **keys, tau=tau, anchors=anchors)
-            loss.backward(inputs=[*leaves.values(), *(p for p in self.parameters() if p.requires_grad)])
-        return loss.detach(), *(z.grad for z in leaves.values() if z.grad is not None)
+            given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
+            leaves = [z for z in given if z is not None]
+            call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels)
+            loss = call(extra=given[2], extra_index=extra_index, anchors=anchors)
+            loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
+        return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 

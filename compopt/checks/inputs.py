@@ -136,7 +136,7 @@ def check_views(views: Any, mode: str, least: int = 2) -> None:
     """Refuse all but a floating-point tensor ``(V, B, d)`` of two or more views, in unimodal mode."""
     if not isinstance(views, Tensor):
         remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else ""
-        raise TypeError(f"without z2 the features must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
+        raise TypeError(f"without z2 z1 must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
     check_strided("views", views)
     if views.dim() == 2:
         raise TypeError("z2 is missing; pass est(z1, z2, index), or all views as one tensor (V, B, d)")

@@ -236,10 +236,10 @@ class GatheredPairs(PairStatistics):
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
         self.positive = everyone[0].expand(-1, self.directions * (self.views - 1))
-        log_total, *rest = map(self.per_pair, everyone[1:])
+        by_anchor, *rest = [self.per_pair(value) for value in everyone[1:]]
         excluded = None if self.distinct else rest[-1]
         self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
-        self.log_sum = self.real(log_total - self.positive * self.per_pair(self._scale))
+        self.log_sum = self.real(by_anchor - self.positive * self.per_pair(self._scale))
         self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
 
     def release(self) -> None:
@@ -266,12 +266,12 @@ class GatheredPairs(PairStatistics):
             anchors = own[direction] if direction < self.directions else {}
             gradients.append(block.gradient(anchors, self._column_values(values, direction, len(block.y))))
             block.release()
-        gradient = torch.stack(gradients)
-        pull_positives(gradient, self._z, pull, self.directions)
+        stacked = torch.stack(gradients)
+        pull_positives(stacked, self._z, pull, self.directions)
         outside: Tensor | None = None
         if self.extra is not None:
             outside = self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()})
-        return gradient, outside
+        return stacked, outside
 
     def _one_per_anchor(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Merge the pairs of an anchor, which share all but positive and alpha, into its first, ``(B, a)`` each.

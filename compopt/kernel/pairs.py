@@ -286,8 +286,8 @@ def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scala
         if columns:
             shared = weight * len(columns)
             if isinstance(weight, Tensor):
-                step = abs(both[1] - both[0])
-                shared = weight[:, min(columns) : max(columns) + 1 : step].sum(1, keepdim=True)
+                low, high = min(columns), max(columns)
+                shared = weight[:, low : high + 1 : max(1, high - low)].sum(1, keepdim=True)
             minus_product(gradient[one], z[other], shared, out=gradient[one])
             minus_product(gradient[other], z[one], shared, out=gradient[other])
 

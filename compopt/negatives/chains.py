@@ -212,7 +212,8 @@ class Chains(SampledPairs):
         column, found = self._find(at)
         allowed = candidates.allows(column)
         if self._views > 1:  # the row does not say which view: drawn as the softmax would
-            column = self._draw_view(column, scores, rng.uniform(rng.bits(streams, candidates.most, 1)[0], scores.dtype))
+            random = rng.uniform(rng.bits(streams, candidates.most, 1)[0], scores.dtype)
+            column = self._draw_view(column, scores, random)
         outside, nowhere = candidates.width, candidates.width + 1
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
         return torch.where(_flat(self._seen[at]), slot, nowhere)

@@ -49,10 +49,10 @@ class MCMCNegativeSampler(Normalizer):
     chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features still spread
     (``metrics["unused_anchors"]``).
 
-    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1, then view 2 (then the others that
-    are anchors), each with its own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the softmax of these), and
-    ``encode`` gives one view of a sample: exact where views are alike, else the approximation of the paper's section
-    4.1.
+    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1, then view 2 and any others that
+    are anchors, each with its own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the
+    softmax of these), and ``encode`` gives one view of a sample: exact where views are alike, else the approximation of
+    the paper's section 4.1.
 
     Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller.
 
