@@ -282,14 +282,17 @@ def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scala
     for one, other in combinations(range(views), 2):
         # columns of the pair and of its reverse, as far as the two are anchors
         both = ((other - one - 1) * directions + one, (views - other + one - 1) * directions + other)
-        columns = both[: (one < directions) + (other < directions)]
+        columns = sorted(both[: (one < directions) + (other < directions)])
         if columns:
-            shared = weight * len(columns)
-            if isinstance(weight, Tensor):
-                low, high = min(columns), max(columns)
-                shared = weight[:, low : high + 1 : max(1, high - low)].sum(1, keepdim=True)
+            shared = _sum_of_columns(weight, columns) if isinstance(weight, Tensor) else weight * len(columns)
             minus_product(gradient[one], z[other], shared, out=gradient[one])
             minus_product(gradient[other], z[one], shared, out=gradient[other])
+
+
+def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
+    """Sum of one or two columns, ``(b, 1)``; a slice takes no copy."""
+    low, high = columns[0], columns[-1]
+    return x[:, low : high + 1 : max(1, high - low)].sum(1, keepdim=True)
 
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:

@@ -56,7 +56,7 @@ class MCMCReference(BatchReference):
     def alphas(self, ref, anchors, taus, rows):
         """Run all chains; alpha is log ghat."""
         index, index2, group = ref.keys
-        names = [index if index2 is None else index2, index]
+        names = [index if index2 is None else index2, *[index] * (len(ref.features) - 1)]
         batch, views = len(index), len(ref.features) if ref.mode == "unimodal" else 1
         self.visits, self.outside, proposals, state = [], [], [], {}
         last_view, walked = max(a.view for a in anchors), {}
