@@ -78,7 +78,8 @@ class ContrastiveEstimator(Estimator):
 
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
     (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
-    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With ``shard=True`` rows come by
+    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to ``a (V + 2)`` for ``a``
+    anchors of ``V > 2`` views). With ``shard=True`` rows come by
     one all-reduce of the global batch's rows instead. ``extra`` takes one more all-gather, and a normalizer may
     communicate too. The backward pass and :meth:`step` communicate nothing. Every rank computes its own anchors against
     all candidates, returns the global loss, and gets the complete gradient of its own features, multiplied by K for
@@ -247,10 +248,19 @@ class ContrastiveEstimator(Estimator):
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
                 there are rows, ``extra_index`` without what it refers to.
             ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or beside a temperature
-                that learns, ``encode`` or ``extra`` with a normalizer that takes none.
+                that learns, ``encode`` or ``extra`` with a normalizer or a number of views that takes none, views or
+                ``anchors`` in bimodal mode.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
+
+        Example:
+            >>> import torch, compopt
+            >>> est = compopt.DCLEstimator(mode="unimodal")
+            >>> views = torch.randn(4, 8, 16, requires_grad=True)
+            >>> est(views, anchors=2).backward()
+            >>> tuple(views.grad.shape)
+            (4, 8, 16)
         """
         given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors)
         with full_precision(z1.device):

@@ -56,8 +56,8 @@ class NeuralNormalizer(Normalizer):
     taken on this batch, and the network after them gives ``alpha``. While the queue is being filled only as many
     prototypes are in use. A call that deposits nothing (``eval()``) drops the result of its steps.
 
-    *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
-    of SogCLR).
+    *Unimodal*: one network serves all views and summarises the features of all; ``alpha`` is per view, or per pair of
+    more than two (objective V1 of SogCLR).
 
     Args:
         dim: of the features.

@@ -39,14 +39,25 @@ class Reference:
 
     # forward --------------------------------------------------------------------------------------
 
-    def forward(self, z1, z2, index, index2=None, group=None, train=True, encode=None, anchors=None, **further):
+    def forward(
+        self,
+        z1,
+        z2,
+        index,
+        index2=None,
+        group=None,
+        train=True,
+        encode=None,
+        extra=None,
+        extra_index=None,
+        anchors=None,
+    ):
         """Return (loss, g1, g2) as float64 tensors, and the gradient of extra if given; deposit proposals when train.
 
         `encode` gives unit features (modality 1, modality 2) of a sample with their graph; their gradients go to .grad.
         """
         leaves = [z.detach().double().clone().requires_grad_() for z in (z1, z2) if z is not None]
         z = leaves if z2 is not None else list(leaves[0])  # or one tensor of views, (V, B, d)
-        extra, extra_index = further.get("extra"), further.get("extra_index")
         extra = None if extra is None else extra.detach().double().clone().requires_grad_()
         given = (index, index2, group, extra_index)
         index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
