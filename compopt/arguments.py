@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.checks.inputs import check_extra, check_features, check_range, check_tau, check_vector, one_name, tau_facts
+from compopt.checks.inputs import (
+    check_anchors,
+    check_extra,
+    check_features,
+    check_range,
+    check_tau,
+    check_vector,
+    check_views,
+    one_name,
+    tau_facts,
+)
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encode, Encoder, Features, working_dtype
@@ -23,6 +33,7 @@ class Given:
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
         own: the features.
+        anchors: modalities or views that are anchors, the first ones.
         tau: as :func:`~compopt.checks.inputs.check_tau` returns it; ``None``: the estimator decides.
         extra, positions: further candidates, and their data-set positions, if there are any.
         encoder: features of samples outside the batch, if the caller can give them.
@@ -32,6 +43,7 @@ class Given:
 
     keys: dict[str, Tensor]
     own: Features
+    anchors: int
     tau: float | Tensor | None
     extra: Features | None
     positions: Tensor | None
@@ -66,7 +78,7 @@ class Called(Protocol):
 def check_call(
     est: Called,
     z1: Tensor,
-    z2: Tensor,
+    z2: Tensor | None,
     index: Tensor | None,
     index2: Tensor | None,
     group: Tensor | None,
@@ -75,6 +87,7 @@ def check_call(
     labels: Tensor | None,
     extra: Tensor | None,
     extra_index: Tensor | None,
+    anchors: int | None,
 ) -> Given:
     """Refuse what one rank can refuse by itself, and prepare the features."""
     refuse_transforms()
@@ -82,8 +95,14 @@ def check_call(
     several = engine.ranks.size > 1
     with engine.handshake.guard():
         refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
-        check_features(z1, z2, least=0 if several else 2)
-        batch = z1.shape[0]
+        features = check_given(z1, z2, est.mode, least=0 if several else 2)
+        one, views = (z1, 2) if z2 is not None else (z1[0], len(z1))
+        batch = len(one)
+        directions = est._anchors if anchors is None and views == 2 else check_anchors(anchors, views, est.mode)
+        if views > 2 and extra is not None:
+            raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
+        if directions > 2 and encode is not None:
+            raise ValueError(f"encode= serves up to two anchors, got {directions}; pass anchors=2, or 1")
         keys = {"index": est._index(index, batch)}
         if index2 is not None:
             if est.mode == "unimodal":
@@ -97,22 +116,32 @@ def check_call(
                 raise ValueError(
                     "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
                 )
-            tau = check_tau(tau, batch, est._anchors)
+            tau = check_tau(tau, batch, directions if views == 2 else 1)
         est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, extra_index, keys, z1)
+        positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
-    encoder = None if encode is None else Encoder(encode, z1, est.normalize, est.mode == "unimodal")
+        facts |= {"views": views, "anchors": directions}
+    encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
-        own = Features.of(z1, z2, normalize=est.normalize)
+        own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(keys, own, tau, further, positions, encoder, facts, torch.is_grad_enabled())
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled())
+
+
+def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
+    """Check the features of a call, and return the tensors that have them: two, or one with all views."""
+    if z2 is None:
+        check_views(z1, mode, least)
+        return (z1,)
+    check_features(z1, z2, least)
+    return z1, z2
 
 
 def _check_extra(

@@ -23,8 +23,8 @@ class Batch:
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
-        values: what the call brought, by name, ``(B, ...)`` each: the features ``z1`` and ``z2`` as the kernel takes
-            them, and ``tau`` if there is one per sample.
+        values: what the call brought, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
+            views as the kernel takes them, and ``tau`` if there is one per sample.
         sizes: samples of every rank.
         more: further candidates of every rank.
         own: slice of this rank's samples.
@@ -82,9 +82,9 @@ class Batch:
         return count
 
     @property
-    def features(self) -> tuple[Tensor, Tensor]:
-        """``z1, z2`` of all ranks, ``(B, d)`` each."""
-        return self.values["z1"], self.values["z2"]
+    def features(self) -> tuple[Tensor, ...]:
+        """``z1, z2``, ... of all ranks, ``(B, d)`` each."""
+        return tuple(z for name, z in self.values.items() if name.startswith("z"))
 
     def nan_if_bad(self, value: Tensor) -> Tensor:
         """Make a value NaN if the device found the batch to be bad."""

@@ -6,17 +6,18 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.arguments import Given, at_least, check_call, full_precision
+from compopt.arguments import Given, at_least, check_call, check_given, full_precision
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
-from compopt.checks.inputs import check_extra, check_features
+from compopt.checks.inputs import check_extra
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
@@ -55,7 +56,7 @@ class ContrastiveEstimator(Estimator):
         normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
         mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
-            ``"unimodal"``: two views, negatives are both views of the other samples (``2B - 2``).
+            ``"unimodal"``: two or more views, negatives are all views of the other samples (``2B - 2`` of two).
         directions: ``"both"``: the samples of both modalities are anchors. ``"forward"`` (bimodal only): ``z1`` are
             anchors and ``z2`` their candidates, as queries and documents are; the mean is over ``B`` anchors, and rows
             have one value per column instead of two.
@@ -77,7 +78,8 @@ class ContrastiveEstimator(Estimator):
 
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
     (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
-    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With ``shard=True`` rows come by
+    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to ``a (V + 2)`` for ``a``
+    anchors of ``V > 2`` views). With ``shard=True`` rows come by
     one all-reduce of the global batch's rows instead. ``extra`` takes one more all-gather, and a normalizer may
     communicate too. The backward pass and :meth:`step` communicate nothing. Every rank computes its own anchors against
     all candidates, returns the global loss, and gets the complete gradient of its own features, multiplied by K for
@@ -185,7 +187,7 @@ class ContrastiveEstimator(Estimator):
     def __call__(
         self,
         z1: Tensor,
-        z2: Tensor,
+        z2: Tensor | None = None,
         index: Tensor | None = None,
         index2: Tensor | None = None,
         group: Tensor | None = None,
@@ -195,6 +197,7 @@ class ContrastiveEstimator(Estimator):
         labels: Tensor | None = None,
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
+        anchors: int | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -202,7 +205,8 @@ class ContrastiveEstimator(Estimator):
 
         Args:
             z1, z2: features, ``(B, d)``, same dtype and device; half precision is computed in float32, float64
-                in float64.
+                in float64. In unimodal mode also one tensor of ``V >= 2`` views without ``z2``, ``(V, B, d)``:
+                ``est(views, index=index)``.
             index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; a
                 bad one makes the loss NaN and raises at a later call). Equal indices are never negatives of each
                 other. May be left out if nothing is kept per sample and no sample repeats.
@@ -221,6 +225,15 @@ class ContrastiveEstimator(Estimator):
                 Another ``M`` on each rank, 0 too; every rank's anchors have those of all.
             extra_index: positions of ``extra`` in the second modality (that of ``index2``, or of ``index`` without it),
                 ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
+            anchors: unimodal: the first so many views are anchors (the large crops of multi-crop training); all views
+                are positives and candidates. ``None``: all are anchors.
+
+        *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
+        ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
+        ``|N_i| = V (B - 1)`` without repeats. Rows and temperatures are shared by all views: they take the mean over
+        all ordered pairs. ``V = 2`` is ``est(z1, z2, index)`` to the bit. The matrix of similarities is
+        ``(anchors B, V B)``, computed once for all positives. With more than two views ``tau=`` is one per sample at
+        most, ``extra=`` is refused, and ``encode=`` serves up to two anchors.
 
         Returns:
             0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the rows of all
@@ -235,12 +248,21 @@ class ContrastiveEstimator(Estimator):
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
                 there are rows, ``extra_index`` without what it refers to.
             ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or beside a temperature
-                that learns, ``encode`` or ``extra`` with a normalizer that takes none.
+                that learns, ``encode`` or ``extra`` with a normalizer or a number of views that takes none, views or
+                ``anchors`` in bimodal mode.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
+
+        Example:
+            >>> import torch, compopt
+            >>> est = compopt.DCLEstimator(mode="unimodal")
+            >>> views = torch.randn(4, 8, 16, requires_grad=True)
+            >>> est(views, anchors=2).backward()
+            >>> tuple(views.grad.shape)
+            (4, 8, 16)
         """
-        given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index)
+        given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
             hyper = self._hyper("temperature", batch)
@@ -265,7 +287,7 @@ class ContrastiveEstimator(Estimator):
     def feature_gradients(
         self,
         z1: Tensor,
-        z2: Tensor,
+        z2: Tensor | None = None,
         index: Tensor | None = None,
         index2: Tensor | None = None,
         group: Tensor | None = None,
@@ -275,20 +297,22 @@ class ContrastiveEstimator(Estimator):
         labels: Tensor | None = None,
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
+        anchors: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Loss and its gradients with respect to ``z1``, ``z2`` and ``extra``, for cached-feature accumulation.
+        """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
         Encode the whole window without a graph, call this once on all of it (the whole window then serves as
         negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index: as in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors: as in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
         Returns:
-            ``(loss, g1, g2)``, and with ``extra`` its gradient too; detached, the gradients in the features' dtype.
+            ``(loss, g1, g2)``, of a tensor of views ``(loss, g)``, and with ``extra`` its gradient too; detached, the
+            gradients in the features' dtype.
 
         Raises:
             ValueError: with ``encode``, or a ``tau`` that requires a gradient; whatever a call raises.
@@ -305,13 +329,14 @@ class ContrastiveEstimator(Estimator):
         refuse_transforms()
         refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))  # before detach drops them
         with self._engine.handshake.guard():  # before anything is asked of them
-            check_features(z1, z2, least=0)
+            check_given(z1, z2, self.mode, least=0)
             if extra is not None:
-                check_extra(extra, extra_index, z1)
+                check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
         with torch.enable_grad():
-            leaves = z1, z2, *further = [_leaf(z) for z in (z1, z2, extra) if z is not None]
-            extra = further[0] if further else None
-            loss = self(z1, z2, index, index2, group, tau=tau, labels=labels, extra=extra, extra_index=extra_index)
+            given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
+            leaves = [z for z in given if z is not None]
+            call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels)
+            loss = call(extra=given[2], extra_index=extra_index, anchors=anchors)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
@@ -319,10 +344,9 @@ class ContrastiveEstimator(Estimator):
 
     def _gather(self, given: Given) -> Batch:
         """Meet the other ranks, and read the rows of all samples."""
-        z1, z2 = given.own.unit.unbind()
-        values = {"z1": z1, "z2": z2}
+        values = {f"z{number}": z for number, z in enumerate(given.own.unit, start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
-            values["tau"] = given.tau.detach().to(z1.device)
+            values["tau"] = given.tau.detach().to(given.own.unit.device)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         return self._read(given.keys, values, given.facts, least=2, more=more)
 
@@ -345,7 +369,7 @@ class ContrastiveEstimator(Estimator):
         engine, own, keys = self._engine, given.own.unit, list(batch.keys.values())
         options = PairOptions(
             distinct=batch.distinct,
-            directions=self._anchors,
+            directions=given.anchors,
             extra=self._gather_extra(batch, given),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,

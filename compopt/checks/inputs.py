@@ -115,7 +115,8 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
         if z.dtype not in _FLOATS:
             raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
         if z.dim() != 2 or z.shape[1] == 0:
-            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
+            remedy = "; a tensor of views (V, B, d) goes without z2: est(views, index=index)" if z.dim() == 3 else ""
+            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}{remedy}")
     if z1.shape != z2.shape:
         raise ValueError(
             f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
@@ -129,6 +130,32 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
             f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives: if it is the "
             f"last of an epoch, give its DataLoader drop_last=True"
         )
+
+
+def check_views(views: Any, mode: str, least: int = 2) -> None:
+    """Refuse all but a floating-point tensor ``(V, B, d)`` of two or more views, in unimodal mode."""
+    if not isinstance(views, Tensor):
+        remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else ""
+        raise TypeError(f"without z2 z1 must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
+    check_strided("views", views)
+    if views.dim() == 2:
+        raise TypeError("z2 is missing; pass est(z1, z2, index), or all views as one tensor (V, B, d)")
+    if views.dim() != 3 or views.shape[0] < 2:
+        raise ValueError(f"views must have shape (V, B, d) with V >= 2, got {tuple(views.shape)}")
+    if mode != "unimodal":
+        raise ValueError('a tensor of views (V, B, d) needs mode="unimodal"; features of two modalities are z1 and z2')
+    check_features(views[0], views[1], least)
+
+
+def check_anchors(anchors: Any, views: int, mode: str) -> int:
+    """Return how many views are anchors, the first ones; ``None``: all."""
+    if anchors is None:
+        return views
+    if mode != "unimodal":
+        raise ValueError('anchors= chooses among views; for two modalities build it with directions="forward"')
+    if checks.count("anchors", anchors) > views:
+        raise ValueError(f"anchors must be at most {views}, the number of views, got {anchors}")
+    return int(anchors)
 
 
 def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,8 @@ FACTS = {
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
     "float64)",
     "tau": "the value of tau= (its bits)",
+    "views": "the number of views",
+    "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
 }
 # Layout of a message: the operation, these five, the facts, and as much room for each of the keys.

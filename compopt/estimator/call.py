@@ -23,8 +23,8 @@ class Call:
     Attributes:
         batch: the samples of all ranks, their features ``(B, d)`` each and their committed rows.
         pairs: the statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
-            ``positive``, ...; ``A`` directions of anchors.
-        tau: temperatures of this call, a number, 0-d, ``(B, 1)`` or ``(B, 2)``, without a graph.
+            ``positive``, ...; ``A`` directions of anchors, or ordered pairs of more than two views.
+        tau: temperatures of this call, a number, 0-d, ``(B, 1)`` or, of two views, ``(B, A)``, without a graph.
         hyper: the component's hyper-parameters for these rows.
         chunk_size: anchors that may be held at a time, or ``None``.
         encoder: features of samples outside the batch, if the caller can give them.
@@ -99,7 +99,7 @@ class Estimate:
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
-            batch's features, ``(B, d)`` each or ``(2, B, d)``; ``None``: ``alpha`` is held constant.
+            batch's features, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
         metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
     """
 
@@ -110,5 +110,5 @@ class Estimate:
     outside_wh: Tensor | None = None
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
-    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]] | None = None
+    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)

@@ -36,6 +36,8 @@ from compopt.kernel.pairs import (
     Sums,
     is_uniform,
     joined,
+    positives,
+    pull_positives,
     same_sample,
     scale_of,
 )
@@ -159,27 +161,28 @@ class GatheredPairs(PairStatistics):
     """Statistics of all anchors of the global batch, gradients of this rank's own features.
 
     Args:
-        own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
-        everyone: all ranks' ``z1, z2``, ``(B, d)``, in the order of the ranks.
+        own: this rank's ``z1, z2``, or all views, ``(V, b, d)``, no graph.
+        everyone: all ranks', ``(B, d)`` each, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
         keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`; keys are those of the global batch.
         ranks: who exchanges the statistics.
         sizes: ``b`` of every rank.
 
-    Communicates: one all-gather of ``1 + A`` to ``1 + 3 A`` floats per sample, for ``A`` directions of anchors.
+    Communicates: one all-gather of ``1 + a`` to ``1 + 3 a`` floats per sample, for ``a`` directions of anchors; with
+    more than two views ``A`` instead of the 1.
     """
 
     def __init__(
         self,
         own: Tensor,
-        everyone: tuple[Tensor, Tensor],
+        everyone: tuple[Tensor, ...],
         tau: float | Tensor,
         keys: Sequence[Tensor],
         options: PairOptions,
         ranks: Ranks,
         sizes: Sequence[int],
     ) -> None:
-        super().__init__(keys, options)
+        super().__init__(keys, options, len(own))
         self._z, self._everyone, self._batch = own, everyone, len(everyone[0])
         self._first = sum(sizes[: ranks.rank])
         self._own = slice(self._first, self._first + len(own[0]))
@@ -187,7 +190,8 @@ class GatheredPairs(PairStatistics):
         self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._options = (uniform, options.chunk_size, self.moments)
-        self._row_blocks = [self._block_of(direction) for direction in range(2)]
+        self._everything = torch.cat(everyone) if self.unimodal else None
+        self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
         self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
         self._exchange(ranks, sizes)
@@ -197,17 +201,17 @@ class GatheredPairs(PairStatistics):
     def _block_of(self, direction: int) -> RowBlock:
         """The own features of one modality or view, which are anchors if there are any of this direction."""
         uniform, chunk_size, moments = self._options
-        y = torch.cat(self._everyone) if self.unimodal else self._everyone[1 - direction]
+        y = self._everyone[1 - direction] if self._everything is None else self._everything
         if direction == 0 and self.extra is not None:
             y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
         scale = self._scale[self._own, direction] if direction < self.directions else None
-        diagonals = (self._first, self._first + self._batch) if self.unimodal else (self._first,)
+        diagonals = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
         same = None if self.distinct else self._same_as(direction)
         return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments)
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
         """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
-        candidates = [key.repeat(2) if self.unimodal else key for key in self.keys]
+        candidates = [key.repeat(self.views) if self.unimodal else key for key in self.keys]
         extra = self.extra if direction == 0 else None
 
         def same(rows: slice) -> Tensor:
@@ -222,7 +226,7 @@ class GatheredPairs(PairStatistics):
 
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Gather the statistics of the own anchors, so that every rank has those of all."""
-        positive = torch.linalg.vecdot(*self._z).unsqueeze(1)
+        positive = positives(self._z, 1 if self.views == 2 else self.directions)
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
         own = [positive, torch.stack(log_total, dim=1)]
@@ -231,11 +235,12 @@ class GatheredPairs(PairStatistics):
         if not self.distinct:
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
-        self.positive = everyone[0].expand(-1, self.directions)
-        excluded = None if self.distinct else everyone[-1]
+        self.positive = everyone[0].expand(-1, self.directions * (self.views - 1))
+        by_anchor, *rest = [self.per_pair(value) for value in everyone[1:]]
+        excluded = None if self.distinct else rest[-1]
         self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
-        self.log_sum = self.real(everyone[1] - self.positive * self._scale)
-        self.mean_h = self.real(everyone[2] - self.positive) if self.moments else None
+        self.log_sum = self.real(by_anchor - self.positive * self.per_pair(self._scale))
+        self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
 
     def release(self) -> None:
         for block in self._row_blocks:
@@ -251,34 +256,47 @@ class GatheredPairs(PairStatistics):
             "log_count": self._spread_out(self.log_count),
             "coefficient": self._spread_out(self.factor(coefficient)),
         }
-        own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
         # both sides of a positive are this rank's own, so that its pull needs no other rank
-        pull = (values["coefficient"] * positive_weight).sum(1, keepdim=True)[self._own]
+        pull = (values["coefficient"] * positive_weight)[self._own]
+        if self.views > 2:
+            values = self._one_per_anchor(values)
+        own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
             anchors = own[direction] if direction < self.directions else {}
-            gradient = block.gradient(anchors, self._column_values(values, direction))
+            gradients.append(block.gradient(anchors, self._column_values(values, direction, len(block.y))))
             block.release()
-            gradients.append(gradient.addcmul_(pull, self._z[1 - direction], value=-1))
+        stacked = torch.stack(gradients)
+        pull_positives(stacked, self._z, pull, self.directions)
         outside: Tensor | None = None
         if self.extra is not None:
             outside = self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()})
-        return torch.stack(gradients), outside
+        return stacked, outside
+
+    def _one_per_anchor(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Merge the pairs of an anchor, which share all but positive and alpha, into its first, ``(B, a)`` each.
+
+        ``sum_p exp(h_p / tau - alpha_p)`` over its positives becomes ``exp(h / tau - alpha)``.
+        """
+        first = {name: value[:, : self.directions] for name, value in values.items()}
+        nearer = (values["positive"] - self.per_pair(first["positive"])) * self.per_pair(first["scale"])
+        terms = (values["alpha"] + nearer).neg_().unflatten(1, (self.views - 1, -1))
+        return {**first, "alpha": terms.logsumexp(1).neg_()}
 
     def _spread_out(self, value: Scalar) -> Tensor:
         """A number or a tensor as ``(B, A)``."""
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return value.expand_as(self.positive)
 
-    def _column_values(self, values: dict[str, Tensor], direction: int) -> dict[str, Tensor] | None:
-        """Values of the anchors along the columns of a block; further candidates have no weight."""
+    def _column_values(self, values: dict[str, Tensor], direction: int, width: int) -> dict[str, Tensor] | None:
+        """Values of the anchors along the columns of a block; other candidates have no weight."""
         if self.unimodal:
             columns = {name: value.T.reshape(-1) for name, value in values.items()}
         elif 1 - direction < self.directions:
             columns = {name: value[:, 1 - direction] for name, value in values.items()}
         else:
             return None
-        more = 0 if self.extra is None or direction == 1 else len(self.extra.everyone)
+        more = width - len(columns["alpha"])
         outside = {"scale": 1.0, "positive": 0.0, "alpha": torch.inf, "log_count": 0.0, "coefficient": 0.0}
         return (
             {name: pad(value, (0, more), value=outside[name]) for name, value in columns.items()} if more else columns

@@ -62,7 +62,7 @@ class Features:
     """Features of some modalities or views, as the caller has them and as the kernel takes them.
 
     Attributes:
-        given: tensors of the caller, perhaps with a graph, ``(b, d)`` each.
+        given: tensors of the caller, perhaps with a graph, ``(b, d)`` each; or one with all views, ``(k, b, d)``.
         unit: all of them in the working dtype, without a graph, normalised if that was asked for, ``(k, b, d)``.
         norm: their norms, ``(k, b, 1)``; ``None``: they were not normalised.
     """
@@ -74,7 +74,7 @@ class Features:
     @classmethod
     def of(cls, *given: Tensor, normalize: bool) -> Features:
         """Prepare features of one shape, see :func:`prepare`."""
-        return cls(given, *prepare(torch.stack([z.detach() for z in given]), normalize))
+        return cls(given, *prepare(torch.stack([z.detach() for z in given]).flatten(0, -3), normalize))
 
     @property
     def want_gradients(self) -> bool:
@@ -85,7 +85,7 @@ class Features:
         """Pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
-        return list(zip(self.given, gradient.unbind(), strict=True))
+        return list(zip(self.given, gradient.view(len(self.given), *self.given[0].shape).unbind(), strict=True))
 
 
 class Encoder:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.functional import Scalar, minus_product
+from compopt.functional import Scalar
 from compopt.kernel.pairs import (
     MASKED,
     Exponentials,
@@ -34,6 +34,8 @@ from compopt.kernel.pairs import (
     Sums,
     is_uniform,
     joined,
+    positives,
+    pull_positives,
     same_sample,
     scale_of,
 )
@@ -55,26 +57,25 @@ class Pairs(PairStatistics):
     """All pairs of one batch: sums per anchor now, gradients once the log-normalizers are known.
 
     Args:
-        z: features of the two modalities or views, ``(2, B, d)``, float32 or float64, no graph.
-        tau: one number for all anchors, or a tensor ``(B, 2)``: a column per direction.
+        z: features of the two modalities or of all views, ``(V, B, d)``, float32 or float64, no graph.
+        tau: one number for all anchors, or a tensor: 0-d, ``(B, 1)`` or, of two views, ``(B, a)``.
         keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`.
     """
 
     def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
-        super().__init__(keys, options)
+        super().__init__(keys, options, len(z))
         extra, unimodal, chunk_size = self.extra, self.unimodal, options.chunk_size
         self.z, self.tau, self.batch = z, tau, z.shape[1]
-        self._views = first, second = z.unbind()
-        self.x = z.view(-1, z.shape[2]) if unimodal else first
-        self.y = self.x if unimodal else second
+        self.y = z.view(-1, z.shape[2]) if unimodal else z[1]
+        self.x = self.y[: self.directions * self.batch] if unimodal else z[0]
         if extra is not None:
             self.y = torch.cat([self.y, extra.features])
         self.shape = (self.x.shape[0], self.y.shape[0])
         self.uniform = is_uniform(tau, options)
         # exp(S) is its own transpose: one product with A + A^T replaces two
-        self.symmetric = unimodal and self.uniform and extra is None
+        self.symmetric = unimodal and self.uniform and self.shape[0] == self.shape[1]
         self._columns_are_anchors = not unimodal and self.directions == 2
-        self.positive = torch.linalg.vecdot(first, second).unsqueeze(1).expand(-1, self.directions)
+        self.positive = positives(z, self.directions)
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again, for the columns or for the moments.
@@ -89,20 +90,21 @@ class Pairs(PairStatistics):
     def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
         if len(sides) == 1:
-            return [values.view(-1, self.batch).T for values in sides[0]]
+            return [self.per_pair(values.view(-1, self.batch).T) for values in sides[0]]
         # one copy for all of them: on an accelerator each is a launch
         stacked = torch.stack([values[: self.batch] for side in sides for values in side])
         return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
-        """``(B, A)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
+        """``(B, a)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
         column = per_anchor.T.reshape(-1, 1) if self.unimodal else per_anchor[:, :1]
         return column if stop - start == self.shape[0] else column[start:stop]
 
     def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
-        """``(B, A)`` -> one value per matrix column; further candidates are no anchors and have ``outside``."""
+        """``(B, a)`` -> one value per matrix column; candidates that are no anchors have ``outside``."""
         values = per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 1]
-        return values if self.extra is None else pad(values, (0, self.shape[1] - len(values)), value=outside)
+        more = self.shape[1] - len(values)
+        return pad(values, (0, more), value=outside) if more else values
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.shape[0], self.block_rows):
@@ -111,7 +113,8 @@ class Pairs(PairStatistics):
     def _mask(self, s: Tensor, start: int) -> Tensor | None:
         """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
         if self.distinct:
-            for offset in (-self.batch, 0, self.batch) if self.unimodal else (0,):
+            shifts = range(1 - self.directions, self.views) if self.unimodal else (0,)
+            for offset in (shift * self.batch for shift in shifts):
                 if -s.shape[0] < offset + start < s.shape[1]:
                     s.diagonal(offset + start).fill_(MASKED)
             return None
@@ -120,7 +123,7 @@ class Pairs(PairStatistics):
         return same
 
     def _same(self, start: int, stop: int) -> Tensor:
-        keys = [key.repeat(2) if self.unimodal else key for key in self.keys]
+        keys = [key.repeat(self.views) if self.unimodal else key for key in self.keys]
         same = same_sample([key[start:stop] for key in keys], keys)
         if self.extra is None:
             return same
@@ -183,11 +186,16 @@ class Pairs(PairStatistics):
         if excluded is not None:
             by_side = [[excluded[0, : self.shape[0]]], [excluded[1]]]
             (met,) = self._per_anchor(by_side if self._columns_are_anchors else by_side[:1])
-        candidates = (self.shape[1], self.shape[1] if self.unimodal else self.batch)[: self.directions]
+        others = self.shape[1] if self.unimodal else self.batch
+        candidates = [self.shape[1], *[others] * (self.directions - 1)]
         self._count_negatives(candidates, met, self.positive)
         total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
         # exp(h_ij / tau_i) is what was summed times exp(offset_i)
-        self._offset = self.positive * (-1 / self.tau) if self.uniform else (rest[0] - self.positive) * self._scale
+        if self.uniform:
+            self._offset = self.positive * (-1 / self.tau)
+        else:
+            scale = self.per_pair(self._scale) if isinstance(self._scale, Tensor) else self._scale
+            self._offset = (rest[0] - self.positive) * scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
@@ -231,26 +239,27 @@ class Pairs(PairStatistics):
         # what takes the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
-        gradient, outside = self._products(factor)
+        weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
+        gradient, outside = self._products(self.sum_over_positives(factor))
         self.release()  # what the gradient goes through next finds their memory
         # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
         # may be low, since little is left of it where positives are aligned
-        pull = weight.expand_as(factor).sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * self.directions
-        for own, other in zip(gradient.unbind(), reversed(self._views), strict=True):
-            minus_product(own, other, pull, out=own)
+        pull_positives(gradient, self.z, weight, self.directions)
         return gradient, outside
 
     def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
         """``A Y`` and ``A^T X``, block by block; of stored blocks, which are rows of one matrix, one large product.
 
         Args:
-            factor: of each anchor, ``(B, A)``.
+            factor: of each anchor, ``(B, a)``.
         """
         beta = float(self.recompute)  # 0: overwrite what the memory held
-        gradient = torch.zeros_like(self.z) if self.recompute else torch.empty_like(self.z)
-        of_rows, of_columns = gradient.unbind()
+        added = self.recompute or (self.unimodal and self.directions < self.views)  # views that are no anchors
+        gradient = torch.zeros_like(self.z) if added else torch.empty_like(self.z)
+        of_rows, of_columns = gradient[0], gradient[1]
         if self.unimodal:
-            of_rows = of_columns = gradient.view(-1, self.z.shape[2])
+            of_columns = gradient.view(-1, self.z.shape[2])
+            of_rows = of_columns[: self.shape[0]]
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
             a = self._combine(block, factor)

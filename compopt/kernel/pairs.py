@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compopt.functional import Scalar, log
+from compopt.functional import Scalar, log, minus_product
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
@@ -101,9 +102,9 @@ class PairOptions(NamedTuple):
 
     Attributes:
         distinct: the host knows that the first key has no repeats and is the only one.
-        directions: ``A``: 2 (both modalities or views are anchors), or 1 (``z1`` alone is).
+        directions: ``a``, the modalities or views that are anchors: the first ones.
         extra: further candidates of the anchors of direction 1.
-        unimodal: both views of the other samples are candidates (otherwise the other modality's features).
+        unimodal: all views of the other samples are candidates (otherwise the other modality's features).
         bounded: features have norm at most one.
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
@@ -119,12 +120,18 @@ class PairOptions(NamedTuple):
 
 
 class PairStatistics(ABC):
-    """Statistics of all anchors of the (global) batch, ``(B, A)`` each, a column per direction that has anchors.
+    """Statistics of all ordered pairs (anchor, positive) of the (global) batch, ``(B, A)`` each.
+
+    With two modalities or views there is a column per direction that has anchors. ``V`` views, of which the first ``a``
+    are anchors, make ``A = a (V - 1)`` pairs: column ``(r - 1) a + v`` has view ``v`` as anchor and view ``v + r``
+    (modulo ``V``) as positive. The pairs of one anchor share everything but ``s_ii``, so that the similarities are
+    computed once per anchor.
 
     Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
         options: ``directions``, ``extra``, ``unimodal`` and ``moments`` become attributes too.
+        views: ``V``; 2 for two modalities.
 
     Attributes:
         distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
@@ -146,9 +153,9 @@ class PairStatistics(ABC):
     mean_h: Tensor | None
     sides: list[Sums]
 
-    def __init__(self, keys: Sequence[Tensor], options: PairOptions) -> None:
+    def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
         distinct, self.directions, self.extra, self.unimodal, _, _, self.moments = options
-        self.keys = keys
+        self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
 
@@ -164,7 +171,7 @@ class PairStatistics(ABC):
             positive_weight: ``p_i``, the weight of each anchor's positive, the same.
 
         Returns:
-            Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``, and to its further candidates,
+            Gradients with respect to this process's features, ``(V, b, d)``, and to its further candidates,
             ``(M, d)``, if there are any.
         """
 
@@ -180,6 +187,22 @@ class PairStatistics(ABC):
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """``sum_j w_ij``, ``(B, A)``."""
         return self.real((self.log_ghat - alpha).exp_())
+
+    def per_pair(self, per_anchor: Tensor, slope: Tensor | None = None) -> Tensor:
+        """``(B, a)`` -> ``(B, A)``: values of the anchors for each of their positives.
+
+        With ``slope``, ``(B, a)``, the value is that of the first positive, and falls by ``slope`` times ``s_ii``.
+        """
+        if self.views == 2:
+            return per_anchor
+        repeated = per_anchor.repeat(1, self.views - 1)
+        if slope is None:
+            return repeated
+        return repeated + self.per_pair(slope) * (self.per_pair(self.positive[:, : self.directions]) - self.positive)
+
+    def sum_over_positives(self, per_pair: Tensor) -> Tensor:
+        """``(B, A)`` -> ``(B, a)``: sum over the positives of each anchor."""
+        return per_pair if self.views == 2 else per_pair.unflatten(1, (self.views - 1, -1)).sum(1)
 
     def real(self, per_anchor: Tensor) -> Tensor:
         """Zero for anchors without negatives, which labels and index2 can leave."""
@@ -205,7 +228,7 @@ class PairStatistics(ABC):
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
-        own = 2 if self.unimodal else 1
+        own = self.views if self.unimodal else 1
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
@@ -235,8 +258,41 @@ class SampledPairs(ABC):
             coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
 
         Returns:
-            Gradients with respect to this process's ``z1`` and ``z2``, ``(2, b, d)``.
+            Gradients with respect to this process's features, ``(V, b, d)``.
         """
+
+
+def positives(z: Tensor, directions: int) -> Tensor:
+    """``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
+    if len(z) == 2:
+        return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
+    return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
+
+
+def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scalar, directions: int) -> None:
+    """Subtract the gradient of ``sum weight s_ii`` over all ordered pairs, in place.
+
+    Args:
+        gradient: of the features of the views, ``(V, b, d)``.
+        z: those features.
+        weight: of each pair, a number or ``(b, A)``.
+        directions: views that are anchors.
+    """
+    views = len(z)
+    for one, other in combinations(range(views), 2):
+        # columns of the pair and of its reverse, as far as the two are anchors
+        both = ((other - one - 1) * directions + one, (views - other + one - 1) * directions + other)
+        columns = sorted(both[: (one < directions) + (other < directions)])
+        if columns:
+            shared = _sum_of_columns(weight, columns) if isinstance(weight, Tensor) else weight * len(columns)
+            minus_product(gradient[one], z[other], shared, out=gradient[one])
+            minus_product(gradient[other], z[one], shared, out=gradient[other])
+
+
+def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
+    """Sum of one or two columns, ``(b, 1)``; a slice takes no copy."""
+    low, high = columns[0], columns[-1]
+    return x[:, low : high + 1 : max(1, high - low)].sum(1, keepdim=True)
 
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
-from compopt.kernel.pairs import SampledPairs, scale_of
+from compopt.kernel.pairs import SampledPairs, pull_positives, scale_of
 from compopt.negatives.walk import Candidates, Samples, Walk, burn_in_count, walk
 
 # Proposals that are made at a time, of some 80 bytes each. On the CPU so many as fit its caches; elsewhere more, since
@@ -112,8 +113,8 @@ class Chains(SampledPairs):
     Attributes:
         sample, score: sample at which each of this rank's chains is now, and its similarity, ``(b, D)``; not finite
             for a chain without a sample.
-        inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, A)``.
-        squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, A)``.
+        inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, a)``.
+        squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, a)``.
         outside: the stored samples.
     """
 
@@ -121,12 +122,13 @@ class Chains(SampledPairs):
         self._call, self._ranks, self._pairs = call, ranks, call.pairs
         self._burn_in, self._sweep, self._rescore = burn_in, sweep, rescore
         self._counters = (seed, call.t, call.window)  # with direction and position they name every draw
-        own, (z1, z2) = call.batch.own, call.batch.features
-        self._batch, self._views = len(z1), 2 if call.unimodal else 1
+        own, z = call.batch.own, call.batch.features
+        z1, z2 = z[:2]
+        self._batch, self._views = len(z1), len(z) if call.unimodal else 1
         self._directions = call.pairs.directions
-        self._features = [z1[own], z2[own]]
+        self._features = [view[own] for view in z]
         self._anchors = self._features[: self._directions]
-        self._candidates = ([torch.cat([z1, z2])] * 2 if call.unimodal else [z2, z1])[: self._directions]
+        self._candidates = [torch.cat(z)] * self._directions if call.unimodal else [z2, z1][: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
         # by direction; one look-up for both where they have the same positions, that is without index2
@@ -138,8 +140,9 @@ class Chains(SampledPairs):
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
         self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
-        # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2
-        self._together = [slice(0, self._directions)] if self._views == 1 else [slice(0, 1), slice(1, 2)]
+        # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2 ...
+        side_by_side = 1 if call.unimodal else self._directions
+        self._together = [slice(v, v + side_by_side) for v in range(0, self._directions, side_by_side)]
         self._seen = call.batch.seen("chain")[own].expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self._totals = self._scale.new_zeros(6, *self._scale.shape)
@@ -226,14 +229,21 @@ class Chains(SampledPairs):
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
         column, found = self._find(at)
         allowed = candidates.allows(column)
-        if self._views == 2:  # the row does not say which view: drawn as the softmax would
-            both = torch.stack([column, column + self._batch])
-            gap = scores.gather(0, both).diff(dim=0)[0]
+        if self._views > 1:  # the row does not say which view: drawn as the softmax would
             random = rng.uniform(rng.bits(streams, candidates.most, 1)[0], scores.dtype)
-            column = torch.where(random < gap.sigmoid(), both[1], both[0])
+            column = self._draw_view(column, scores, random)
         outside, nowhere = candidates.width, candidates.width + 1
         slot = torch.where(found, torch.where(allowed, column, nowhere), outside)
         return torch.where(flat(self._seen[at]), slot, nowhere)
+
+    def _draw_view(self, column: Tensor, scores: Tensor, random: Tensor) -> Tensor:
+        """Return the column of a view of each sample, whose first view has ``column``, with softmax probabilities."""
+        columns = torch.stack([column + view * self._batch for view in range(self._views)])
+        of_views = scores.gather(0, columns)
+        for view in range(1, self._views):  # this one or a later one
+            gap = of_views[view:].logsumexp(0) - of_views[:view].logsumexp(0)
+            column = torch.where(random < gap.sigmoid(), columns[view], column)
+        return column
 
     def _finish(self) -> None:
         fresh = self.outside.fresh
@@ -246,27 +256,27 @@ class Chains(SampledPairs):
         self._close(dot)
 
     def _close(self, dot: Tensor) -> None:
-        """Take the means over the visits, whose similarities add up to ``dot``; ``(b, A)``."""
+        """Take the means over the visits, whose similarities add up to ``dot``; ``(b, a)``."""
         own = self._call.batch.own
-        mean_h = dot / self.visits - self._pairs.positive[own]
+        mean_h = self._pairs.per_pair(dot / self.visits) - self._pairs.positive[own]
         # a temperature whose anchor has no usable visit learns from the batch
         batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[own]
-        self.sum_wh = torch.where(self.visits > 0, mean_h, batch)
+        self.sum_wh = torch.where(self._pairs.per_pair(self.visits) > 0, mean_h, batch)
         if self._call.unimodal:
-            self.sample, self.score = self.sample[:, 1:], self.score[:, 1:]
+            self.sample, self.score = self.sample[:, -1:], self.score[:, -1:]
 
     def gradients(self, coefficient: Scalar) -> Tensor:
         coefficient = self._pairs.factor(coefficient)
         if not isinstance(coefficient, Tensor):
             coefficient = self._scale.new_full((), coefficient)
-        coefficient = coefficient.expand(self._batch, self._directions)[self._call.batch.own]
-        factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
+        coefficient = coefficient.expand_as(self._pairs.positive)[self._call.batch.own]
+        factor = torch.where(self.visits > 0, self._pairs.sum_over_positives(coefficient) / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_both = self._of_candidates(factor, of_anchors)
         for gradient, of_anchor in zip(of_both, of_anchors, strict=False):
             gradient.add_(of_anchor)
-        pull = coefficient.sum(1, keepdim=True)
-        return of_both.addcmul_(pull, torch.stack(self._features[::-1]), value=-1)
+        pull_positives(of_both, self._features, coefficient, self._directions)
+        return of_both
 
     def _of_candidates(self, factor: Tensor, of_anchors: Sequence[Tensor]) -> Tensor:
         """Add the visited candidates times ``factor``, ``(b, A)``, to the anchors' gradients; return the candidates'.
@@ -286,7 +296,7 @@ class Chains(SampledPairs):
         if self.outside.encoded:
             self.outside.add_gradients(of_anchors, [(factor * self.away, self.outside.place)])
         if self._call.unimodal:
-            of_both = torch.stack((of_candidates[0] + of_candidates[1]).chunk(2))
+            of_both = torch.stack(reduce(torch.add, of_candidates).chunk(self._views))
         elif self._directions == 2:
             of_both = torch.stack(of_candidates[::-1])
         else:

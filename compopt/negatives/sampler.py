@@ -52,10 +52,10 @@ class MCMCNegativeSampler(Normalizer):
     chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features still spread
     (``metrics["unused_anchors"]``).
 
-    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1 and then view 2, each with its
-    own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the softmax of the two), and
-    ``encode`` gives one view of a sample: exact where views are alike, else the approximation of the paper's section
-    4.1.
+    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1, then view 2 and any others that
+    are anchors, each with its own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the
+    softmax of these), and ``encode`` gives one view of a sample: exact where views are alike, else the approximation of
+    the paper's section 4.1.
 
     Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller. With
     ``proposals="dataset"`` labels are refused: those of samples outside the batch are not known.
@@ -232,7 +232,8 @@ class MCMCNegativeSampler(Normalizer):
         if call.encoder is not None and call.encoder.encoded is not None:
             failed = failed + zero_or_nan(call.encoder.encoded.unit)
         numbers = [chains.inside, chains.away, chains.squares, chains.accepted, chains.proposed, failed]
-        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers], dim=2)]
+        by_pair = map(call.pairs.per_pair, numbers)
+        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *by_pair], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
         chains.sum_wh, inside, away, squares, accepted, proposed, failed = everyone.unbind(2)
         if error is not None:

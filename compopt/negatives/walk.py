@@ -39,7 +39,7 @@ class Samples:
 class Candidates:
     """Negatives of some anchors, of either direction, numbered from 0 to ``|N_i| - 1``.
 
-    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` of both views. No anchor has
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``V B`` of all views. No anchor has
     more than ``most`` negatives; with ``alike`` all have as many, as the host knows, and ``count`` is ``(1,)`` instead
     of ``(b,)``.
     """
@@ -63,8 +63,8 @@ class Candidates:
         outside = number >= self.count
         if self._same is None:  # skip the anchor's own columns
             column = number - _below(self._positions - 1, number)
-            if self._views == 2:
-                column -= _below(self._positions + (self._batch - 1), column)
+            for view in range(1, self._views):
+                column -= _below(self._positions + (view * self._batch - 1), column)
         else:
             column = self._order.gather(0, number.clamp(max=self.width - 1))
         return column.masked_fill_(outside, self.width)

@@ -28,7 +28,8 @@ class BatchNormalizer(Normalizer):
 
     Hyper-parameters: ``include_positive``, which may differ between sample groups.
 
-    State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1). Communicates nothing of its own.
+    State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1), or per ordered pair of more than
+    two views. Communicates nothing of its own.
 
     Raises:
         TypeError: ``include_positive`` is neither True nor False.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
-from compopt.kernel.pairs import Sums, scale_of
+from compopt.kernel.pairs import PairStatistics, Sums, scale_of
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
@@ -42,7 +42,8 @@ class MemoryNormalizer(Normalizer):
 
     Args:
         dim: of the features.
-        length: ``m``, samples whose features are kept (unimodal: of both views, which are one queue of ``2 m``).
+        length: ``m``, samples whose features are kept (unimodal: of the first two views, which are one queue of
+            ``2 m``).
 
     Neither is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
@@ -106,16 +107,18 @@ class MemoryNormalizer(Normalizer):
         return {"queue": FINITE}
 
     def estimate(self, call: Call) -> Estimate:
-        pairs, positive = call.pairs, call.pairs.positive
+        pairs, directions = call.pairs, call.pairs.directions
+        positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
         mean = self._mean(new)
-        queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state)
+        queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
         logits, count = self._compare(z, queue, excluded, positive, scale)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        log_total = torch.logaddexp(pairs.log_sum, self._by_sample(logits.logsumexp(2), positive))
+        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(logits.logsumexp(2), positive))
         weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
+        log_total = pairs.per_pair(log_total, scale)  # the weights are the same for all positives of an anchor
         if call.training:
             # kept without the mean of its batch: a later batch adds its own, so that the queue follows the encoders
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
@@ -127,30 +130,41 @@ class MemoryNormalizer(Normalizer):
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+            outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
         norms = torch.linalg.vector_norm(weights, dim=2)
-        effective = partial(effective_negatives, pairs.sides, call.batch.own, positive.shape[1], total, norms)
+        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, total, norms)
         return Estimate(
-            log_total - (pairs.count + count).clamp(min=1).log(),
+            log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
-            through_alpha=partial(self._feature_gradients, z, queue, weights, total, scale),
+            through_alpha=partial(self._feature_gradients, pairs, z, queue, weights, total, scale),
             metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
     def _feature_gradients(
-        self, z: Tensor, queue: Tensor, weights: Tensor, total: Tensor, scale: Tensor, slope: Tensor
+        self,
+        pairs: PairStatistics,
+        z: Tensor,
+        queue: Tensor,
+        weights: Tensor,
+        total: Tensor,
+        scale: Tensor,
+        slope: Tensor,
     ) -> Tensor:
-        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor."""
-        push = torch.bmm(weights, queue).addcmul_(total, self._anchors(z.flip(0)), value=-1)
-        gradient = push.mul_(self._by_queue(slope * scale).unsqueeze(2)).view(-1, *z.shape[1:])
-        return gradient if len(gradient) == 2 else torch.cat([gradient, torch.zeros_like(gradient)])
+        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners."""
+        partners = reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
+        push = torch.bmm(weights, queue)
+        push.addcmul_(total, self._anchors(partners, pairs.directions), value=-1 / (len(z) - 1))
+        factor = self._by_queue(pairs.sum_over_positives(slope) * scale)
+        gradient = push.mul_(factor.unsqueeze(2)).view(-1, *z.shape[1:])
+        return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
 
     def _candidates(self, z: Tensor) -> Tensor:
-        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``."""
+        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``; two of many views."""
         return (z if self._views else z.flip(0))[: self._directions]
 
     def _mean(self, candidates: Tensor) -> Tensor:
-        """Return means of the candidates, ``(D, 1, d)``; both views have one."""
+        """Return means of the candidates, ``(D, 1, d)``; all views have one."""
         mean = candidates.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
@@ -159,19 +173,19 @@ class MemoryNormalizer(Normalizer):
         moved = (state["queue"] + mean).to(dtype)
         return moved.view(1, -1, self.dim) if self._views else moved
 
-    def _excluded(self, keys: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def _excluded(self, keys: Tensor, state: Mapping[str, Tensor], directions: int) -> Tensor:
         """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
         stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
         excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
         for key, others in zip(keys[1:], stored[1:], strict=True):
             excluded |= key[:, None] == others
-        return (excluded.repeat(2, 2) if self._views else excluded).unsqueeze(0)
+        return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
     def _compare(
         self, z: Tensor, queue: Tensor, excluded: Tensor, positive: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, A)``."""
-        logits = torch.bmm(self._anchors(z), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
+        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``."""
+        logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
         return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
 
@@ -180,18 +194,19 @@ class MemoryNormalizer(Normalizer):
             name: accelerator.state_to_device(value, device) for name, value in self.working_state(training).items()
         }
 
-    # -- arrangement: by sample (B, A), by queue (Q, P) --------------------------------------------------------
+    # -- arrangement: by sample (B, a), by queue (Q, P) --------------------------------------------------------
 
-    def _stack(self, features: tuple[Tensor, Tensor]) -> Tensor:
+    def _stack(self, features: tuple[Tensor, ...]) -> Tensor:
         if features[0].shape[1] != self.dim:
             raise ValueError(
                 f"dim is {self.dim}, the features have {features[0].shape[1]} dimensions; build it with theirs"
             )
         return torch.stack(features)
 
-    def _anchors(self, z: Tensor) -> Tensor:
-        """Rearrange ``(2, B, d)`` -> ``(Q, P, d)``: both views meet one queue."""
-        return z.view(1, -1, self.dim) if self._views else z[: self._directions]
+    def _anchors(self, z: Tensor, directions: int) -> Tensor:
+        """Rearrange ``(V, B, d)`` -> ``(Q, P, d)``: all views meet one queue."""
+        z = z[:directions]
+        return z.view(1, -1, self.dim) if self._views else z
 
     def _by_queue(self, value: Tensor) -> Tensor:
         return value.T.reshape(1, -1) if self._views else value.T
@@ -211,7 +226,7 @@ class MemoryNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
-            logits, count = self._compare(own, queue, self._excluded(keys, state), positive, scale)
+            logits, count = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 

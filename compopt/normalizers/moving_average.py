@@ -65,7 +65,7 @@ class MovingAverageEstimator(Normalizer):
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
-    (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views,
+    (int32), one each per direction (bimodal), or one shared by all views (unimodal: ``g_i`` is the mean of their pairs,
     objective V2). A row never visited takes ``log(eps + g)`` itself. As a part it communicates nothing of its own;
     alone see :meth:`update`.
 

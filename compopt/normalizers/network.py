@@ -26,7 +26,7 @@ from compopt.distributed.ranks import Ranks, Share
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import NORM_MIN, through_normalization
-from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE
+from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE, pull_positives
 
 PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
 # exp of more, squared, would leave float32 in the optimizer's sums.
@@ -110,9 +110,10 @@ class Prototypes:
         return self.gradient_by_partition(self._by_partition(weight))
 
     def gradient_by_partition(self, quotient: Tensor) -> Tensor:
-        """Return :meth:`gradient` of the weights ``quotient_i partition_i``."""
+        """Return :meth:`gradient` of the weights ``quotient_i partition_i``, summed over positives."""
         # q_ij = weight_i softmax_ij / tau_i:  (sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|
         assert self._logits is not None and self._e is not None
+        quotient = quotient.sum_to_size(self.features.shape[:2])
         e = self._e.div_(self._norm)
         along = torch.bmm(quotient.unsqueeze(1), self._logits.mul_(e)).div_(self._norm)  # sum_i q_ij cos_ij / |W_j|^2
         self._gradient = torch.bmm(e.mT, self._queries * quotient.unsqueeze(2), out=self._gradient)
@@ -121,7 +122,7 @@ class Prototypes:
     def feature_gradients(self, weight: Tensor) -> Tensor:
         """Return the same by the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
         assert self._e is not None
-        factor = self._by_partition(weight * self.scale)
+        factor = self._by_partition(weight * self.scale).sum_to_size(self.features.shape[:2])
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
 
 
@@ -143,28 +144,34 @@ class Layout:
         """Number of networks, ``D``."""
         return 1 if self.shared else self.directions
 
-    def anchors(self, features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def anchors(self, features: tuple[Tensor, ...], directions: int) -> tuple[Tensor, Tensor]:
         """Return unit features of the anchors by network, and those that prototypes stand for, ``(D, P, d)`` each."""
         units = [z.to(self.dtype) if self.unit_features else normalize(z.to(self.dtype), dim=1) for z in features]
         if self.shared:
-            both = torch.cat(units).unsqueeze(0)
-            return both, both
-        return torch.stack(units[: self.directions]), torch.stack(units[::-1][: self.directions])
+            every = torch.cat(units).unsqueeze(0)
+            return every[:, : directions * len(units[0])], every
+        return torch.stack(units[:directions]), torch.stack(units[::-1][:directions])
 
-    def per_anchor(self, value: Scalar, like: Tensor) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays one."""
+    def per_anchor(self, value: Scalar, like: Tensor, positives: int = 1) -> Any:
+        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays one.
+
+        With several ``positives`` of each anchor, which one network serves, -> ``(positives, P)``.
+        """
         if not isinstance(value, Tensor):
             return value
         by_direction = value.to(self.dtype).expand(like.shape).T
-        return by_direction.reshape(1, -1) if self.shared else by_direction
+        return by_direction.reshape(positives, -1) if self.shared else by_direction
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rearrange ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
+        """Rearrange ``(D, P)``, or ``(positives, P)``, -> ``(B, A)``, in the shape and dtype of ``like``."""
         return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
 
 
 class NetworkBatch:
     """Anchors of a call by network. Values that all anchors share are numbers, others ``(D, P)``.
+
+    Of more than two views the one network predicts ``l_i`` of each anchor, ``(1, P)``, for all its positives: values
+    that depend on those are ``(positives, P)``, and gradients are summed over them.
 
     Features of a sample that are not finite are NaN, and so are the results for it.
     """
@@ -172,26 +179,34 @@ class NetworkBatch:
     def __init__(self, layout: Layout, call: Call) -> None:
         pairs, like = call.pairs, call.pairs.positive
         self.layout, self.features, self.like = layout, call.batch.features, like
-        self.anchors, self.others = layout.anchors(self.features)
-        log_ghat = layout.per_anchor(pairs.log_ghat, like)
+        self.positives = len(self.features) - 1  # of each anchor
+        self.anchors, self.others = layout.anchors(self.features, like.shape[1] // self.positives)
+        log_ghat = self.per_anchor(pairs.log_ghat)
         self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in self.features)]))
-        self.tau, self.eps = layout.per_anchor(call.tau, like), layout.per_anchor(call.hyper("eps"), like)
+        self.tau, self.eps = self.per_anchor(call.tau), self.per_anchor(call.hyper("eps"))
         # s_ii / tau_i, and log(eps + ghat_i)
-        self.shift = layout.per_anchor(like, like) / self.tau
+        self.shift = self.per_anchor(like) / self.tau
         self.target = F.add_eps(log_ghat, self.eps)
-        self.weight = layout.per_anchor(pairs.factor(1.0 / self.anchors.shape[1]), like)
+        self.weight = self.per_anchor(pairs.factor(layout.networks / like.numel()))
         # without eps, as the host knows, alpha is the log-partition but for a shift
         self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
         # bound of target - alpha that the host knows: both are of cosines over tau
         self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
 
+    def per_anchor(self, value: Scalar) -> Any:
+        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``, or ``(positives, P)``; a number stays one."""
+        return self.layout.per_anchor(value, self.like, self.positives)
+
     def per_sample(self, value: Tensor) -> Tensor:
-        """Rearrange ``(D, P)`` -> ``(B, A)``."""
+        """Undo :meth:`per_anchor`."""
         return self.layout.per_sample(value, self.like)
 
     def prototypes(self, state: State) -> Prototypes:
         """Return the predictor of these anchors by the active prototypes of a state."""
-        return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
+        scale = 1 / self.tau
+        if isinstance(scale, Tensor) and self.positives > 1:
+            scale = scale[:1]  # the temperature is that of the sample
+        return Prototypes(self.anchors, scale, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
         """Turn derivatives by ``alpha`` into those by the log-partition, which differ where there is eps."""
@@ -236,24 +251,24 @@ class Prediction:
         self.target = batch.per_sample(batch.target)
 
     def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
-        """Return gradients of the objective that reach the features through ``alpha``, ``(2, B, d)``.
+        """Return gradients of the objective that reach the features through ``alpha``, ``(V, B, d)``.
 
         ``alpha`` is this prediction's but for a constant, ``slope`` the derivative of the value by it, ``(B, A)``.
         """
         # exp(-alpha)(eps + ghat) + alpha has the derivative 1 - exp(-alpha)(eps + ghat), that is 1 - sum_j w_ij
         batch, layout, features = self._batch, self._batch.layout, self._batch.features
-        rest = layout.per_anchor((self.target - alpha).expm1_().neg_(), alpha)
-        weight = batch.through_eps(layout.per_anchor(slope, alpha) * rest, self._relative)
+        rest = batch.per_anchor((self.target - alpha).expm1_().neg_())
+        weight = batch.through_eps(batch.per_anchor(slope) * rest, self._relative)
         gradients = self._prototypes.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
         if not layout.unit_features:
             for gradient, z in zip(gradients, features, strict=False):  # features that are no anchors have none
                 norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
                 through_normalization(gradient, z / norm, norm)
-        if len(gradients) == 1:
-            gradients = torch.cat([gradients, torch.zeros_like(gradients)])
-        pull = batch.per_sample(weight / batch.tau).sum(1, keepdim=True)
-        for gradient, other in zip(gradients, features[::-1], strict=True):
-            F.minus_product(gradient, other, pull, out=gradient)
+        directions = len(gradients)
+        if directions < len(features):
+            more = gradients.new_zeros(len(features) - directions, *features[0].shape)
+            gradients = torch.cat([gradients, more])
+        pull_positives(gradients, features, batch.per_sample(weight / batch.tau), directions)
         return gradients
 
 

@@ -56,8 +56,8 @@ class NeuralNormalizer(Normalizer):
     taken on this batch, and the network after them gives ``alpha``. While the queue is being filled only as many
     prototypes are in use. A call that deposits nothing (``eval()``) drops the result of its steps.
 
-    *Unimodal*: one network serves both views and summarises the features of both; ``alpha`` is per view (objective V1
-    of SogCLR).
+    *Unimodal*: one network serves all views and summarises the features of all; ``alpha`` is per view, or per pair of
+    more than two (objective V1 of SogCLR).
 
     Args:
         dim: of the features.
@@ -241,7 +241,7 @@ class NeuralNormalizer(Normalizer):
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
             tau_here, eps_here = (x[at] if isinstance(x, Tensor) and x.dim() else x for x in (tau, eps))
-            alpha = self._alpha(state, layout.anchors(own)[0], tau_here, eps_here, positive, alone)
+            alpha = self._alpha(state, layout.anchors(own, layout.directions)[0], tau_here, eps_here, positive, alone)
             chunks.append(layout.per_sample(alpha, positive))
         return torch.cat(chunks)
 
@@ -359,7 +359,7 @@ class NeuralNormalizer(Normalizer):
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             layout, z = self.layout, batch.values["z1"]
             eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
-            anchors, state = layout.anchors((z, z))[0], self._state_on(z.device, self.state)
+            anchors, state = layout.anchors((z, z), layout.directions)[0], self._state_on(z.device, self.state)
             alpha = self._alpha(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
             return alpha[0][batch.own].to(batch.dtype)
 

@@ -39,22 +39,35 @@ class Reference:
 
     # forward --------------------------------------------------------------------------------------
 
-    def forward(self, z1, z2, index, index2=None, group=None, train=True, encode=None, extra=None, extra_index=None):
+    def forward(
+        self,
+        z1,
+        z2,
+        index,
+        index2=None,
+        group=None,
+        train=True,
+        encode=None,
+        extra=None,
+        extra_index=None,
+        anchors=None,
+    ):
         """Return (loss, g1, g2) as float64 tensors, and the gradient of extra if given; deposit proposals when train.
 
         `encode` gives unit features (modality 1, modality 2) of a sample with their graph; their gradients go to .grad.
         """
-        z1, z2 = (z.detach().double().clone().requires_grad_() for z in (z1, z2))
+        leaves = [z.detach().double().clone().requires_grad_() for z in (z1, z2) if z is not None]
+        z = leaves if z2 is not None else list(leaves[0])  # or one tensor of views, (V, B, d)
         extra = None if extra is None else extra.detach().double().clone().requires_grad_()
         given = (index, index2, group, extra_index)
         index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        found = find_anchors(z1, z2, index, self.mode, self.normalize, index2, group, extra, extra_index)
+        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors)
         column = [a.direction if self.columns == 2 else 0 for a in found]
         row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
         rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
-        self.features, self.train = (z1, z2), train
+        self.features, self.train = z, train
         self.keys, self.encode = (index, index2, group), encode
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
@@ -92,15 +105,15 @@ class Reference:
         self.alphas, self.taus = alphas, taus
         self.tau_grad = sum(gradients.values()) / total - (sum(rhos) / total if self.multiply_tau else 0.0)
         (surrogate / total).backward()
-        g1, g2 = z1.grad, z2.grad
+        of_leaves = [z.grad for z in leaves]
         if train:
             self.window += 1
             self.pending += proposals + self.temperature.propose(self, gradients, rows)
             self.pending += [(r, c, "visit", 1) for r, c in set(zip(row, column, strict=True))]
         value = torch.tensor(value / total, dtype=torch.float64)
         if extra is None:
-            return value, g1, g2
-        return value, g1, g2, torch.zeros_like(extra) if extra.grad is None else extra.grad
+            return value, *of_leaves
+        return value, *of_leaves, torch.zeros_like(extra) if extra.grad is None else extra.grad
 
     @property
     def outer_positive(self):
@@ -109,8 +122,8 @@ class Reference:
 
     def encoded_similarity(self, a, sample):
         """Similarity of an anchor to a sample outside the batch."""
-        z = self.features[a.direction][a.position]
-        candidate = self.encode(sample)[1 - a.direction]
+        z = self.features[a.view][a.position]
+        candidate = self.encode(sample)[a.partner]
         return torch.dot(z / z.norm() if self.normalize else z, candidate)
 
     def encoded_score(self, a, sample):

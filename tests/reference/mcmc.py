@@ -65,11 +65,16 @@ class MCMCReference(BatchReference):
     def alphas(self, ref, anchors, taus, rows):
         """Run all chains; alpha is log ghat."""
         index, index2, group = ref.keys
-        names = [index if index2 is None else index2, index]
-        batch, views = len(index), 2 if ref.mode == "unimodal" else 1
+        names = [index if index2 is None else index2, *[index] * (len(ref.features) - 1)]
+        batch, views = len(index), len(ref.features) if ref.mode == "unimodal" else 1
         self.visits, self.outside, proposals, state = [], [], [], {}
+        last_view, walked = max(a.view for a in anchors), {}
         for a, tau in zip(anchors, taus, strict=True):
-            i, d = a.position, a.direction
+            i, d = a.position, a.view
+            if (d, i) in walked:  # with another positive, which the chain does not ask for
+                visits, out = walked[(d, i)]
+                self.visits.append(visits), self.outside.append(out)
+                continue
             column = d if ref.columns == 2 else 0
             row = rows[column][i]
             slots = self.slots(a, index, index2, group, views)  # (position of the sample, number in a.negatives)
@@ -106,26 +111,21 @@ class MCMCReference(BatchReference):
                         visits[slots[place][1]] += 1
             self.visits.append(visits)
             self.outside.append((out, stored[0] if out else None))
+            walked[(d, i)] = visits, self.outside[-1]
             if place == "outside" and ref.encode is not None and not self.rescore:
                 state[i] = (stored, place, score, spare)
                 score = ref.encoded_score(a, stored[0])
             else:
                 state[i] = (stored, place, score, spare)
-            if count and (ref.mode != "unimodal" or d == 1):
+            if count and (ref.mode != "unimodal" or d == last_view):
                 sample = stored[0] if place == "outside" else names[d][slots[place][0]]
                 proposals.append((row, column, "chain", (sample, score)))
         return super().alphas(ref, anchors, taus, rows)[0], proposals
 
     def slots(self, a, index, index2, group, views):
-        """Columns that may be proposed, in the library's order: all of view 1, then all of view 2."""
+        """Columns that may be proposed, in the library's order: all of view 1, then all of view 2, ..."""
         others = [j for j in range(len(index)) if may_be_negative(a.position, j, index, index2, group)]
-        if views == 1:
-            return [(j, k) for k, j in enumerate(others)]
-        # a.negatives holds, per sample, the other view's similarity and then the own view's
-        first = 1 if a.direction == 0 else 0
-        return [(j, 2 * k + first) for k, j in enumerate(others)] + [
-            (j, 2 * k + 1 - first) for k, j in enumerate(others)
-        ]
+        return [(j, views * k + view) for view in range(views) for k, j in enumerate(others)]
 
     def start(self, a, stored, slots, names, tau, draw, last, views):
         """(number among the slots, "outside" or None, score) before the first proposal."""
@@ -139,8 +139,10 @@ class MCMCReference(BatchReference):
             return None, None
         scores = [a.s[slots[number][1]] for number in found]
         which = 0
-        if views == 2:
-            which = int(draw(last, 1)[1] < 1 / (1 + math.exp((scores[0] - scores[1]) / tau)))
+        for view in range(1, views):  # this one or a later one
+            gap = math.log(sum(math.exp(s / tau) for s in scores[:view]))
+            gap -= math.log(sum(math.exp(s / tau) for s in scores[view:]))
+            which = view if draw(last, 1)[1] < 1 / (1 + math.exp(gap)) else which
         return found[which], scores[which]
 
     def weights(self, ref, anchors):

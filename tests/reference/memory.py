@@ -22,13 +22,13 @@ class MemoryReference:
         """log of the mean over the batch's negatives and the slots; what is outside the batch is noted per anchor."""
         z = [unit(side) if ref.normalize else side for side in ref.features]
         means = [side.detach().mean(0) for side in z]
-        if ref.mode == "unimodal":
+        if ref.mode == "unimodal":  # of many views the first two are kept
             means = [(means[0] + means[1]) / 2] * 2
         slots = self.pending if ref.train and self.pending is not None else self.slots
         self.outside, alphas = [], []
         for a, tau in zip(found, taus, strict=True):
             mine = [None if key is None else key[a.position] for key in ref.keys]
-            own, partner = z[a.direction][a.position], z[1 - a.direction][a.position].detach()
+            own, partner = z[a.view][a.position], z[a.partner][a.position].detach()
             terms = []
             for keys, features in slots:
                 if any(k is not None and k == other for k, other in zip(mine, keys, strict=True)):
@@ -45,7 +45,7 @@ class MemoryReference:
             new = [
                 (
                     tuple(None if key is None else key[i] for key in ref.keys),
-                    [s[i].detach() - m for s, m in zip(z, means, strict=True)],
+                    [s[i].detach() - m for s, m in zip(z[:2], means, strict=True)],
                 )
                 for i in at
             ]

@@ -114,7 +114,7 @@ class NeuralReference:
         batches = [[] for _ in nets]
         for a, tau in zip(anchors, taus, strict=True):
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None
-            batches[a.direction % count].append((z[a.direction][a.position], a.positive.item(), tau, ghat))
+            batches[a.direction % count].append((z[a.view][a.position], a.positive.item(), tau, ghat))
         if self.before is None:
             self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         for net, batch in zip(nets, batches, strict=True):
@@ -131,7 +131,7 @@ class NeuralReference:
                 self.alpha(
                     nets[a.direction % len(nets)],
                     nets[a.direction % len(nets)]["weights"],
-                    z[a.direction][a.position],
+                    z[a.view][a.position],
                     a.positive.item(),
                     tau,
                 )
@@ -152,7 +152,7 @@ class NeuralReference:
         total = 0.0
         for a, tau in zip(anchors, taus, strict=True):
             net = nets[a.direction % len(nets)]
-            e = unit(ref.features[a.direction][a.position])
+            e = unit(ref.features[a.view][a.position])
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
             if value_of is not None:
                 alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
@@ -197,8 +197,9 @@ class ResidualReference:
             ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
             ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
         if ref.mode == "unimodal" and self.has_rows:  # both views share a row
-            for i in range(len(anchors) // 2):
-                ratio[(0, i)] = ratio[(1, i)] = (ratio[(0, i)] + ratio[(1, i)]) / 2.0
+            for i in {position for _, position in ratio}:
+                keys = [key for key in ratio if key[1] == i]
+                ratio |= dict.fromkeys(keys, sum(ratio[key] for key in keys) / len(keys))
         new, proposals = {}, []
         for (direction, i), value in ratio.items():
             column = min(direction, ref.columns - 1)

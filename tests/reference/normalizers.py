@@ -58,7 +58,10 @@ class MovingAverageReference:
         proposals = []
         for i in range(batch):
             for column in range(ref.columns):
-                mean_g = (g[(0, i)] + g[(1, i)]) / 2.0 if ref.mode == "unimodal" else g[(column, i)]
+                mean_g = g[(column, i)]
+                if ref.mode == "unimodal":
+                    of_views = [value for (_, position), value in g.items() if position == i]
+                    mean_g = sum(of_views) / len(of_views)
                 row = rows[column][i]
                 new_u[(column, i)] = self.updated(ref, row, column, mean_g)
                 proposals.append((row, column, "u", new_u[(column, i)]))

@@ -10,9 +10,14 @@ from torch import Tensor
 
 @dataclass
 class Anchor:
-    """One anchor of one direction; every similarity is a 0-d tensor with its autograd history."""
+    """One anchor and its positive; every similarity is a 0-d tensor with its autograd history.
+
+    `direction` numbers the ordered pairs (anchor `view`, positive `partner`), of which two modalities have two.
+    """
 
     direction: int
+    view: int
+    partner: int
     position: int
     positive: Tensor
     negatives: list[Tensor]
@@ -42,25 +47,25 @@ def may_be_negative(i, j, index, index2, group) -> bool:
     return group is None or group[i] != group[j]
 
 
-def anchors(z1, z2, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None):
-    """All anchors: direction 0 from z1, with extra as candidates too; direction 1, which "forward" lacks, from z2."""
+def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None):
+    """All pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
     rows = unit_rows if normalize else lambda z: list(z.unbind(0))
-    views = rows(z1), rows(z2)
+    views = [rows(view) for view in z]
     further = [] if extra is None else rows(extra)
     positive = index if index2 is None else index2
+    count = 1 if mode == "forward" else len(views) if count is None else count
+    pairs = [(v, (v + r) % len(views)) for r in range(1, len(views)) for v in range(count)]
     result = []
-    for direction in (0,) if mode == "forward" else (0, 1):
-        own, other = views[direction], views[1 - direction]
+    for direction, (view, partner) in enumerate(pairs):
+        own, other = views[view], views[partner]
+        candidates = views if mode == "unimodal" else [other]
         for i in range(len(index)):
             negatives = []
             for j in range(len(index)):
-                if not may_be_negative(i, j, index, index2, group):
-                    continue
-                negatives.append((own[i] * other[j]).sum())
-                if mode == "unimodal":
-                    negatives.append((own[i] * own[j]).sum())
-            for j, candidate in enumerate(further if direction == 0 else ()):
+                if may_be_negative(i, j, index, index2, group):
+                    negatives += [(own[i] * side[j]).sum() for side in candidates]
+            for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())
-            result.append(Anchor(direction, i, (own[i] * other[i]).sum(), negatives))
+            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives))
     return result

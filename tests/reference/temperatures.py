@@ -59,7 +59,8 @@ class DualReference:
                 row = rows[column][i]
                 gradient = gradients[(column, i)]
                 if ref.mode == "unimodal":
-                    gradient = (gradient + gradients[(1, i)]) / 2.0
+                    of_views = [value for (_, position), value in gradients.items() if position == i]
+                    gradient = sum(of_views) / len(of_views)
                 proposals += self.proposal(ref, row, column, gradient)
         return proposals
 
