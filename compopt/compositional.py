@@ -103,6 +103,8 @@ def compositional_loss(
 
 def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Return the mean of ``f(u, *args)``, one value per sample, and its derivative with respect to ``u``."""
+    if torch.is_inference_mode_enabled():  # where nothing has a derivative
+        return f(u, *args).mean(), torch.zeros_like(u)
     with torch.enable_grad():
         u = u.detach().requires_grad_()
         values = f(u, *args)

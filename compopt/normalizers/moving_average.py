@@ -68,10 +68,10 @@ class MovingAverageEstimator(Normalizer):
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
-    State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``; ``width`` values alone)
-    and the number of visits (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is
-    the mean of the views, objective V2). A row never visited takes ``log(eps + g)`` itself. As a part it communicates nothing of its own;
-    alone see :meth:`update`.
+    State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
+    (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the views,
+    objective V2); alone ``width`` values and one number of visits. A row never visited takes ``log(eps + g)`` itself.
+    As a part it communicates nothing of its own; alone see :meth:`update`.
 
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
@@ -177,9 +177,7 @@ class MovingAverageEstimator(Normalizer):
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     @outside_of_graphs
-    def update(
-        self, log_g: Tensor, index: Tensor, previous: Tensor | None = None, beta: float | None = None
-    ) -> Tensor:
+    def update(self, log_g: Tensor, index: Tensor, previous: Tensor | None = None, beta: float | None = None) -> Tensor:
         r"""Fold a batch of inner values into the rows and return the updated averages.
 
         In training mode with gradients enabled the new rows are deposited and wait for :meth:`step`; otherwise
