@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.compositional    # writes benchmarks/results/peers_compositional.md
 
-Both packages see the same scores, labels and batches. Averages of LibAUC start at 0 and ours at the first value, so that
-its first visit of every sample has ``gamma = 1`` here.
+Both packages see the same scores, labels and batches. Averages of LibAUC start at 0 and ours at the first value, so
+that its first visit of every sample has ``gamma = 1`` here.
 """
 
 from __future__ import annotations
@@ -48,11 +48,35 @@ TWINS: dict[str, tuple[Build, Build]] = {
 }
 
 
+RANKINGS: dict[str, tuple[Build, Build]] = {
+    "NDCG; NDCGLoss": (lambda n: losses.NDCGLoss(n, GAMMA, MARGIN), lambda n: _ndcg(n)),
+}
+QUERIES, ITEMS, RELEVANT = 16, 20, 4  # of a batch; items that its queries rank, and the first of them are relevant
+
+
+def _ndcg(n: int) -> Any:
+    class Ndcg(packages.libauc("ranking").NDCGLoss):  # type: ignore[misc]
+        """LibAUC's, with the arguments of ours."""
+
+        def forward(self, scores: Tensor, relevance: Tensor, index: Tensor) -> Tensor:
+            gain = (2.0**relevance - 1).sort(1, descending=True).values
+            ideal = (gain / torch.arange(2.0, ITEMS + 2).log2()).sum(1)
+            one = {"user_id": torch.arange(QUERIES), "num_pos_items": torch.ones(QUERIES), "ideal_dcg": ideal}
+            return super().forward(scores, {"rating": relevance, "user_item_id": index, **one})
+
+    options = {"num_user": QUERIES, "num_item": ITEMS, "num_pos": RELEVANT, "device": torch.device("cpu")}
+    return packages.quiet(Ndcg, N=n, gamma0=GAMMA, margin=MARGIN, **options)
+
+
+def rankings(visit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, relevance and numbers of pairs, as :func:`batch`."""
+    scores = batch(visit, QUERIES * ITEMS)[0].view(QUERIES, ITEMS)
+    pair = torch.arange(QUERIES * ITEMS).view(QUERIES, ITEMS)
+    return scores, torch.arange(ITEMS).lt(RELEVANT) * (1 + pair % 3), pair
+
+
 def _auc(name: str, n: int, **options: Any) -> Any:
-    # an alias of the module's list only, not of the module
-    module = packages.libauc("auc")
-    kind = getattr(module, name, None) or module.AveragePrecisionLoss
-    return packages.quiet(kind, data_len=n, device=torch.device("cpu"), **options)
+    return packages.quiet(getattr(packages.libauc("auc"), name), data_len=n, device=torch.device("cpu"), **options)
 
 
 def batch(visit: int, size: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,22 +106,23 @@ def set_gamma(loss: Any, gamma: float) -> None:
 
 def started(name: str) -> tuple[Any, Any, list[float]]:
     """Both losses after some visits, and the relative errors of the gradients on the way."""
-    ours, theirs = (build(N) for build in TWINS[name])
-    found = []
+    ours, theirs = (build(N) for build in (TWINS | RANKINGS)[name])
+    given, found = rankings if name in RANKINGS else batch, []
     for visit in range(VISITS):
         set_gamma(theirs, 1.0 if visit == 0 else GAMMA)
-        found.append(relative(gradient(ours, batch(visit)), gradient(theirs, batch(visit))))
+        found.append(relative(gradient(ours, given(visit)), gradient(theirs, given(visit))))
     return ours, theirs, found
 
 
 def twin(name: str) -> list[str]:
     """Errors of the first and the last visit; after a resume, of ours and theirs."""
     ours, theirs, found = started(name)
+    given = (rankings if name in RANKINGS else batch)(VISITS)
     row = [name, f"{found[0]:.1e}", f"{found[-1]:.1e}"]
-    for loss, build in zip((ours, theirs), TWINS[name], strict=True):
+    for loss, build in zip((ours, theirs), (TWINS | RANKINGS)[name], strict=True):
         again = build(N)
         again.load_state_dict(loss.state_dict())
-        factor, error = rescaled(gradient(again, batch(VISITS)), gradient(loss, batch(VISITS)))
+        factor, error = rescaled(gradient(again, given), gradient(loss, given))
         row += [f"{factor:.3g}", f"{error:.1e}"]
     return row
 
@@ -165,22 +190,22 @@ def quality(name: str, build: Build) -> list[str]:
 def main() -> None:
     torch.set_num_threads(1)
     env = {**environment(), "libauc": packages.version("libauc")}
-    twins, times = [twin(name) for name in TWINS], [speed(name) for name in TWINS]
+    twins, times = [twin(name) for name in TWINS | RANKINGS], [speed(name) for name in TWINS]
     metrics = [quality("cross-entropy", lambda n: entropy)]
     for name, (ours, theirs) in TWINS.items():
         here, there = name.split("; ")
         metrics += [quality(f"compopt, {here}", ours), quality(f"LibAUC, {there}", theirs)]
     head = ["ours; theirs", "first visit", f"visit {VISITS}", "ours: factor", "error", "theirs: factor", "error"]
     parts = [
-        f"Relative error between the gradients of both packages, B = {BATCH} with {BATCH // 8} positives; then of the next "
-        "gradient after `state_dict()` and `load_state_dict()`, best common factor and the error that is left.",
+        f"Relative error between the gradients of both packages, B = {BATCH} with {BATCH // 8} positives; then of the "
+        "next gradient after `state_dict()` and `load_state_dict()`, best common factor and the error that is left.",
         table(head, twins),
         "## Time\n\nMilliseconds of a call, its backward pass and its commit; one thread.",
         table(["", "B = 64", "LibAUC", "B = 512", "LibAUC"], times),
-        f"## Metrics after training\n\n`make_classification`, {TRAIN:,} samples with {POSITIVES:.0%} positives, 16 in each "
-        f"batch of {BATCH}; {EPOCHS} epochs of Adam on sigmoid scores, untuned; mean and range of {SEEDS} seeds on "
-        f"{3 * TRAIN:,} other samples.",
-        table(["loss", "average precision", "partial AUC, FPR up to 0.1"], metrics),
+        f"## Metrics after training\n\n`make_classification`, {TRAIN:,} samples with {POSITIVES:.0%} positives, 16 in "
+        f"each batch of {BATCH}; {EPOCHS} epochs of Adam on sigmoid scores, untuned; mean and range of {SEEDS} seeds "
+        f"on {3 * TRAIN:,} other samples.",
+        table(["loss", "average precision", "partial AUC, false positive rate up to 0.1"], metrics),
     ]
     finish(
         "peers_compositional",
