@@ -35,6 +35,7 @@ CHECKS = {
     "margin": checks.number,
     "lr": checks.positive,
     "max_fpr": checks.unit_interval,
+    "min_tpr": checks.decay,
 }
 
 
@@ -489,6 +490,77 @@ class CVaRPartialAUCLoss(PairLoss):
         value = (threshold + weight * inner.sum(1, keepdim=True)).mean()
         slope = torch.zeros_like(inner) + weight / len(inner)
         return value, slope, {"threshold": threshold - hyper("lr") * (1 - weight * share)}
+
+
+class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
+    r"""Two-way partial AUC at false positive rates up to, and true positive rates from, a bound, by SOTA.
+
+    .. math::
+        F = \min_{c'} \; c' + \frac{1}{\alpha}\, E_{y_i = 1} \max(0, g_i - c'), \qquad
+        g_i = \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i)
+
+    The mean over the share ``alpha = 1 - min_tpr`` of the hardest positives, and for each over the share ``beta``
+    (``max_fpr``) of its hardest negatives. A moving average of each ``g_i`` tells which positives these are.
+
+    Args:
+        n, max_fpr, lr, margin: as of :class:`CVaRPartialAUCLoss`; ``lr`` is the step size of ``c'`` too.
+        min_tpr: in [0, 1); the bound of the true positive rate. The first sample group's counts, as for ``c'``.
+        gamma: in (0, 1]; the weight of the newest ``g_i``.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State: ``threshold`` (``c_i``) and ``u`` per positive, and the visits; ``c'``.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Zhu et al., When AUC meets DRO, ICML 2022, section 4.2 (SOTA).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.TwoWayCVaRPartialAUCLoss(n=100, max_fpr=0.5, min_tpr=0.5, lr=1.0)
+        >>> scores = torch.tensor([0.9, 0.0, 0.1, -0.4], requires_grad=True)
+        >>> for _ in range(2):
+        ...     value = loss(scores, torch.tensor([1, 1, 0, 0]), torch.tensor([7, 8, 42, 3]))
+        ...     loss.step()
+        >>> value.backward()
+        >>> [round(x, 4) for x in scores.grad.tolist()]  # the hardest half of the positives, of the negatives
+        [0.0, -2.2, 2.2, 0.0]
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self,
+        n: GroupSpec,
+        max_fpr: float = 0.2,
+        min_tpr: float = 0.5,
+        gamma: float = 0.9,
+        lr: float = 0.1,
+        margin: float = 1.0,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        hyper = {"max_fpr": max_fpr, "min_tpr": min_tpr, "gamma": gamma, "lr": lr, "margin": margin}
+        CompositionalLoss.__init__(self, n, hyper, **placement)
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self.state = {"threshold": torch.zeros((), dtype=torch.float64, device="cpu")}
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return [*super().columns(directions, dtype), Column("u", 1, dtype)]
+
+    def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        _, slope, proposals = super().estimate(inner, batch, hyper)
+        old, outermost = batch.columns["threshold"], hyper.of_first_group()
+        g = old + inner.mean(1, keepdim=True) / hyper("max_fpr")
+        u = F.linear_average(batch.columns["u"], g, hyper("gamma"), batch.unseen("u"))
+        state, share = self.working_state(batch.depositing)["threshold"], 1 - outermost("min_tpr")
+        hard = (u > state).to(u.dtype)  # a positive that is not hard enough moves neither the model nor its threshold
+        if batch.depositing:
+            new = state - outermost("lr") * (1 - (hard + 0 * u).mean() / share)
+            self.deposit_state(threshold=new.to(state))
+        value = state + (u - state).relu().mean() / share
+        moved = old + hard * (proposals["threshold"] - old)
+        return value.to(u.dtype), slope * hard / share, {"threshold": moved, "u": u}
 
 
 # -- rankings ----------------------------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ LOSSES = [
     Kind("pauc", averaged(L.PartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
     Kind("two way", averaged(L.TwoWayPartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
     Kind("cvar", lambda n, **o: L.CVaRPartialAUCLoss(n, **o), call_pairs, "lr", (0.1, 0.5)),
+    Kind("two way cvar", lambda n, **o: L.TwoWayCVaRPartialAUCLoss(n, **o), call_pairs, "lr", (0.1, 0.5)),
     Kind("robust", averaged(L.RobustLoss), lambda u, d: u(d["log_g"], d["index"]), "tau", (0.5, 2.0)),
     Kind("ndcg", averaged(L.NDCGLoss), call_lists, "margin", (0.5, 2.0)),
     Kind("listwise", averaged(L.ListwiseLoss), call_lists, "gamma", (0.3, 0.9)),

@@ -91,6 +91,24 @@ class LossReference:
             value = value + term / len(pairs)
         return value.item(), value
 
+    def two_way_cvar(self, scores, labels, index):
+        """SOTA; rows are (threshold, u), and the total is the threshold of positives."""
+        h, pairs, value, share = self.hyper, dict(self.excess(scores, labels)), 0.0, 1 - self.hyper["min_tpr"]
+        top, surrogate, hard = (self.next_total or self.total or [0.0])[0], 0 * scores.sum(), 0
+        for i, each in pairs.items():
+            row = index[i].item()
+            before, u = self.rows.get(row, (0.0, None))
+            threshold = torch.tensor(before, dtype=scores.dtype, requires_grad=True)
+            g = threshold + (each[labels == 0] - threshold).relu().mean() / h["max_fpr"]
+            (slope,) = torch.autograd.grad(g, threshold, retain_graph=True)
+            (u,) = self.average(None if u is None else [u], [g.item()])
+            active = u > top
+            self.propose(row, [before - h["lr"] * active * slope.item(), u])
+            value, hard = value + max(0.0, u - top) / share / len(pairs), hard + active / len(pairs)
+            surrogate = surrogate + active * g / share / len(pairs)
+        self.next_total = [top - h["lr"] * (1 - hard / share)]
+        return top + value, surrogate
+
     def robust(self, losses, index):
         """Per task."""
         tau = self.hyper["tau"]
