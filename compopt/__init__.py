@@ -1,6 +1,6 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
-from compopt import data, diagnostics, functional, integrations, samplers, schedules
+from compopt import data, diagnostics, functional, integrations, losses, samplers, schedules
 from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
@@ -60,6 +60,7 @@ __all__ = [
     "functional",
     "integrations",
     "load",
+    "losses",
     "recommended",
     "samplers",
     "save",

@@ -1,41 +1,54 @@
-"""Finite-sum compositional objectives that are not contrastive."""
+"""Outer functions of moving averages: finite-sum compositional objectives that are not contrastive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.checks.inputs import check_values
 from compopt.kernel.features import with_gradients
 from compopt.normalizers import MovingAverageEstimator
 
 
 def compositional_loss(
-    g: Tensor, index: Tensor, estimator: MovingAverageEstimator, f: Callable[[Tensor], Tensor]
+    g: Tensor,
+    index: Tensor,
+    estimator: MovingAverageEstimator,
+    f: Callable[..., Tensor],
+    *,
+    args: Sequence[Tensor] = (),
+    previous: Tensor | None = None,
+    beta: float | None = None,
 ) -> Tensor:
     r"""``1/B sum_i f(u_i)`` with the gradient ``1/B sum_i f'(u_i) grad g_i``, ``u_i`` the moving average of ``g_i``.
 
     For ``F(w) = 1/n sum_i f(g_i(w))`` whose inner ``g_i`` is itself an expectation of which a batch sees a sample:
-    plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles.
+    plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles. With an
+    optimizer that has momentum, such as ``SGD(momentum=0.9)`` or Adam, these are the steps of SOX, whose moving average
+    of the gradient is that momentum.
 
     Args:
-        g: unbiased samples of the inner functions with their graph, ``(B,)``, floating point; > 0 unless the estimator
-            has ``domain="linear"``. With several ranks each passes its own; the value is that of all of them, and
-            gradients are multiplied by the number of ranks.
+        g: unbiased samples of the inner functions with their graph, ``(B,)``, or ``(B, k)`` with an estimator of
+            ``width=k``, floating point; > 0 unless the estimator has ``domain="linear"``. With several ranks each
+            passes its own; the value is that of all of them, and gradients are multiplied by the number of ranks.
         index: which ``i``, ``(B,)`` integers.
         estimator: holds ``log u`` or ``u``; commit it with its ``step()`` or ``attach``. In training mode with
             gradients enabled the new rows are deposited.
-        f: the outer function, element-wise and differentiable.
+        f: the outer function of averages in the shape of ``g``, of the samples of all ranks, differentiable; it returns
+            one value per sample, ``(B,)``. Called as ``f(u, *args)``.
+        args: what ``f`` takes besides, with one entry, or several, per sample, ``(B, ...)`` each, without gradients:
+            ``args=(weight[index],)`` for example.
+        previous, beta: correct the averages, see :meth:`~compopt.MovingAverageEstimator.update`.
 
     Returns:
         0-d loss, float64 if ``g`` or the rows are, else float32.
 
     Raises:
-        ValueError: ``g`` is not ``(B,)``, holds no values, or (on the CPU) has an entry <= 0 where averages are kept as
-            logarithms.
+        ValueError: ``g`` has another shape, holds no values, or (on the CPU) has an entry <= 0 where averages are kept
+            as logarithms; ``f`` returns another shape than ``(B,)``; ``previous`` or ``beta``, see ``update``.
         TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``g`` holds no floating-point numbers,
             ``index`` no integers; ``f`` returns something without a graph.
         IndexError: an index outside ``0 .. n - 1``.
@@ -45,7 +58,8 @@ def compositional_loss(
     Communicates: see :meth:`~compopt.MovingAverageEstimator.update`; backward nothing.
 
     References:
-        Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022.
+        Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022 (SOX); Jiang et al., NeurIPS
+        2022 (MSVR, with ``previous``).
 
     Example, a robust (KL-regularised) risk per task, ``F = 1/n sum_i lam log E exp(loss_i / lam)``:
         >>> import torch, compopt
@@ -68,7 +82,7 @@ def compositional_loss(
     if not isinstance(estimator, MovingAverageEstimator):
         raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
     refuse_transforms()
-    inner = check_values("g", g, "(B,)", 1)
+    inner = estimator._inner("g", g)
     refuse_tangents(("g", g))
     logs = estimator.domain == "log"
     if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
@@ -76,16 +90,28 @@ def compositional_loss(
             f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}: build the estimator "
             f'with domain="linear"'
         )
-    average, batch = estimator._average(inner.log() if logs else inner, index)
+    inner = (inner.log() if logs else inner).view(g.shape)
+    average, batch = estimator._average(inner, index, previous, beta, args)
+    u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
+    value, slope = outer(f, u, *(batch.values[str(k)] for k in range(len(args))))
+    estimator._deposit_average(average, batch)
+    if not (torch.is_grad_enabled() and g.requires_grad):
+        return value
+    # frameworks average gradients over ranks; this rank's share of the global mean must survive that
+    return with_gradients(value, [(g, (slope[batch.own] * len(batch.sizes)).to(g.dtype))])
+
+
+def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return the mean of ``f(u, *args)``, one value per sample, and its derivative with respect to ``u``."""
+    if torch.is_inference_mode_enabled():  # where nothing has a derivative
+        return f(u, *args).mean(), torch.zeros_like(u)
     with torch.enable_grad():
-        u = batch.nan_if_bad(average[:, 0])
-        u = (u.exp() if logs else u).requires_grad_()
-        value = f(u).mean()
+        u = u.detach().requires_grad_()
+        values = f(u, *args)
+        if values.dim() > 1:
+            raise ValueError(f"f must return one value per sample, (B,), got shape {(*values.shape,)}")
+        value = values.mean()
         if not value.requires_grad:
             raise TypeError("f must be differentiable: what it returned has no graph")
         (slope,) = torch.autograd.grad(value, u)
-    estimator._deposit_average(average, batch)
-    if not (torch.is_grad_enabled() and g.requires_grad):
-        return value.detach()
-    # frameworks average gradients over ranks; this rank's share of the global mean must survive that
-    return with_gradients(value.detach(), [(g, (slope[batch.own] * len(batch.sizes)).to(g.dtype))])
+    return value.detach(), slope

@@ -171,6 +171,28 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
     return average if first is None else torch.where(first, log_g, average)
 
 
+def linear_average(u: Tensor, g: Tensor, gamma: Scalar, first: Tensor, change: Scalar = 0.0) -> Tensor:
+    r"""``u_i <- (1 - gamma) u_i + gamma g_i + change_i`` of values of any sign.
+
+    Args:
+        u: stored values, any shape.
+        g: those of this batch, of that shape.
+        gamma: in (0, 1]; a number, or broadcastable to ``u``.
+        first: True where the row was never visited, broadcastable to ``u``; such a row takes ``g`` itself.
+        change: correction, ``beta (g_i(w_t) - g_i(w_{t-1}))`` in MSVR (Jiang et al., NeurIPS 2022).
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.linear_average(torch.ones(2), torch.tensor([-3.0, -3.0]), 0.5, torch.tensor([False, True])).tolist()
+        [-1.0, -3.0]
+    """
+    average = torch.lerp(u, g, gamma)
+    if isinstance(change, Tensor):
+        average = average + change
+    return torch.where(first, g, average)
+
+
 def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:
     r"""Derivative ``G`` of one anchor's term of the objective with respect to its ``tau``.
 

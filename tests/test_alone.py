@@ -131,10 +131,66 @@ KINDS = [
     ),
     Kind("network", network, move_network, "lr", (0.02, 0.1), False),
 ]
+
+
+def positives(d):
+    return (d["gradient"] > -0.2).to(torch.int64)
+
+
+def call_pairs(u, d):
+    return u(d["log_g"], positives(d), d["index"])
+
+
+def call_lists(u, d):
+    scores = d["scores"][:, :3]  # each row is a query, whose first item may be relevant
+    relevance = positives(d)[:, None] * torch.tensor([[2, 0, 0]])
+    return u(scores, relevance, d["index"][:, None].expand(scores.shape))
+
+
+def averaged(kind):
+    return lambda n, **o: kind(n, **{"gamma": 0.6, **o})
+
+
+L = compopt.losses
+LOSSES = [
+    Kind(
+        "vector",
+        lambda n, **o: compopt.MovingAverageEstimator(n, domain="linear", width=3, **{"gamma": 0.6, **o}),
+        lambda u, d: u.update(d["scores"][:, :3], d["index"], d["scores"][:, 3:6], beta=0.2),
+        "gamma",
+        (0.3, 0.9),
+    ),
+    Kind("ap", averaged(L.AveragePrecisionLoss), call_pairs, "gamma", (0.3, 0.9)),
+    Kind("pauc", averaged(L.PartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
+    Kind("two way", averaged(L.TwoWayPartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
+    Kind("cvar", lambda n, **o: L.CVaRPartialAUCLoss(n, **o), call_pairs, "lr", (0.1, 0.5)),
+    Kind("two way cvar", lambda n, **o: L.TwoWayCVaRPartialAUCLoss(n, **o), call_pairs, "lr", (0.1, 0.5)),
+    Kind("robust", averaged(L.RobustLoss), lambda u, d: u(d["log_g"], d["index"]), "tau", (0.5, 2.0)),
+    Kind("ndcg", averaged(L.NDCGLoss), call_lists, "margin", (0.5, 2.0)),
+    Kind("listwise", averaged(L.ListwiseLoss), call_lists, "gamma", (0.3, 0.9)),
+    Kind(
+        "robust total",
+        lambda n, **o: L.RobustLoss(None if n == [{"n": N}] else n, **{"gamma": 0.6, **o}),
+        lambda u, d: u(d["log_g"], None if u.n is None else d["index"]),
+        "tau",
+        (0.5, 2.0),
+        False,
+    ),
+]
+OBJECTS = list(KINDS)
+KINDS += LOSSES
 BY_NAME = {kind.name: kind for kind in KINDS}
 WITH_ROWS = [kind for kind in KINDS if kind.has_rows]
-every = pytest.mark.parametrize("kind", KINDS, ids=str)
-with_rows = pytest.mark.parametrize("kind", WITH_ROWS, ids=str)
+DAILY = {"vector", "two way", "ndcg"}  # of the losses; together they take every path
+FULL = {kind.name for kind in LOSSES} - DAILY
+
+
+def marked(kinds):
+    return [pytest.param(kind, marks=[pytest.mark.full] * (kind.name in FULL)) for kind in kinds]
+
+
+every = pytest.mark.parametrize("kind", marked(KINDS), ids=str)
+with_rows = pytest.mark.parametrize("kind", marked(WITH_ROWS), ids=str)
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS, ids=NAMES)
 in_memory_and_on_disk = pytest.mark.parametrize("placement", PLACEMENTS[::2], ids=NAMES[::2])
 
@@ -278,7 +334,7 @@ def test_copies_are_deep_and_keep_deposits(kind, duplicate):
     assert_same_bits(state(u), state(other))
 
 
-@with_rows
+@pytest.mark.parametrize("kind", [kind for kind in [*OBJECTS, LOSSES[0]] if kind.has_rows], ids=str)
 def test_groups_have_their_own_hyper_parameters_and_grow(kind):
     low, high = kind.values
     d = data(repeats=False)
@@ -320,7 +376,7 @@ def test_an_edit_counts_and_a_bad_one_is_refused(kind):
         kind.call(edited, data()[0])
 
 
-@pytest.mark.parametrize("kind", KINDS[5:], ids=str)
+@pytest.mark.parametrize("kind", OBJECTS[5:], ids=str)
 def test_without_rows_there_is_one_group_without_n(kind):
     u = kind.make()
     assert len(u.sample_groups) == 1 and "n" not in u.sample_groups[0] and u.n is None

@@ -137,3 +137,77 @@ def test_domains_do_not_mix():
         other.load_state_dict(linear().state_dict())
     again = linear()
     again.load_state_dict(linear().state_dict())
+
+
+# -- vectors, arguments of f, the corrected estimator ------------------------------------------------------------------
+
+
+def test_an_outer_function_of_vectors_with_values_of_each_sample():
+    """F = mean of weight_i u_i1 / u_i2, whose averages are kept side by side; -1 and 0 are values like others."""
+    ma = compopt.MovingAverageEstimator(6, gamma=0.3, domain="linear", width=2, dtype=torch.float64)
+    index, weight = torch.tensor([4, 1, 2]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    first = torch.tensor([[-1.0, 2.0], [0.0, 1.0], [3.0, 0.5]], dtype=torch.float64)
+    near(ma.update(first, index), first, 1e-12)
+    ma.step()
+    g = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
+    u = (0.7 * first + 0.3 * g.detach()).requires_grad_()
+    loss = compopt.compositional_loss(g, index, ma, lambda u, w: w * u[:, 0] / u[:, 1], args=(weight,))
+    expected = (weight * u[:, 0] / u[:, 1]).mean()
+    loss.backward(), expected.backward()
+    near(loss, expected, 1e-12)
+    near(g.grad, u.grad, 1e-12)  # the derivative by u, on g
+    ma.step()
+    assert ma.read(index)["u"].shape == (3, 2) and ma.read(index)["count"].tolist() == [2, 2, 2]
+
+
+def test_the_corrected_average_follows_a_moving_value():
+    """g grows by 1 a step: with beta = 1 - gamma (STORM) the average has no lag, the plain one (1 - gamma) / gamma."""
+    plain, corrected = (compopt.MovingAverageEstimator(2, gamma=0.25, domain="linear") for _ in range(2))
+    index = torch.arange(2)
+    for step in range(40):
+        g = torch.tensor([1.0, -2.0]) + step
+        a, b = plain.update(g, index), corrected.update(g, index, previous=g - 1)
+        plain.step(), corrected.step()
+    near(b, g, 1e-5)
+    near(g - a, [3.0, 3.0], 1e-3)
+    near(corrected.update(g + 1, index, previous=g, beta=0.0), 0.75 * g + 0.25 * (g + 1), 1e-5)
+
+
+def test_the_correction_reaches_a_compositional_loss():
+    ma, index = linear(), torch.arange(3)
+    ma.update(torch.zeros(3, dtype=torch.float64), index)
+    ma.step()
+    g = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    u = 0.7 * 0.05 + 0.3 * (g.detach() + 0.05) + 0.4 * (g.detach() - 0.5)
+    half = torch.full((3,), 0.5, dtype=torch.float64)
+    near(compopt.compositional_loss(g, index, ma, torch.square, previous=half, beta=0.4), u.square().mean(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({"width": 3}, {"log_g": torch.ones(2)}, r"log_g must have shape \(B, 3\), got \(2,\)"),
+        ({"width": 3}, {"log_g": torch.ones(2, 4)}, r"\(B, 3\) with width=3, got \(2, 4\)"),
+        ({}, {"log_g": torch.ones(2, 1)}, r"log_g must have shape \(B,\)"),
+        ({}, {"previous": torch.ones(3)}, "previous has 3 entries for a batch of 2"),
+        ({}, {"beta": 0.5}, "factor of a correction"),
+        ({"domain": "log"}, {"previous": torch.ones(2)}, 'domain="linear"'),
+    ],
+)
+def test_wrong_shapes_and_corrections_are_named(options, call, message):
+    ma = compopt.MovingAverageEstimator(4, **{"domain": "linear", **options})
+    with pytest.raises(ValueError, match=message):
+        ma.update(**{"log_g": torch.ones(2), "index": torch.arange(2), **call})
+    assert ma.pending == 0
+
+
+def test_a_width_serves_objects_alone():
+    with pytest.raises(ValueError, match="width=2 serves losses of your own"):
+        compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(6, width=2), compopt.FixedTemperature(0.1))
+    vectors = compopt.MovingAverageEstimator(6, width=2)
+    with pytest.raises(ValueError, match=r"u differs: .*\[2, 'torch.float32'\]"):
+        compopt.MovingAverageEstimator(6).load_state_dict(vectors.state_dict())
+    with pytest.raises(ValueError, match="one value per sample"):
+        compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log)
+    with pytest.raises(TypeError, match=r"args\[0\] must be a tensor"):
+        compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log, args=(3.0,))

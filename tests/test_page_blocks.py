@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
 # what a page needs beyond the library and the recipes
 NEEDS = {
+    "docs/beyond_contrast.md": ("sklearn",),
     "docs/coming_from/libauc.md": ("libauc",),
     "docs/coming_from/lightly.md": ("lightly",),
     "docs/coming_from/metric_learning.md": ("pytorch_metric_learning",),

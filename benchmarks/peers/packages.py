@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from importlib.metadata import version
 from typing import Any
@@ -30,12 +31,10 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in NAMES}
 
 
-def libauc() -> Any:
-    """``libauc.losses.contrastive``."""
+def libauc(module: str = "contrastive") -> Any:
+    """``libauc.losses.contrastive``, or another module of its losses."""
     declare_operators()
-    from libauc.losses import contrastive
-
-    return contrastive
+    return importlib.import_module(f"libauc.losses.{module}")
 
 
 def gcl_bimodal(n: int, **options: Any) -> Any:

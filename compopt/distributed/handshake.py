@@ -15,7 +15,7 @@ from compopt.distributed.ranks import Ranks
 KEYS = ("index", "index2", "labels")
 # Facts that must be equal on all ranks, and how an error describes them.
 FACTS = {
-    "width": "the feature dimension",
+    "width": "the feature dimension, or the numbers per sample of a compositional loss",
     "dtype": "the features' dtype",
     "depositing": "training mode (1: deposits, 0: eval() or no_grad)",
     "t": "the number of commits so far; every rank must call step() after the same updates",

@@ -167,7 +167,7 @@ class BatchReader:
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
             own = None if self.table is None else self._fetch_own(rows, host_rows, fetch, depositing)
         if several:
-            facts = {**facts, "width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize}
+            facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
             facts["configuration"] = self._fingerprint(identity)
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
         if several:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Reference = Literal["none", "positive"]
+Domain = Literal["log", "linear"]
 # Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
 # Column of each domain, and how several proposals for a row become one value.
@@ -50,7 +52,8 @@ class MovingAverageEstimator(Normalizer):
     ===========================================  ==============  =========================================
 
     As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
-    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`.
+    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`; the
+    losses of :mod:`compopt.losses` are ready compositions.
 
     Args:
         n: number of samples, or a list of sample groups.
@@ -59,6 +62,7 @@ class MovingAverageEstimator(Normalizer):
         eps: added to ``g`` at every visit, the first included.
         domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
             (used alone only).
+        width: values per sample, ``k``, of inner functions with values in ``R^k`` (used alone only).
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
@@ -66,8 +70,8 @@ class MovingAverageEstimator(Normalizer):
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
     (int32), one each per direction (bimodal), or one shared by all views (unimodal: ``g_i`` is the mean of their pairs,
-    objective V2). A row never visited takes ``log(eps + g)`` itself. As a part it communicates nothing of its own;
-    alone see :meth:`update`.
+    objective V2); alone ``width`` values and one number of visits. A row never visited takes ``log(eps + g)`` itself.
+    As a part it communicates nothing of its own; alone see :meth:`update`.
 
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
@@ -101,11 +105,12 @@ class MovingAverageEstimator(Normalizer):
         reference: Reference = "none",
         eps: float = 0.0,
         *,
-        domain: Literal["log", "linear"] = "log",
+        domain: Domain = "log",
+        width: int = 1,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("domain", domain, DOMAINS)
-        self.domain = domain
+        self.domain, self.width = domain, checks.count("width", width)
         super().__init__(as_groups(n), {"gamma": gamma, "reference": reference, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -120,6 +125,8 @@ class MovingAverageEstimator(Normalizer):
         super().check_free()
         if self.domain == "linear":
             raise ValueError('domain="linear" serves losses of your own; as normalizer it needs domain="log"')
+        if self.width > 1:
+            raise ValueError(f"width={self.width} serves losses of your own; as normalizer it needs width=1")
 
     def meaning(self) -> dict[str, Any]:
         temperature = self._beside()
@@ -143,7 +150,7 @@ class MovingAverageEstimator(Normalizer):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         name, reduce = DOMAINS[self.domain]
-        return [Column(name, directions, dtype, reduce)]
+        return [Column(name, directions * self.width, dtype, reduce)]
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
@@ -170,46 +177,112 @@ class MovingAverageEstimator(Normalizer):
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     @outside_of_graphs
-    def update(self, log_g: Tensor, index: Tensor) -> Tensor:
-        """Fold a batch of inner values into the rows and return the updated averages.
+    def update(self, log_g: Tensor, index: Tensor, previous: Tensor | None = None, beta: float | None = None) -> Tensor:
+        r"""Fold a batch of inner values into the rows and return the updated averages.
 
         In training mode with gradients enabled the new rows are deposited and wait for :meth:`step`; otherwise
         nothing is. With ``domain="linear"`` arguments and results are ``g_i`` and ``u_i`` themselves, of any sign.
 
+        With ``previous`` the average is corrected by the change of the same samples' values (MSVR), which follows
+        weights that move faster than the average does:
+
+        .. math::
+            u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, g_i(w_t) + \beta\, (g_i(w_t) - g_i(w_{t-1}))
+
         Args:
-            log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, floating
-                point; no gradient flows through it.
+            log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, or
+                ``(B, k)`` with ``width=k``, floating point; no gradient flows through it.
             index: data-set positions, ``(B,)`` integers, best on the CPU.
+            previous: ``g_i`` of the same samples at the weights of the step before, as ``log_g``; only with
+                ``domain="linear"``, since a corrected average may be negative.
+            beta: factor of the correction; ``None``: ``1 - gamma``. With ``B`` of ``n`` samples per batch the paper
+                has ``(n - B) / (B (1 - gamma)) + 1 - gamma``.
 
         Returns:
-            ``log u_i`` after the update, ``(B,)``, without a graph; float64 if ``log_g`` or the rows are, else float32.
+            ``log u_i`` after the update, in the shape of ``log_g``, without a graph; float64 if ``log_g`` or the rows
+            are, else float32.
 
         Raises:
             RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it; a transform of
                 ``torch.func``, or a checkpointed function.
-            TypeError: ``log_g`` is no floating-point tensor, ``index`` holds no integers.
-            ValueError: shapes other than ``(B,)``, or another B.
+            TypeError: ``log_g`` or ``previous`` is no floating-point tensor, ``index`` holds no integers.
+            ValueError: shapes other than ``(B,)`` or ``(B, k)``, or another B; ``previous`` with logarithms; ``beta``
+                without ``previous``.
             IndexError: an index outside ``0 .. n - 1``.
 
-        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
-        """
-        log_u, batch = self._average(log_g, index)
-        self._deposit_average(log_u, batch)
-        return batch.nan_if_bad(log_u[:, 0])[batch.own]
+        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with ``k`` floats per sample, or
+        ``2 k`` with ``previous``.
 
-    def _average(self, log_g: Tensor, index: Tensor) -> tuple[Tensor, Batch]:
-        """Return updated averages of the batch over all ranks, ``(B, 1)``; nothing is deposited yet."""
+        References:
+            Jiang et al., Multi-block-Single-probe Variance Reduced Estimator for Coupled Compositional Optimization,
+            NeurIPS 2022, eq. 3.
+        """
+        log_u, batch = self._average(log_g, index, previous, beta)
+        self._deposit_average(log_u, batch)
+        return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
+
+    def _average(
+        self,
+        log_g: Tensor,
+        index: Tensor,
+        previous: Tensor | None = None,
+        beta: float | None = None,
+        args: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Batch]:
+        """Return updated averages of the batch over all ranks, ``(B, k)``; nothing is deposited yet.
+
+        ``args`` are gathered too, as values ``0``, ``1``, ... of the batch.
+        """
         refuse_transforms()
         with self._engine.handshake.guard():
-            log_g = check_values("log_g", log_g, "(B,)", 1)
+            values = {"log_g": self._inner("log_g", log_g)}
             keys = {"index": check_vector("index", index, len(log_g))}
-        batch = self._read(keys, {"log_g": log_g})
+            values |= self._correction(previous, beta, len(log_g))
+            values |= {str(k): _per_sample(f"args[{k}]", value, len(log_g)) for k, value in enumerate(args)}
+        batch = self._read(keys, values, {"width": sum(prod(x.shape[1:]) for x in values.values())})
         hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        new, gamma, eps = batch.values["log_g"].to(batch.dtype)[:, None], hyper("gamma"), hyper("eps")
-        if self.domain == "linear":
-            return torch.where(batch.unseen("u"), new + eps, torch.lerp(batch.columns["u"], new + eps, gamma)), batch
-        return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, first=batch.unseen("log_u")), batch
+        new, gamma, eps = batch.values["log_g"].to(batch.dtype), hyper("gamma"), hyper("eps")
+        if self.domain == "log":
+            return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, batch.unseen("log_u")), batch
+        change: Scalar = 0.0
+        if previous is not None:
+            change = (1 - gamma if beta is None else beta) * (new - batch.values["previous"].to(batch.dtype))
+        return F.linear_average(batch.columns["u"], new + eps, gamma, batch.unseen("u"), change), batch
+
+    def _inner(self, name: str, value: Any) -> Tensor:
+        """Return inner values of the batch, checked, ``(B, k)``."""
+        if self.width == 1:
+            return check_values(name, value, "(B,)", 1)[:, None]
+        value = check_values(name, value, f"(B, {self.width})", 2)
+        if value.shape[1] != self.width:
+            raise ValueError(f"{name} must have shape (B, {self.width}) with width={self.width}, got {(*value.shape,)}")
+        return value
+
+    def _correction(self, previous: Tensor | None, beta: float | None, count: int) -> dict[str, Tensor]:
+        """Return the inner values at the previous weights, if there are any."""
+        if beta is not None:
+            checks.non_negative("beta", beta)
+        if previous is None:
+            if beta is not None:
+                raise ValueError(f"beta={beta} is the factor of a correction by previous=, which is not given")
+            return {}
+        if self.domain == "log":
+            raise ValueError('previous= may make an average negative, which has no logarithm: use domain="linear"')
+        return {"previous": _as_many("previous", self._inner("previous", previous), count)}
 
     def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
         if batch.depositing:
             self._deposit(batch, {DOMAINS[self.domain][0]: log_u})
+
+
+def _per_sample(name: str, value: Any, count: int) -> Tensor:
+    """Return a tensor with a value, or several, for each sample, detached."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        raise TypeError(f"{name} must be a tensor (B, ...) with a value per sample, got {value!r}")
+    return _as_many(name, value.detach(), count)
+
+
+def _as_many(name: str, value: Tensor, count: int) -> Tensor:
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for a batch of {count} samples; pass one for each")
+    return value

@@ -7,6 +7,7 @@ from tests.reference.dense import (
     dense_global_loss,
     dense_log_normalizers,
 )
+from tests.reference.losses import LossReference
 from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
 from tests.reference.neural import NeuralReference, ResidualReference
@@ -30,6 +31,7 @@ __all__ = [
     "FixedReference",
     "GlobalDualReference",
     "LiteralSogCLR",
+    "LossReference",
     "MCMCReference",
     "MemoryReference",
     "MovingAverageReference",
