@@ -5,6 +5,8 @@ The npm package ``@iconify/json`` holds the icons of 243 sets, each with a name 
 106,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
 
 Sets of one design share artwork, so whole families of sets are held out.
+
+Those of its sets that are in colour (emoji, flags, logos and some of the interface) are drawn in colour on demand.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ VALIDATION = ("hugeicons", "f7", "tdesign", "healthicons")
 class Icons:
     """All pairs, set by set; pair i shows icon ``sources[i]``."""
 
-    images: Tensor  # (N, 32, 32) uint8, 255 = ink
+    images: Tensor  # (N, 32, 32) uint8, 255 = ink; in colour (N, 3, 32, 32), 255 = light
     caption: Tensor  # (N,) int64, position in names
     family: Tensor  # (N,) int64, position in families
     kind: Tensor  # (N,) int64, position in KINDS
@@ -86,23 +88,29 @@ def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
 
 
 def load(
-    cache: str | os.PathLike[str] | None = None, file: str | os.PathLike[str] | None = None, progress: bool = True
+    cache: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    coloured: bool = False,
 ) -> Icons:
     """The data set, from the cache file if it fits the package and the libraries, else built anew.
 
-    Processes that ask for it at a time wait for the first one.
+    Processes that ask for it at a time wait for the first one. ``coloured``: the sets in colour, in colour.
     """
-    path, packed = cached.file(cache, "icons.npz"), None if file is None else Path(file)
+    path = cached.file(cache, "coloured_icons.npz" if coloured else "icons.npz")
+    packed = None if file is None else Path(file)
     key = cache_key(icon_sets.DIGEST if packed is None else icon_sets.digest(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         arrays = cached.read(path, key, COLUMNS + TEXTS)
         if arrays is None:
             with icon_sets.package(packed) as found:
-                arrays = build(found, progress)
+                arrays = build(found, progress, coloured)
             cached.write(path, key, arrays)
             print(f"wrote {path} ({path.stat().st_size / 1e6:.0f} MB)")
     columns = {name: torch.from_numpy(arrays[name]) for name in COLUMNS}
+    if coloured:
+        columns["images"] = 255 - columns["images"].movedim(3, 1).contiguous()
     return Icons(**columns, **{name: _lines(arrays[name]) for name in TEXTS})
 
 
@@ -117,12 +125,12 @@ def cache_key(package: str) -> str:
     return hashlib.sha256(repr((FORMAT, package, icon_sets.LARGEST, pixels, names)).encode()).hexdigest()
 
 
-def build(packed: Path, progress: bool = True) -> dict[str, np.ndarray]:
+def build(packed: Path, progress: bool = True, coloured: bool = False) -> dict[str, np.ndarray]:
     """Draw every icon, leave out those that show nothing or much the same as another one, and say how many."""
     left_out: Counter[str] = Counter()
-    icons = list(icon_sets.icons(packed, left_out))
-    images = icon_drawing.draw_all([icon.svg for icon in icons], progress)
-    shown = images.any(axis=(1, 2))
+    icons = list(icon_sets.icons(packed, left_out, coloured))
+    images = icon_drawing.draw_all([icon.svg for icon in icons], progress, "RGB" if coloured else "L")
+    shown = images.reshape(len(images), -1).any(axis=1)
     left_out["empty"] = int((~shown).sum())
     kept = _distinct(images, [icon.caption for icon in icons], shown)
     left_out["near duplicates"] = int(shown.sum()) - len(kept)
@@ -144,7 +152,7 @@ def _distinct(images: np.ndarray, captions: Sequence[str], shown: np.ndarray) ->
     """Rows of the first icon of each look; a look is a caption and 8 x 8 pixels in 8 levels."""
     seen, kept = set(), []
     for row in shown.nonzero()[0]:
-        small = images[row].reshape(8, 4, 8, 4).mean(axis=(1, 3)).astype(np.uint8) >> 5
+        small = images[row].reshape(8, 4, 8, 4, -1).mean(axis=(1, 3)).astype(np.uint8) >> 5
         look = (captions[row], small.tobytes())
         if look not in seen:
             seen.add(look)
