@@ -191,11 +191,10 @@ class Run:
     def _train_batch(self, number: int) -> None:
         index = self.batches(number)
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
-        views = self.prepared(*(entry[self.part] for entry in inputs))
+        z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
         options, own = self.config.options, index[self.part]
         encode = self._encode if options.get("encode") else None
         group = self.task.group[own] if options.get("group") else None
-        z1, z2 = views
         loss = self.est(z1, z2, own, group=group, encode=encode)
         self.batches.observe(own, z1, z2)
         self.accelerator.backward(loss)

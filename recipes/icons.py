@@ -37,6 +37,8 @@ TEXTS = ("names", "families", "licences", "sources", "aliases")
 
 TEST = ("ph", "carbon", "teenyicons", "pixelarticons", "iconpark", "game-icons")
 VALIDATION = ("hugeicons", "f7", "tdesign", "healthicons")
+COLOURED_TEST = ("twemoji", "iconpark", "token", "devicon", "flagpack")
+COLOURED_VALIDATION = ("openmoji", "flat-color-icons", "logos", "flag", "material-icon-theme")
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,16 @@ class Split:
 
 def split_families(data: Icons) -> Split:
     """Hold out families; logos, whose names one cannot guess, are in no part."""
-    held_out = {part: torch.tensor([family in part for family in data.families]) for part in (TEST, VALIDATION)}
     interface = data.kind == KINDS.index("interface")
-    test, validation = (held_out[part][data.family] for part in (TEST, VALIDATION))
+    test, validation = (of_families(data, part) for part in (TEST, VALIDATION))
     other = (data.kind == KINDS.index("emoji")) | (data.kind == KINDS.index("flags"))
     masks = (interface & ~test & ~validation, interface & validation, interface & test, other)
     return Split(*(mask.nonzero().flatten() for mask in masks))
+
+
+def of_families(data: Icons, families: Sequence[str]) -> Tensor:
+    """(N,) bool: icons of these families."""
+    return torch.tensor([family in families for family in data.families])[data.family]
 
 
 def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
@@ -190,9 +196,9 @@ def data_or_exit(
     root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], Any], args: argparse.Namespace
 ) -> Any:
     """Load what ``--data`` names; missing data end the program with one line."""
-    for name in ("icons", "held_out"):
-        if getattr(args, name, None) is not None and args.data != "icons":
-            root.error(f"--{name.replace('_', '-')} belongs to --data icons, got --data {args.data}")
+    for name, data in (("icons", "icons"), ("held_out", "icons"), ("labels", "icons"), ("folder", "folder")):
+        if getattr(args, name, None) is not None and args.data != data:
+            root.error(f"--{name.replace('_', '-')} belongs to --data {data}, got --data {args.data}")
     try:
         return load(args)
     except Unavailable as error:

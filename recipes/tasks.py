@@ -102,15 +102,13 @@ def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """How a unimodal task makes and encodes views; None is the task's own choice.
+    """How a unimodal task augments and encodes views; None is the task's own choice.
 
     Attributes:
-        number: of views per sample; every pair of them is positive.
         augment: operations of :class:`~recipes.augment.Augmentation`.
         head: widths of the layers after the encoder.
     """
 
-    number: int = 2
     augment: tuple[augment.Name, ...] | None = None
     head: tuple[int, ...] | None = None
 
@@ -157,7 +155,7 @@ class ImageViews:
         device: torch.device | str = "cpu",
     ) -> None:
         views = views or Views()
-        self.n, self.per_sample, self.device = len(images), views.number, torch.device(device)
+        self.n, self.device = len(images), torch.device(device)
         self.channels = images.shape[1] if images.ndim == 4 else 1
         self.head = views.head or self.head
         chosen = self.augment if views.augment is None else views.augment
@@ -179,14 +177,15 @@ class ImageViews:
     def model(self) -> nn.Module:
         return Projected(self.channels, self.head)
 
-    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """The views of a batch."""
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Two views of a batch."""
         chosen = self.sources(index, generator).flatten().to(self.device)
-        return self.augmentation(self.images[chosen], generator).chunk(self.per_sample)
+        one, two = self.augmentation(self.images[chosen], generator).chunk(2)
+        return one, two
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """(V, B) positions of the images that the views of a batch are made from."""
-        return index.expand(self.per_sample, -1)
+        """(2, B) positions of the images that the views of a batch are made from."""
+        return index.expand(2, -1)
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
         metrics = {"nn": nearest_neighbour(*self._features(model.image))}
@@ -204,7 +203,7 @@ class ImageViews:
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Features of two views, the same at every call."""
         parts = torch.arange(self.n).split(1024)
-        views = [self.inputs(part, torch.Generator().manual_seed(int(part[0])))[:2] for part in parts]
+        views = [self.inputs(part, torch.Generator().manual_seed(int(part[0]))) for part in parts]
         one, two = (torch.cat([in_chunks(model.project, view[side]) for view in views]) for side in range(2))
         return one, two
 
@@ -240,12 +239,11 @@ class GlyphFaces(ImageViews):
         self.n = len(self.count)
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """Face of each view; the first view's differs from those of the others."""
         count = self.count[index]
-        draw = torch.rand(self.per_sample, len(index), generator=generator)
-        one = (draw[:1] * count).long()
-        others = (one + 1 + (draw[1:] * (count - 1)).long()) % count
-        return self.first[index] + torch.cat([one, others])
+        draw = torch.rand(2, len(index), generator=generator)
+        one = (draw[0] * count).long()
+        two = (one + 1 + (draw[1] * (count - 1)).long()) % count  # another face
+        return self.first[index] + torch.stack([one, two])
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """The first two faces of each character, unshifted."""
