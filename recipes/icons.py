@@ -201,5 +201,5 @@ def data_or_exit(
             root.error(f"--{name.replace('_', '-')} belongs to --data {data}, got --data {args.data}")
     try:
         return load(args)
-    except Unavailable as error:
+    except (Unavailable, ValueError) as error:
         root.error(str(error))

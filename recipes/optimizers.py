@@ -25,7 +25,7 @@ class LARS(torch.optim.Optimizer):
         v \leftarrow m v + \lambda (g + \beta w), \qquad
         w \leftarrow w - lr \, v
 
-    ``lambda`` is 1 where ``w`` or ``g`` is 0. As in SimCLR, parameters with one dimension (biases and norms) are neither
+    ``lambda`` is 1 where ``w`` or ``g`` is 0. As in SimCLR, parameters of one dimension (biases, norms) are neither
     scaled nor decayed. The paper has ``lr`` inside of ``v``, which differs while ``lr`` changes; here it is outside, as
     in ``torch.optim.SGD``, timm and the code of SogCLR.
 
