@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from compopt import diagnostics
 from compopt.integrations import accelerate as integration
-from recipes import batches, checkpoints, launch, methods
+from recipes import batches, checkpoints, launch, methods, optimizers
 from recipes.batches import seeded
-from recipes.tasks import GlyphFaces, Metrics, NamedImages
+from recipes.tasks import ImageViews, Metrics, NamedImages
 
 # Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
 ERROR_ANCHORS = 4096
@@ -36,6 +36,9 @@ class Config:
     accumulate: int = 1  # batches per update
     mixed_precision: str = "no"
     batches: dict[str, Any] = field(default_factory=dict)  # which samples share one, as recipes/batches.py reads it
+    optimizer: optimizers.OptimizerName = "adamw"
+    schedule: optimizers.ScheduleName = "one-cycle"
+    warmup: float = 0.0  # epochs in which the rate of "cosine" rises
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Control:
 class Run:
     """A model in training with an estimator beside its optimizer."""
 
-    def __init__(self, task: NamedImages | GlyphFaces, config: Config, control: Control | None = None) -> None:
+    def __init__(self, task: NamedImages | ImageViews, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()
         self.accelerator = launch.accelerator(
             self.control.device,
@@ -101,19 +104,24 @@ class Run:
         if self.control.deepspeed:  # it broadcasts weights as flat bytes
             plain = plain.to(memory_format=torch.contiguous_format)
         options, placement = config.options, self.control.placement
-        est = methods.build(config.method, self.task.n, self.task.mode, options, placement, config.batch_size)
+        task = self.task
+        est = methods.build(config.method, task.n, task.mode, options, placement, config.batch_size, task.dim)
         self.est = est.to(device)
         launch.check_learned(self.accelerator, list(self.est.parameters()), config.method)
-        self.optimizer = torch.optim.AdamW(self._parameter_groups(plain), lr=config.lr, fused=True)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, max_lr=config.lr, total_steps=max(1, self.total_steps)
-        )
+        self._build_optimizer(self._parameter_groups(plain))
         launch.set_micro_batch(self.accelerator, self.part.stop - self.part.start)
         self.prepared, self.stepper = self.accelerator.prepare(plain, self.optimizer)
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
         integration.attach(self.est, self.stepper, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
         self.accelerator.register_for_checkpointing(self)  # what this object knows beside the prepared parts
+
+    def _build_optimizer(self, groups: list[dict[str, Any]]) -> None:
+        config = self.config
+        launch.check_optimizer(self.accelerator, config.optimizer)
+        self.optimizer = optimizers.OPTIMIZERS[config.optimizer].build(groups, lr=config.lr)
+        rising = round(config.warmup * self.steps_per_epoch)
+        self.scheduler = optimizers.schedule(config.schedule, self.optimizer, config.lr, self.total_steps, rising)
 
     @property
     def model(self) -> nn.Module:
@@ -263,8 +271,9 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; that of another configuration raises ValueError."""
+        saved = vars(Config(**state["config"]))  # one of before a field was added has its default
         for name, value in vars(self.config).items():
-            found = state["config"].get(name)
+            found = saved[name]
             if found != value:
                 raise ValueError(f"the checkpoint has {name}={found!r}, this run {name}={value!r}")
         self.scheduler.load_state_dict(state["scheduler"])

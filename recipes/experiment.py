@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from recipes import batches, checkpoints, launch
+from recipes import batches, checkpoints, launch, optimizers
 from recipes.engine import Config, Control, Run
 from recipes.make_shards import positive
 from recipes.methods import HYPERPARAMETERS, METHODS
@@ -68,8 +68,16 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
     add("--accumulate", type=positive, metavar="N", default=1, help="batches per update")
     add("--mixed-precision", choices=("no", "bf16"), default="no", help="autocast; the estimator computes in float32")
     add("--epochs", type=int, metavar="N", default=epochs, help="passes over the training set")
-    add("--lr", type=float, metavar="X", default=1e-3, help="peak of the one-cycle learning rate (AdamW)")
-    add("--weight-decay", type=float, metavar="X", default=0.1, help="decay of weight matrices")
+    add("--optimizer", choices=optimizers.OPTIMIZERS, default="adamw", help="sgd and lars have momentum 0.9")
+    rates, decays = (
+        ", ".join(f"{name} {getattr(kind, field)}" for name, kind in optimizers.OPTIMIZERS.items())
+        for field in ("lr", "weight_decay")
+    )
+    rules = "a number, sqrt (0.075 sqrt(B)) or linear (0.3 B / 256) for updates of B samples"
+    add("--lr", type=optimizers.rate, metavar="X", help=f"highest learning rate: {rules}; default {rates}")
+    add("--weight-decay", type=float, metavar="X", help=f"decay of weight matrices; default {decays}")
+    add("--schedule", choices=optimizers.SCHEDULES, default="one-cycle", help="of the learning rate")
+    add("--warmup", type=float, metavar="N", default=0.0, help="epochs in which the rate of cosine rises")
     seeds: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+", "default": [0]}
     add("--seed", "--seeds", **seeds, dest="seeds", help="one run per seed and method")
     add("--split-seed", type=int, metavar="N", default=0, help="which samples are held out")
@@ -120,6 +128,7 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
         given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
         batches.arguments(args.batches, given)
         args.batches = {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}
+        _fill_optimizer(args)
     except ValueError as error:
         root.error(str(error))
     args.device = launch.local_device(args.device)
@@ -129,6 +138,16 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     return args
+
+
+def _fill_optimizer(args: argparse.Namespace) -> None:
+    """Put the optimizer's defaults where nothing is given, and the number that a rule of the rate stands for."""
+    kind = optimizers.OPTIMIZERS[args.optimizer]
+    lr = kind.lr if args.lr is None else args.lr
+    args.lr = optimizers.RULES[lr](args.batch_size * args.accumulate) if isinstance(lr, str) else lr
+    args.weight_decay = kind.weight_decay if args.weight_decay is None else args.weight_decay
+    if args.warmup and args.schedule != "cosine":
+        raise ValueError(f"--warmup belongs to --schedule cosine, got --schedule {args.schedule}")
 
 
 def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
@@ -148,6 +167,7 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list[Run]:
     """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
     names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
+    names += ("optimizer", "schedule", "warmup")
     shared = {name: getattr(args, name) for name in names}
     runs = []
     for method, options in args.methods.items():

@@ -1,4 +1,4 @@
-"""Icons as pixels: SVG text to 32 x 32 grey images, on all cores.
+"""Icons as pixels: SVG text to 32 x 32 images, grey or in colour, on all cores.
 
 Kept apart from the rest, so that the processes that draw need not import torch.
 """
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -25,38 +26,47 @@ FAINT = 32  # an icon whose darkest pixel has less ink is tried on black
 BLANK = 8  # and one that has less on either shows nothing
 CHUNK = 5000  # icons that a process draws at a time
 
+Mode = Literal["L", "RGB"]  # grey or colour, as Pillow calls them
 
-def draw_all(svgs: Sequence[str], progress: bool = True) -> np.ndarray:
-    """(len(svgs), 32, 32) uint8, 255 = ink; all 0 where an icon shows nothing or cannot be read."""
+
+def draw_all(svgs: Sequence[str], progress: bool = True, mode: Mode = "L") -> np.ndarray:
+    """(len(svgs), 32, 32) or, in colour, (len(svgs), 32, 32, 3) uint8, 255 = ink: what white paper lacks of light.
+
+    All 0 where an icon shows nothing or cannot be read.
+    """
     starts = range(0, len(svgs), CHUNK)
-    images = np.empty((len(svgs), SIZE, SIZE), dtype=np.uint8)
+    images = np.empty((len(svgs), *_shape(mode)), dtype=np.uint8)
     if len(starts) == 1:
-        return _draw_chunk(svgs)
+        return _draw_chunk(svgs, mode)
     # Programs of their own, where multiprocessing would import the caller's main module again: no torch, no __main__.
     with (
         tqdm(total=len(svgs), desc="drawing icons", unit="icon", disable=not progress) as bar,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        chunks = pool.map(_draw_elsewhere, [svgs[start : start + CHUNK] for start in starts])
+        chunks = pool.map(_draw_elsewhere, [svgs[start : start + CHUNK] for start in starts], [mode] * len(starts))
         for start, chunk in zip(starts, chunks, strict=True):
             images[start : start + len(chunk)] = chunk
             bar.update(len(chunk))
     return images
 
 
-def _draw_elsewhere(svgs: Sequence[str]) -> np.ndarray:
+def _shape(mode: Mode) -> tuple[int, ...]:
+    return (SIZE, SIZE, 3) if mode == "RGB" else (SIZE, SIZE)
+
+
+def _draw_elsewhere(svgs: Sequence[str], mode: Mode) -> np.ndarray:
     """Draw in a process of its own."""
-    command, root = [sys.executable, "-m", "recipes.icon_drawing"], Path(__file__).parent.parent
+    command, root = [sys.executable, "-m", "recipes.icon_drawing", mode], Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, input=json.dumps(svgs).encode(), stdout=subprocess.PIPE, check=True)
-    return np.frombuffer(done.stdout, dtype=np.uint8).reshape(len(svgs), SIZE, SIZE)
+    return np.frombuffer(done.stdout, dtype=np.uint8).reshape(len(svgs), *_shape(mode))
 
 
-def _draw_chunk(svgs: Sequence[str]) -> np.ndarray:
-    return np.array([draw(svg) for svg in svgs], dtype=np.uint8).reshape(len(svgs), SIZE, SIZE)
+def _draw_chunk(svgs: Sequence[str], mode: Mode) -> np.ndarray:
+    return np.array([draw(svg, mode) for svg in svgs], dtype=np.uint8).reshape(len(svgs), *_shape(mode))
 
 
-def draw(svg: str) -> np.ndarray:
-    """(32, 32) uint8: how dark the icon is on white; one that is white itself is drawn on black, and inverted."""
+def draw(svg: str, mode: Mode = "L") -> np.ndarray:
+    """How dark the icon is on white, per channel; one that is white itself is drawn on black, and inverted."""
     import resvg
 
     try:
@@ -64,17 +74,17 @@ def draw(svg: str) -> np.ndarray:
     except BaseException as error:  # Rust's panic is no Exception
         if type(error).__name__ != "PanicException":
             raise
-        return np.zeros((SIZE, SIZE), dtype=np.uint8)
-    ink = 255 - _grey(resvg.render(tree, IDENTITY, bg_color=WHITE))
+        return np.zeros(_shape(mode), dtype=np.uint8)
+    ink = 255 - _pixels(resvg.render(tree, IDENTITY, bg_color=WHITE), mode)
     if ink.max() < FAINT:
-        light = _grey(resvg.render(tree, IDENTITY, bg_color=BLACK))
+        light = _pixels(resvg.render(tree, IDENTITY, bg_color=BLACK), mode)
         ink = max(ink, light, key=np.max)
     return ink if ink.max() >= BLANK else np.zeros_like(ink)
 
 
-def _grey(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png)).convert("L"))
+def _pixels(png: bytes, mode: Mode) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert(mode))
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(_draw_chunk(json.load(sys.stdin.buffer)).tobytes())
+    sys.stdout.buffer.write(_draw_chunk(json.load(sys.stdin.buffer), sys.argv[1]).tobytes())

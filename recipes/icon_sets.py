@@ -106,13 +106,15 @@ def digest(file: Path) -> str:
         return sha.hexdigest()
 
 
-def icons(packed: Path, left_out: Counter[str]) -> Iterator[Icon]:
-    """Every icon that is shown, set by set in the order of their names."""
+def icons(packed: Path, left_out: Counter[str], coloured: bool = False) -> Iterator[Icon]:
+    """Every icon that is shown, set by set in the order of their names; ``coloured``: of sets in colour only."""
     try:
         with tarfile.open(packed) as archive:
             members = [member for member in archive if re.fullmatch(r"package/json/[^/]+\.json", member.name)]
             for member in sorted(members, key=lambda member: member.offset):  # one pass through the file
-                yield from _of_set(json.load(archive.extractfile(member)), left_out)
+                content = json.load(archive.extractfile(member))
+                if content["info"].get("palette") or not coloured:
+                    yield from _of_set(content, left_out)
     except (tarfile.TarError, EOFError, OSError, KeyError, json.JSONDecodeError) as error:
         raise Unavailable(f"{packed} is no complete {PACKAGE} package ({error}); {REMEDY}") from error
     if not members:

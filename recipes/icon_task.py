@@ -1,16 +1,21 @@
-"""Task on icons: captions of families never seen, by retrieval and as classes."""
+"""Tasks on icons: captions of families never seen, by retrieval and as classes; views of icons in colour."""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from recipes import icons
 from recipes.models import Tokenizer
-from recipes.tasks import Metrics, NamedImages, in_chunks, limited, retrieval
+from recipes.tasks import ImageViews, Labelled, Metrics, NamedImages, Views, in_chunks, limited, retrieval
 
 CLASSES = 500  # of the zero-shot measure
 PARTS = ("test", "validation")
+LabelName = Literal["names", "families"]
+LABELS: tuple[LabelName, ...] = get_args(LabelName)
+BANK = 10_000  # icons at most that the probes of families learn from
 
 
 class IconNames(NamedImages):
@@ -64,3 +69,48 @@ def zero_shot(
     position[classes] = torch.arange(len(classes))
     label = position[data.caption[held_out]]
     return classes, (label >= 0).nonzero().flatten(), label[label >= 0]
+
+
+def icon_views(
+    data: icons.Icons,
+    labels: LabelName = "names",
+    part: str = "test",
+    split_seed: int = 0,
+    limit: int = 0,
+    views: Views | None = None,
+    device: torch.device | str = "cpu",
+) -> ImageViews:
+    """Views of icons in colour, with one of two kinds of labels.
+
+    ``"names"``: which of the :data:`CLASSES` most common names an icon of a family never seen has.
+    ``"families"``: whose design an icon is whose name was never seen.
+    """
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
+    judged = _by_name if labels == "names" else _by_family
+    train, bank, queries = judged(data, part, split_seed)
+    train = limited(train, limit, split_seed)
+    about = f"icons in colour, {part}, labels {labels}, limit {limit}, split {split_seed}, n = {len(train)}"
+    return ImageViews(data.images[train], bank, queries, about, views, device)
+
+
+def _by_name(data: icons.Icons, part: str, seed: int) -> tuple[Tensor, Labelled, Labelled]:
+    """Training icons, and those that have common names of them and of the held-out families of ``part``."""
+    held_out = [icons.of_families(data, names) for names in (icons.COLOURED_TEST, icons.COLOURED_VALIDATION)]
+    train = (~held_out[0] & ~held_out[1]).nonzero().flatten()
+    judged = []
+    for pairs in (train, held_out[PARTS.index(part)].nonzero().flatten()):
+        _, place, label = zero_shot(data, train, pairs)
+        judged.append(Labelled(data.images[pairs[place]], label))
+    return train, judged[0], judged[1]
+
+
+def _by_family(data: icons.Icons, part: str, seed: int) -> tuple[Tensor, Labelled, Labelled]:
+    """Training icons, some of them, and those of ``part``, a tenth of all names."""
+    order = torch.randperm(len(data.names), generator=torch.Generator().manual_seed(seed))
+    tenth = torch.empty(len(data.names), dtype=torch.int64)
+    tenth[order] = torch.arange(len(data.names)) * 10 // len(data.names)
+    here = tenth[data.caption]
+    train, queries = (here >= len(PARTS)).nonzero().flatten(), (here == PARTS.index(part)).nonzero().flatten()
+    bank = limited(train, min(BANK, len(train)), seed)
+    return train, *(Labelled(data.images[pairs], data.family[pairs]) for pairs in (bank, queries))

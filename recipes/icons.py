@@ -5,6 +5,8 @@ The npm package ``@iconify/json`` holds the icons of 243 sets, each with a name 
 106,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
 
 Sets of one design share artwork, so whole families of sets are held out.
+
+Those of its sets that are in colour (emoji, flags, logos and some of the interface) are drawn in colour on demand.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ TEXTS = ("names", "families", "licences", "sources", "aliases")
 
 TEST = ("ph", "carbon", "teenyicons", "pixelarticons", "iconpark", "game-icons")
 VALIDATION = ("hugeicons", "f7", "tdesign", "healthicons")
+COLOURED_TEST = ("twemoji", "iconpark", "token", "devicon", "flagpack")
+COLOURED_VALIDATION = ("openmoji", "flat-color-icons", "logos", "flag", "material-icon-theme")
 
 
 @dataclass(frozen=True)
 class Icons:
     """All pairs, set by set; pair i shows icon ``sources[i]``."""
 
-    images: Tensor  # (N, 32, 32) uint8, 255 = ink
+    images: Tensor  # (N, 32, 32) uint8, 255 = ink; in colour (N, 3, 32, 32), 255 = light
     caption: Tensor  # (N,) int64, position in names
     family: Tensor  # (N,) int64, position in families
     kind: Tensor  # (N,) int64, position in KINDS
@@ -68,12 +72,16 @@ class Split:
 
 def split_families(data: Icons) -> Split:
     """Hold out families; logos, whose names one cannot guess, are in no part."""
-    held_out = {part: torch.tensor([family in part for family in data.families]) for part in (TEST, VALIDATION)}
     interface = data.kind == KINDS.index("interface")
-    test, validation = (held_out[part][data.family] for part in (TEST, VALIDATION))
+    test, validation = (of_families(data, part) for part in (TEST, VALIDATION))
     other = (data.kind == KINDS.index("emoji")) | (data.kind == KINDS.index("flags"))
     masks = (interface & ~test & ~validation, interface & validation, interface & test, other)
     return Split(*(mask.nonzero().flatten() for mask in masks))
+
+
+def of_families(data: Icons, families: Sequence[str]) -> Tensor:
+    """(N,) bool: icons of these families."""
+    return torch.tensor([family in families for family in data.families])[data.family]
 
 
 def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
@@ -86,23 +94,29 @@ def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
 
 
 def load(
-    cache: str | os.PathLike[str] | None = None, file: str | os.PathLike[str] | None = None, progress: bool = True
+    cache: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    coloured: bool = False,
 ) -> Icons:
     """The data set, from the cache file if it fits the package and the libraries, else built anew.
 
-    Processes that ask for it at a time wait for the first one.
+    Processes that ask for it at a time wait for the first one. ``coloured``: the sets in colour, in colour.
     """
-    path, packed = cached.file(cache, "icons.npz"), None if file is None else Path(file)
+    path = cached.file(cache, "coloured_icons.npz" if coloured else "icons.npz")
+    packed = None if file is None else Path(file)
     key = cache_key(icon_sets.DIGEST if packed is None else icon_sets.digest(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         arrays = cached.read(path, key, COLUMNS + TEXTS)
         if arrays is None:
             with icon_sets.package(packed) as found:
-                arrays = build(found, progress)
+                arrays = build(found, progress, coloured)
             cached.write(path, key, arrays)
             print(f"wrote {path} ({path.stat().st_size / 1e6:.0f} MB)")
     columns = {name: torch.from_numpy(arrays[name]) for name in COLUMNS}
+    if coloured:
+        columns["images"] = 255 - columns["images"].movedim(3, 1).contiguous()
     return Icons(**columns, **{name: _lines(arrays[name]) for name in TEXTS})
 
 
@@ -117,12 +131,12 @@ def cache_key(package: str) -> str:
     return hashlib.sha256(repr((FORMAT, package, icon_sets.LARGEST, pixels, names)).encode()).hexdigest()
 
 
-def build(packed: Path, progress: bool = True) -> dict[str, np.ndarray]:
+def build(packed: Path, progress: bool = True, coloured: bool = False) -> dict[str, np.ndarray]:
     """Draw every icon, leave out those that show nothing or much the same as another one, and say how many."""
     left_out: Counter[str] = Counter()
-    icons = list(icon_sets.icons(packed, left_out))
-    images = icon_drawing.draw_all([icon.svg for icon in icons], progress)
-    shown = images.any(axis=(1, 2))
+    icons = list(icon_sets.icons(packed, left_out, coloured))
+    images = icon_drawing.draw_all([icon.svg for icon in icons], progress, "RGB" if coloured else "L")
+    shown = images.reshape(len(images), -1).any(axis=1)
     left_out["empty"] = int((~shown).sum())
     kept = _distinct(images, [icon.caption for icon in icons], shown)
     left_out["near duplicates"] = int(shown.sum()) - len(kept)
@@ -144,7 +158,7 @@ def _distinct(images: np.ndarray, captions: Sequence[str], shown: np.ndarray) ->
     """Rows of the first icon of each look; a look is a caption and 8 x 8 pixels in 8 levels."""
     seen, kept = set(), []
     for row in shown.nonzero()[0]:
-        small = images[row].reshape(8, 4, 8, 4).mean(axis=(1, 3)).astype(np.uint8) >> 5
+        small = images[row].reshape(8, 4, 8, 4, -1).mean(axis=(1, 3)).astype(np.uint8) >> 5
         look = (captions[row], small.tobytes())
         if look not in seen:
             seen.add(look)
@@ -182,10 +196,10 @@ def data_or_exit(
     root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], Any], args: argparse.Namespace
 ) -> Any:
     """Load what ``--data`` names; missing data end the program with one line."""
-    for name in ("icons", "held_out"):
-        if getattr(args, name, None) is not None and args.data != "icons":
-            root.error(f"--{name.replace('_', '-')} belongs to --data icons, got --data {args.data}")
+    for name, data in (("icons", "icons"), ("held_out", "icons"), ("labels", "icons"), ("folder", "folder")):
+        if getattr(args, name, None) is not None and args.data != data:
+            root.error(f"--{name.replace('_', '-')} belongs to --data {data}, got --data {args.data}")
     try:
         return load(args)
-    except Unavailable as error:
+    except (Unavailable, ValueError) as error:
         root.error(str(error))

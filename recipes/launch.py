@@ -215,6 +215,15 @@ def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], meth
         )
 
 
+def check_optimizer(accelerator: Accelerator, name: str) -> None:
+    """Refuse LARS under DeepSpeed, whose optimizers see flat pieces in place of layers."""
+    if name == "lars" and uses_deepspeed(accelerator):
+        raise ValueError(
+            "optimizer='lars' scales the update of each layer, and DeepSpeed's ZeRO joins layers; leave "
+            "--deepspeed-config out, or choose --optimizer adamw"
+        )
+
+
 @contextlib.contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
     """Give every rank all of the parameters, which ZeRO 3 keeps in pieces, inside the context."""

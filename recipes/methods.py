@@ -141,10 +141,11 @@ def build(
     options: Mapping[str, Any],
     placement: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
+    dim: int = DIM,
 ) -> compopt.ContrastiveEstimator:
     """Return the estimator of method ``name``."""
     method = METHODS[name]
-    given: dict[str, Any] = {size: value for size, value in (("n", n), ("dim", DIM)) if size in method.sizes}
+    given: dict[str, Any] = {size: value for size, value in (("n", n), ("dim", dim)) if size in method.sizes}
     given |= {method.renamed.get(key, key): value for key, value in options.items() if key not in IN_THE_LOOP}
     given |= {"batch_size": batch_size} if name == "recommended" else dict(placement or {})
     return method.preset(**given, mode=mode)

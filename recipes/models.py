@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -54,13 +55,19 @@ def _words(caption: str) -> list[str]:
     return [word for word in re.split(r"[ -]", caption) if word]
 
 
-class ImageTower(nn.Module):
-    """Convolutions with stride 2: (B, 32, 32) uint8 grey images -> (B, dim) features, not normalised."""
+def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, C, H, W) floats between 0 and 1, from these or from uint8 images (B, H, W) or (B, C, H, W)."""
+    images = images.unsqueeze(1) if images.ndim == 3 else images
+    return images.to(dtype) if images.is_floating_point() else images.to(dtype) / 255
 
-    def __init__(self, dim: int = DIM, width: int = 32) -> None:
+
+class ImageTower(nn.Module):
+    """Convolutions with stride 2: 32 x 32 images, as :func:`pixels` takes them -> (B, dim) features, not normalised."""
+
+    def __init__(self, dim: int = DIM, width: int = 32, channels: int = 1) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *_stage(1, width, kernel=5),  # 16 x 16
+            *_stage(channels, width, kernel=5),  # 16 x 16
             *_stage(width, 2 * width),  # 8 x 8
             *_stage(2 * width, 4 * width),  # 4 x 4
             nn.Flatten(),
@@ -69,8 +76,8 @@ class ImageTower(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        pixels = images.unsqueeze(1).to(self.body[0].weight.dtype) / 255
-        return self.body(pixels.contiguous(memory_format=torch.channels_last))
+        images = pixels(images, self.body[0].weight.dtype)
+        return self.body(images.contiguous(memory_format=torch.channels_last))
 
 
 def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
@@ -96,22 +103,27 @@ class SumOfRanks(torch.autograd.Function):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm over the images of all ranks, so that K ranks compute what one does.
+    """Batch norm of images (B, C, H, W) or features (B, C) over all ranks, so that K ranks compute what one does.
 
-    torch's ``SyncBatchNorm`` does this on GPUs only. On one rank this is ``nn.BatchNorm2d`` bit for bit.
+    torch's ``SyncBatchNorm`` does this on GPUs only. On one rank this is torch's own bit for bit.
     """
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Take features too, which ``nn.BatchNorm2d`` refuses."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        moments = torch.stack([wide.mean((0, 2, 3)), wide.square().mean((0, 2, 3))])
+        over = [axis for axis in range(x.ndim) if axis != 1]
+        moments = torch.stack([wide.mean(over), wide.square().mean(over)])
         mean, square = SumOfRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
         variance = (square - mean.square()).clamp(min=0)
         self._remember(mean.detach(), variance.detach(), x.numel() // x.shape[1] * dist.get_world_size())
         scale = (variance + self.eps).rsqrt() * self.weight
         shift = self.bias - mean * scale
-        return (wide * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+        per_channel = (-1, *[1] * (x.ndim - 2))
+        return (wide * scale.view(per_channel) + shift.view(per_channel)).to(x.dtype)
 
     def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
         self.num_batches_tracked += 1
@@ -163,12 +175,20 @@ class TwoTowers(nn.Module):
 
 
 class Projected(nn.Module):
-    """SimCLR's encoder: the probes read :attr:`image`'s features, the loss reads the projection of them."""
+    """SimCLR's encoder: :attr:`image` gives the features before the head, :meth:`project` those after it.
 
-    def __init__(self, dim: int = DIM) -> None:
+    Args:
+        channels: of the images.
+        head: widths of the head's layers, the last one that of what the loss reads; every layer but the last ends in
+            batch norm and ReLU. ``(8192, 8192, 8192)`` is the head of iSogCLR's experiments.
+        dim: width of the features before the head.
+    """
+
+    def __init__(self, channels: int = 1, head: Sequence[int] = (DIM,), dim: int = DIM) -> None:
         super().__init__()
-        self.image = ImageTower(dim)
-        self.projection = nn.Sequential(nn.ReLU(), nn.Linear(dim, dim))
+        self.image = ImageTower(dim, channels=channels)
+        hidden = [_hidden(*widths) for widths in pairwise((dim, *head[:-1]))]
+        self.projection = nn.Sequential(nn.ReLU(), *chain(*hidden), nn.Linear((dim, *head)[-2], head[-1]))
 
     def project(self, images: Tensor) -> Tensor:
         return self.projection(self.image(images))
@@ -177,3 +197,7 @@ class Projected(nn.Module):
         """Both views in one batch."""
         first, second = self.project(torch.cat([one, two])).chunk(2)
         return first, second
+
+
+def _hidden(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    return nn.Linear(inputs, outputs, bias=False), BatchNorm(outputs), nn.ReLU()
