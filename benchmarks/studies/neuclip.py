@@ -33,7 +33,7 @@ from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, differ
 BATCH, RATE = 64, 1.6e-2
 TAU, TAU_RATE = 0.07, 1e-4  # of learned temperatures; relative to tau about 1/8 of RATE, as in Table 3
 PROTOTYPES, RESTART_EVERY = 1024, 100
-TAUS, RHOS = (0.05, 0.07, 0.1), (1.0, 3.0, 6.5)
+TAUS, RHOS = (0.07, 0.1), (1.0, 3.0, 6.5)
 # Samples that NeuCLIP sees in the processor time of FastCLIP, as a share; the page has the times.
 EQUAL_SHARE = {"glyphs": 1.0, "words": 1.0}
 
