@@ -21,6 +21,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "gamma_decay": (float, "fraction of the run over which gamma decays to --gamma-min"),
     "reference": (str, "what stored estimates are relative to: none (SogCLR) or positive (iSogCLR)"),
     "rho": (float, "how strongly learned temperatures are held up"),
+    "parametrization": (str, "what a learned temperature of all samples moves: linear (tau) or log (log(1/tau))"),
     "tau_lr": (float, "step size of learned temperatures"),
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),
@@ -69,11 +70,17 @@ class Method:
         return values | dict(given or {})
 
 
-def _fastclip(version: str, **learned: float) -> Method:
+def _fastclip(version: str, **learned: Any) -> Method:
     """FastCLIP v0 to v3 differ in the temperature only; all of them decay gamma along a cosine."""
     defaults = {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned}
     preset = partial(compopt.FastCLIPEstimator, version=version)
-    return Method(f"FastCLIP {version}", preset, defaults, renamed={"tau_lr": "lr"})
+    unimodal = {"tau_min": 0.05, "tau_max": 1.0} if learned else {}
+    return Method(f"FastCLIP {version}", preset, defaults, unimodal, renamed={"tau_lr": "lr"})
+
+
+# As it was when results were recorded; the preset's own are FastCLIP's.
+_BOUNDS = {"tau_min": 0.005, "tau_max": 0.5}
+_GLOBAL = {**_BOUNDS, "parametrization": "linear"}
 
 
 # Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
@@ -93,7 +100,7 @@ METHODS: dict[str, Method] = {
     "sogclr": Method("SogCLR", compopt.SogCLREstimator, {"tau": 0.08, "gamma": 0.5, "reference": "none"}, {"tau": 0.1}),
     "isogclr": Method(
         "iSogCLR",
-        compopt.ISogCLREstimator,
+        partial(compopt.ISogCLREstimator, beta=0.9),
         {
             **{"tau": 0.08, "gamma": 0.8, "reference": "none"},
             **{"rho": 2.5, "tau_lr": 0.01, "tau_min": 0.01, "tau_max": 0.5},
@@ -101,10 +108,10 @@ METHODS: dict[str, Method] = {
         {"tau": 0.2, "rho": 0.3, "tau_min": 0.05, "tau_max": 1.0},
         renamed={"tau": "tau_init", "tau_lr": "lr"},
     ),
-    "fastclip-v0": _fastclip("v0", tau_lr=0.001),
+    "fastclip-v0": _fastclip("v0", tau_lr=0.001, **_GLOBAL),
     "fastclip-v1": _fastclip("v1"),
-    "fastclip-v2": _fastclip("v2", rho=2.0, tau_lr=0.01),
-    "fastclip-v3": _fastclip("v3", rho=1.0, tau_lr=0.0001),
+    "fastclip-v2": _fastclip("v2", rho=2.0, tau_lr=0.01, **_BOUNDS),
+    "fastclip-v3": _fastclip("v3", rho=1.0, tau_lr=0.0001, **_GLOBAL),
     "neuclip": Method(
         "NeuCLIP",
         compopt.NeuCLIPEstimator,

@@ -242,7 +242,7 @@ def isogclr(name, optimizer="momentum", reference="positive", multiply_tau=True,
     )
 
 
-def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True):
+def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True, **options):
     """One tau for all samples."""
     stateful, average = normalizer == "moving-average", {"reference": "positive", "eps": 1e-14}
     return composed(
@@ -255,7 +255,7 @@ def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True)
         multiply_tau=multiply_tau,
         columns=("log_u",) if stateful else (),
         optimizer=optimizer,
-        options={"beta": 0.7},
+        options={"beta": 0.7, **options},
     )
 
 
@@ -360,6 +360,8 @@ DATABASE = [
     global_dual("global-dual-adam", "adam"),
     global_dual("global-dual-not-multiplied", "momentum", multiply_tau=False),
     global_dual("batch-global-dual", "adam", normalizer="batch"),
+    global_dual("global-dual-log", "momentum", parametrization="log"),
+    global_dual("global-dual-log-adam", "adam", parametrization="log", lr_switch=(0.0702, 0.5)),
     neural("neural"),
     neural("neural-few", prototypes=4),
     neural("neural-queue", prototypes=15, restart_every=4, lr=1.0, updates=2),

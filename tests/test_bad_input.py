@@ -405,7 +405,8 @@ def table() -> list[Bad]:
     rows += [Bad(c, "n", n, TypeError) for c in WITH_N for n in (2.5, "10", True)]
     rows += [Bad(c, "n", None, TypeError) for c in (MA, SOG, ISOG, FAST)]
     rows += [Bad(c, "gamma", g, ValueError) for c in WITH_GAMMA for g in (0.0, -0.1, 1.0001, 2, math.nan, math.inf)]
-    rows += [Bad(c, "gamma", g, TypeError) for c in WITH_GAMMA for g in (*NOT_A_NUMBER, None)]
+    rows += [Bad(c, "gamma", g, TypeError) for c in WITH_GAMMA for g in NOT_A_NUMBER]
+    rows += [Bad(MA, "gamma", None, TypeError)]  # presets have a default for each mode
     rows += [Bad(c, "eps", e, ValueError) for c in (MA, SOG) for e in (-1e-9, math.nan, math.inf)]
     rows += [Bad(c, "eps", "0", TypeError) for c in (MA, SOG)]
     rows += [
@@ -423,6 +424,8 @@ def table() -> list[Bad]:
         rows += [Bad(c, "optimizer", "sgd", ValueError, ("momentum", "adam"))]
     rows += [Bad(DUAL, "betas", b, TypeError) for b in ((0.9,), 0.9, "ab", (0.9, None))]
     rows += [Bad(DUAL, "mode", "shared", ValueError, ("individual", "global"))]
+    rows += [Bad(c, "parametrization", "exp", ValueError, ("linear", "log")) for c in (DUAL, FAST)]
+    rows += [Bad(DUAL, "parametrization", "log", ValueError, ("global",))]
     rows += [Bad(c, "mode", "multimodal", ValueError, ("bimodal", "unimodal")) for c in (SOG, ISOG, FAST, NCE)]
     rows += [Bad(FAST, "version", v, ValueError, ("v0", "v3")) for v in ("v4", "3", "")]
     rows += [Bad(c, "chunk_size", s, ValueError) for c in (SOG, NCE) for s in (0, -1)]
@@ -463,6 +466,12 @@ CONSTRUCTIONS = [
     *((lambda g=g: SOG([{"n": 5}, g]), ValueError, ("n",)) for g in ({}, {"n": 0}, {"gamma": 0.5})),
     (lambda: SOG([{"n": 5}, {"n": 4, "gama": 0.5}]), ValueError, ("gama", "gamma")),
     (lambda: SOG([{"n": 5}, None]), TypeError, ("dict",)),
+    (lambda: DUAL(N, lr_switch=(0.03, 0.5)), ValueError, ("lr_switch", "global")),
+    *(
+        (lambda s=s: DUAL(N, mode="global", lr_switch=s), error, ("lr_switch",))
+        for error, pairs in ((TypeError, (0.03, (0.03,), ("a", 1.0))), (ValueError, ((0.0, 1.0), (0.03, -1.0))))
+        for s in pairs
+    ),
     (lambda: SOG([]), ValueError, ("n|group",)),
     *((lambda p=p: compopt.ContrastiveEstimator(p, FIXED_TAU(TAU)), TypeError, ("normalizer",)) for p in (None, "x")),
     (lambda: compopt.ContrastiveEstimator(FIXED_TAU(TAU), FIXED_TAU(TAU)), TypeError, ("normalizer",)),

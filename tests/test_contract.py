@@ -152,6 +152,8 @@ def test_repr_shows_a_learned_temperature():
     assert "tau: learned, one per sample" in repr(compopt.ISogCLREstimator(9))
     dual = compopt.FastCLIPEstimator(100)
     assert f"tau: {dual.temperature.state['tau'].item():.6g} (learned)" in repr(dual)
+    assert "parametrization: log" in repr(dual)
+    assert "parametrization" not in repr(compopt.FastCLIPEstimator(100, parametrization="linear"))
 
 
 @pytest.mark.covering()

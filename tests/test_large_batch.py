@@ -114,7 +114,7 @@ def test_moving_average(reference, mode, chunk_size, dtype, rtol):
 @pytest.mark.parametrize("mode", MODES)
 def test_individual_temperatures(mode):
     options = dual_options(0.1)
-    est = compopt.ISogCLREstimator(N, gamma=0.7, **options, mode=mode, dtype=torch.float64)
+    est = compopt.ISogCLREstimator(N, gamma=0.7, beta=0.9, **options, mode=mode, dtype=torch.float64)
     dense = Dense(mode, 0.7, 0.1, "positive", options)
     columns, seen = follow(est, dense, torch.float64, 1e-10)
     near(columns["tau"][seen], dense.tau[seen])

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import compopt
 from compopt import files
 from compopt.checkpoint import manifest
-from tests.fixtures.make import ESTIMATORS, HERE, known
+from tests.fixtures.make import ESTIMATORS, HERE, N, known, train
 from tests.helpers import assert_same_bits, snapshot
 from tests.test_incremental import sogclr, visit
 
@@ -47,6 +47,41 @@ def test_directory(version, name):
     loaded = compopt.load(est, HERE / version / name)
     assert json.loads((loaded / "manifest.json").read_text())["version"] == FORMATS[version]
     assert_expected(est, version, name)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("before, after", [("linear", "log"), ("log", "linear")])
+def test_a_learned_temperature_converts(before, after, optimizer, tmp_path):
+    """By state_dict, by directory and as a part: tau is kept, a moment of dF/dlog(tau) is tau times one of dF/dtau."""
+
+    def build(form):
+        average = compopt.MovingAverageEstimator(N, reference="positive")
+        start = {"rho": 0.5, "lr": 1e-3, "tau_init": 0.1, "optimizer": optimizer}
+        dual = compopt.TemperatureDual(None, mode="global", parametrization=form, **start)
+        return compopt.ContrastiveEstimator(average, dual)
+
+    source = build(before)
+    train(source)
+    path, old = compopt.save(source, tmp_path), source.temperature.state
+    loads = (
+        lambda est: est.load_state_dict(source.state_dict()),
+        lambda est: compopt.load(est, path),
+        lambda est: est.temperature.load_state_dict(source.temperature.state_dict()),
+    )
+    for load in loads:
+        est = build(after)
+        load(est)
+        new = est.temperature.state
+        unit = old["tau"] if after == "log" else 1 / old["tau"]
+        assert new.keys() == build(after).temperature.state.keys()
+        assert new["tau"] == old["tau"] != 0.1 and new["updates"] == old["updates"] == 3
+        for name in set(new) - {"tau", "updates"}:
+            other = name.removeprefix("log_") if after == "log" else f"log_{name}"
+            assert old[other] != 0 and torch.allclose(
+                new[name], old[other] * unit ** (2 if "sq" in name else 1), rtol=1e-14
+            )
+        train(est)
+        assert est.temperature.tau != old["tau"]
 
 
 def test_this_version_has_its_checkpoints():

@@ -13,7 +13,7 @@ MOST = {
     "iSogCLR": 83,
     "Residual": 99,
     "Memory": 101,
-    "FastCLIP v3": 100,
+    "FastCLIP v3": 106,  # its logarithm of tau, the way back, and the rate that depends on tau
     "EMC2": 188,
     "NeuCLIP, 10 updates": 250,
 }

@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import compopt
-from tests.database import BY_NAME, MODES
+from compopt.presets.published import SETTINGS
+from tests.database import BY_NAME
 from tests.helpers import batches, group_key, near, run
 from tests.reference import DualReference, FixedReference, GlobalDualReference, MovingAverageReference, Reference
 from tests.test_agreement import follow
@@ -16,18 +18,39 @@ from tests.test_agreement import follow
 pytestmark = pytest.mark.filterwarnings("ignore")
 N = 13
 DEFAULTS = {
-    "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
-    "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
+    "bimodal": {
+        **{"gamma": 0.9, "lr": 0.01},
+        **{"tau_init": 0.01, "tau_min": 0.005, "tau_max": 1.0, "rho": 6.0, "max_grad": 5.0},
+    },
+    "unimodal": {
+        **{"gamma": 0.8, "lr": 0.03},
+        **{"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
+    },
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_isogclr_defaults_by_mode(mode):
-    """gamma 0.9, lr 1e-2, momentum 0.9, reference "positive"; the rest by mode."""
+@pytest.mark.parametrize("mode, beta", [("bimodal", 0.9), ("unimodal", 0.5)])
+def test_isogclr_defaults_by_mode(mode, beta):
     est = compopt.ISogCLREstimator(N, mode=mode, dtype=torch.float64)
-    group = {"n": N, "gamma": 0.9, "lr": 1e-2, **DEFAULTS[mode]}
-    ref = Reference([group], MovingAverageReference("positive"), DualReference("momentum", 0.9), mode)
+    assert {key: est.sample_groups[0][key] for key in DEFAULTS[mode]} == DEFAULTS[mode]
+    group = {"n": N, **DEFAULTS[mode]}
+    ref = Reference([group], MovingAverageReference("positive"), DualReference("momentum", beta), mode)
     follow(BY_NAME["isogclr"], est, ref, N, batches(N, 8, seed=1))
+
+
+@pytest.mark.parametrize("mode, gamma, tau", [("bimodal", 0.9, 0.07), ("unimodal", 0.8, 0.1)])
+def test_defaults_by_mode(mode, gamma, tau):
+    """A value that is given, also in a group, goes first."""
+    group = compopt.SogCLREstimator(N, mode=mode).sample_groups[0]
+    assert (group["gamma"], group["tau"]) == (gamma, tau)
+    given, rest = compopt.SogCLREstimator([{"n": 4, "gamma": 0.3}, {"n": 5}], tau=0.2, mode=mode).sample_groups
+    assert (given["gamma"], rest["gamma"], rest["tau"]) == (0.3, gamma, 0.2)
+    for preset in (compopt.InfoNCEEstimator, compopt.DCLEstimator):
+        assert preset(mode=mode).sample_groups[0]["tau"] == tau
+        assert preset(mode=mode, learn_tau=True).temperature.constants() == [pytest.approx(tau)]
+
+
+AUTHORS = {"parametrization": "log", "lr_switch": (0.03, 1 / 3)}
 
 
 def fastclip(version):
@@ -44,7 +67,7 @@ def fastclip(version):
     [
         ("v1", "sogclr-positive", lambda group: FixedReference()),
         ("v2", "isogclr-adam", lambda group: DualReference("adam")),
-        ("v3", "global-dual", lambda group: GlobalDualReference(group["tau_init"], "adam")),
+        ("v3", "global-dual", lambda group: GlobalDualReference(group["tau_init"], "adam", **AUTHORS)),
     ],
 )
 def test_fastclip_is_its_twin(version, info, twin):
@@ -71,6 +94,52 @@ def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
     assert (float(est.temperature.tau) < tau) == (ref.tau_grad > 0) and float(est.temperature.tau) != tau
     with pytest.raises(ValueError, match="v7"):
         compopt.FastCLIPEstimator(N, version="v7")
+
+
+def adamw(z1, z2, rho, lr, steps):
+    """tau after each step of FastCLIP's rule: AdamW on log(1/tau), clamped, a third of the rate at tau <= 0.03."""
+    theta = torch.tensor(0.07, dtype=torch.float64).reciprocal().log().requires_grad_()
+    optimizer = torch.optim.AdamW([theta], lr=lr, weight_decay=0.0)
+    s = z1 @ z2.T
+    h, off = s - s.diag()[:, None], ~torch.eye(len(s), dtype=torch.bool)
+    for _ in range(steps):
+        optimizer.param_groups[0]["lr"] = lr / 3 if (-theta).exp() <= 0.03 else lr
+        optimizer.zero_grad()
+        tau, loss = (-theta).exp(), 0.0
+        for own in (h, (s.T - s.diag()[:, None])):
+            loss = loss + (tau * ((own[off].view(len(s), -1) / tau).exp().mean(1).log() + rho)).mean() / 2
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            theta.clamp_(0, math.log(100))
+        yield (-theta).exp().item()
+
+
+@pytest.mark.parametrize(
+    "rho, lr, last, linear",
+    [
+        (0.4, 2e-4, 0.0758, 0.134),  # the authors' rate for CC3M; a linear step goes 1/tau times as far
+        (6.0, 2e-2, 0.01, 0.01),  # past 0.03, and to the bound
+    ],
+)
+def test_a_logarithm_moves_as_by_adamw(rho, lr, last, linear):
+    """FastCLIP's code; 400 steps on one batch, whose averages are its own at gamma 1."""
+    g = torch.Generator().manual_seed(0)
+    z1, z2 = torch.nn.functional.normalize(torch.randn(2, 64, 16, generator=g, dtype=torch.float64), dim=2)
+    est, other = (
+        compopt.FastCLIPEstimator(64, rho=rho, lr=lr, eps=0.0, parametrization=form, dtype=torch.float64)
+        for form in ("log", "linear")
+    )
+    passed = []
+    for want in adamw(z1, z2, rho, lr, 400):
+        for each in (est, other):
+            each(z1, z2, torch.arange(64))
+            each.step()
+        passed.append(est.temperature.tau.item())
+        assert passed[-1] == pytest.approx(want, rel=1e-9)
+    assert passed[-1] == pytest.approx(last, abs=3e-4)
+    assert other.temperature.tau.item() == pytest.approx(linear, abs=1e-3)
+    assert (min(passed) < 0.03) == (last == 0.01)  # the slower rate was met
 
 
 def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
@@ -119,3 +188,54 @@ def test_recommended():
         compopt.recommended(8, batch_size=0)
     with pytest.raises(ValueError, match="mode"):
         compopt.recommended(8, mode="both")
+
+
+# settings ---------------------------------------------------------------------------------------------
+
+PAGES = {"osgd": "minibatch", "spectral": "minibatch"}
+PRESETS = {"sogclr": "SogCLR", "isogclr": "ISogCLR", "fastclip": "FastCLIP", "neuclip": "NeuCLIP", "emc2": "EMC2"}
+SAMPLERS = {"osgd": "OrderedBatchSampler", "spectral": "SpectralBatchSampler"}
+EVERY = [(name, scale) for name, scales in SETTINGS.items() for scale in scales]
+
+
+@pytest.mark.parametrize("name, scale", EVERY)
+def test_settings_build_what_they_are_for(name, scale):
+    values, kind = compopt.presets.settings(name, scale), name.partition("-")[0]
+    if name in SAMPLERS:
+        getattr(compopt.samplers, SAMPLERS[name])(6400, **values)
+        return
+    size = {"dim": 4} if name == "neuclip" else {"n": 10}
+    est = getattr(compopt, PRESETS[kind] + "Estimator")(**size, **values)
+    group = est.sample_groups[0]
+    taken = {key: group[group_key(group, key)] for key in ("gamma", "rho", "burn_in") if key in values}
+    assert taken == {key: values[key] for key in taken} and est.mode == values.get("mode", "bimodal")
+    if values.schedule:
+        compopt.schedules.CosineGamma(est, 10, **values.schedule)
+
+
+def test_settings_refuse_unknown_names_and_are_copies():
+    with pytest.raises(ValueError, match="'fastclip-v3'.*'fastclip'"):
+        compopt.presets.settings("fastclip")
+    with pytest.raises(ValueError, match="'laion'.*'imagenet'"):
+        compopt.presets.settings("fastclip-v3", "imagenet")
+    first = compopt.presets.settings("fastclip-v3")
+    first["rho"] = first.schedule["gamma_min"] = 1.0
+    again = compopt.presets.settings("fastclip-v3", "cc3m")
+    assert (again["rho"], again.schedule) == (6.5, {"gamma_min": 0.2})
+
+
+def row(name, scale):
+    """A line of the table on the paper's page."""
+    values = SETTINGS[name][scale]
+    number = lambda value: f"{value:.4g}" if isinstance(value, float) else repr(value)  # noqa: E731
+    said = ", ".join(f"{key}={number(value)}" for key, value in values.items())
+    schedule = ", ".join(f"{key}={value}" for key, value in values.schedule.items())
+    return f'| `"{name}", "{scale}"` | `{said}` | {f"`{schedule}`" if schedule else ""} | {values.source} |'
+
+
+def test_the_tables_of_the_papers_are_the_settings():
+    pages = Path(__file__).parent.parent / "docs" / "papers"
+    for page in pages.glob("*.md"):
+        wanted = [row(*at) for at in EVERY if PAGES.get(at[0], at[0].partition("-")[0]) == page.stem]
+        found = [line for line in page.read_text().splitlines() if line.startswith('| `"')]
+        assert found == wanted, "\n".join([page.name, *wanted])

@@ -24,7 +24,7 @@ def isogclr_pair(mode):
     """Two data sets that differ in every hyper-parameter of the dual."""
     first, second = dual_options(0.1), {**dual_options(0.3), "rho": 0.9, "lr": 0.02, "max_grad": 0.7}
     groups = [{"n": N1, "gamma": 0.8, **first}, {"n": N2, **second}]
-    est = compopt.ISogCLREstimator(groups, gamma=0.5, mode=mode, dtype=torch.float64)
+    est = compopt.ISogCLREstimator(groups, gamma=0.5, beta=0.9, mode=mode, dtype=torch.float64)
     twin = [{"n": N1, "gamma": 0.8, **first}, {"n": N2, "gamma": 0.5, **second}]
     return est, Reference(twin, MovingAverageReference("positive"), DualReference(), mode)
 

@@ -4,6 +4,7 @@ from compopt.presets.batch import DCLEstimator, InfoNCEEstimator, MemoryEstimato
 from compopt.presets.emc2 import EMC2Estimator
 from compopt.presets.moving_average import FastCLIPEstimator, ISogCLREstimator, SogCLREstimator
 from compopt.presets.neural import NeuCLIPEstimator, ResidualEstimator
+from compopt.presets.published import settings
 
 __all__ = [
     "DCLEstimator",
@@ -16,4 +17,5 @@ __all__ = [
     "ResidualEstimator",
     "SogCLREstimator",
     "recommended",
+    "settings",
 ]

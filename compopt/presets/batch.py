@@ -12,6 +12,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
+from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 LENGTH = 128  # samples in the memory
 LARGE = 1024  # from here on so many more change little
-TAU = 0.07
+TAU, UNIMODAL_TAU = 0.07, 0.1
+
+
+def _temperature(tau: float | Tensor | None, learn: bool, options: Options) -> FixedTemperature:
+    """Return the temperature of InfoNCE and of DCL, which are compared at the same."""
+    shared = by_mode(None, options, TAU, UNIMODAL_TAU) if tau is None else tau
+    return FixedTemperature(shared, learn, options.get("dtype", torch.float32))
 
 
 class InfoNCEEstimator(ContrastiveEstimator):
@@ -28,7 +35,8 @@ class InfoNCEEstimator(ContrastiveEstimator):
     .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Bigl([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Bigr)
 
     Args:
-        tau: temperature, a number or a 0-d tensor.
+        tau: temperature, a number or a 0-d tensor; ``None``: 0.1 in unimodal mode (SimCLR's, according to section 5.1
+            of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
             learning, :class:`~compopt.DCLEstimator`, the control that a stateful method must beat.
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
@@ -48,12 +56,12 @@ class InfoNCEEstimator(ContrastiveEstimator):
     @takes_options(ContrastiveEstimator, Options)
     def __init__(
         self,
-        tau: float | Tensor = 0.07,
+        tau: float | Tensor | None = None,
         include_positive: bool = True,
         learn_tau: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        temperature = FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32))
+        temperature = _temperature(tau, learn_tau, options)
         super().__init__(BatchNormalizer(include_positive), temperature, **options)
 
 
@@ -69,7 +77,8 @@ class DCLEstimator(ContrastiveEstimator):
     against this. The same as ``InfoNCEEstimator(include_positive=False)``.
 
     Args:
-        tau: temperature, a number or a 0-d tensor.
+        tau: temperature, a number or a 0-d tensor; ``None``: 0.1 in unimodal mode (SimCLR's, according to section 5.1
+            of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
         learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
@@ -85,8 +94,8 @@ class DCLEstimator(ContrastiveEstimator):
     """
 
     @takes_options(ContrastiveEstimator, Options)
-    def __init__(self, tau: float | Tensor = 0.07, learn_tau: bool = False, **options: Unpack[Options]) -> None:
-        temperature = FixedTemperature(tau, learn=learn_tau, dtype=options.get("dtype", torch.float32))
+    def __init__(self, tau: float | Tensor | None = None, learn_tau: bool = False, **options: Unpack[Options]) -> None:
+        temperature = _temperature(tau, learn_tau, options)
         super().__init__(BatchNormalizer(include_positive=False), temperature, **options)
 
 
@@ -102,7 +111,7 @@ class MemoryEstimator(ContrastiveEstimator):
     Args:
         dim: of the features.
         length: samples whose features are kept.
-        tau: temperature, a number or a 0-d tensor.
+        tau: temperature, a number or a 0-d tensor. ``benchmarks/results/default.md`` is with 0.07.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``

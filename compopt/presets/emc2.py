@@ -22,8 +22,10 @@ class EMC2Estimator(ContrastiveEstimator):
 
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "burn_in": 0.9}, {"n": 500}]``.
-        burn_in: ``P``, a count, or a fraction of the ``R`` proposals.
-        tau: temperature.
+        burn_in: ``P``, a count, or a fraction of the ``R`` proposals. Half of them: Table 3 has ``P = b - 1`` of
+            ``R = 2b - 2`` proposals.
+        tau: temperature, ``1 / beta`` of the paper. 0.2: Table 3, STL-10 at batch 256; the other runs have 1 / 14.28.
+            The paper has no bimodal run.
         proposals, rescore, seed: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 

@@ -9,7 +9,9 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import CommonOptions, Options, takes_options
 from compopt.normalizers import MovingAverageEstimator
+from compopt.presets.published import SETTINGS, as_logarithm, by_mode
 from compopt.temperatures import FixedTemperature, TemperatureDual
+from compopt.temperatures.dual import Parametrization
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,8 +32,11 @@ class SogCLREstimator(ContrastiveEstimator):
 
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
-        gamma: in (0, 1]; weight of the newest value. 1 is the stateless control.
-        tau: temperature, > 0.
+        gamma: in (0, 1]; weight of the newest value. 1 is the stateless control. ``None``: 0.8 in unimodal mode
+            (section 5.3; Table 8 has 0.7 to 0.8 best), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes it in 0.6 to
+            0.99 and prints none; in ``benchmarks/results/glyphs.md`` 0.95 is the best of 0.5, 0.8 and 0.95 at batch 64,
+            0.8 that of 0.3 and 0.8 at 16 and 32).
+        tau: temperature, > 0. ``None``: 0.1 in unimodal mode (section 5.1), 0.07 in bimodal mode (section 5.2).
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
         eps: added to the inner function, >= 0.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
@@ -58,12 +63,13 @@ class SogCLREstimator(ContrastiveEstimator):
     def __init__(
         self,
         n: GroupSpec,
-        gamma: float = 0.9,
-        tau: float = 0.07,
+        gamma: float | None = None,
+        tau: float | None = None,
         reference: Reference = "none",
         eps: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
+        gamma, tau = by_mode(gamma, options, 0.9, 0.8), by_mode(tau, options, 0.07, 0.1)
         normalizer = MovingAverageEstimator(sizes(n), gamma, reference, eps)
         super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)
 
@@ -78,9 +84,13 @@ class ISogCLREstimator(ContrastiveEstimator):
         \tau_i \leftarrow \Pi\,(\tau_i - \text{lr}\; m_i)
 
     Args:
-        n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`.
-        rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer, beta: see :class:`~compopt.TemperatureDual`;
-            ``None`` is filled by mode.
+        n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`. A ``gamma`` of ``None`` is as of
+            :class:`SogCLREstimator`; the paper tunes 0.7 to 0.9.
+        rho, tau_init, tau_min, tau_max, max_grad, optimizer: see :class:`~compopt.TemperatureDual`, also for what
+            ``None`` is and from where.
+        lr, beta: see there; ``None``: 0.03 and 0.5 in unimodal mode (the authors' code), 0.01 and 0.9 in bimodal mode
+            (LibAUC's). The authors' bimodal code has ``lr`` 0.03; in ``benchmarks/results/glyphs.md`` 0.002 is better
+            than 0.01.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
@@ -101,18 +111,22 @@ class ISogCLREstimator(ContrastiveEstimator):
     def __init__(
         self,
         n: GroupSpec,
-        gamma: float = 0.9,
+        gamma: float | None = None,
         rho: float | None = None,
-        lr: float = 1e-2,
+        lr: float | None = None,
         tau_init: float | None = None,
         tau_min: float | None = None,
         tau_max: float | None = None,
         max_grad: float | None = None,
         optimizer: Literal["momentum", "adam"] = "momentum",
-        beta: float = 0.9,
+        beta: float | None = None,
         reference: Reference = "positive",
         **options: Unpack[Options],
     ) -> None:
+        gamma, lr, beta = (
+            by_mode(given, options, *values)
+            for given, *values in ((gamma, 0.9, 0.8), (lr, 0.01, 0.03), (beta, 0.9, 0.5))
+        )
         temperature = TemperatureDual(
             sizes(n), rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer=optimizer, beta=beta
         )
@@ -140,17 +154,23 @@ class FastCLIPEstimator(ContrastiveEstimator):
         n: number of samples, or a list of sample groups.
         version: ``"v0"`` to ``"v3"``.
         gamma: start value; the schedule begins at 1.
-        tau: the constant, or the initial value of a learned temperature.
-        rho: radius of the KL constraint (v2, v3). The papers use 6.5 to 11 at batches of 1024 and more; with
-            weights that sum to one it must stay below ``log |N_i|``.
-        lr: step size of the learned temperature (Adam).
-        tau_min, tau_max, max_grad: bounds; ``None`` is filled by mode.
+        tau: the constant, or the initial value of a learned temperature; ``None``: 0.07, v2 0.03.
+        rho: radius of the KL constraint (v2, v3); ``None``: v3 6.5, v2 7. The authors use 6.5 to 16 at batches of 1,024
+            to 5,120; with weights that sum to one it must stay below ``log |N_i|``.
+        lr: step size of the learned temperature (Adam); ``None``: v0 1e-3, v2 0.0133, v3 2e-4. These and the other
+            defaults are of the authors' code and its script for CC3M; see :func:`compopt.presets.settings` for others.
+        tau_min, tau_max: bounds; ``None`` is filled by mode.
+        max_grad: ``None``: no limit of a logarithm's gradient (v0, v3), else filled by mode (v2: 5, as the authors).
         betas: of Adam.
+        parametrization: of the learned temperature of v0 and v3, see :class:`~compopt.TemperatureDual`. ``"log"`` is
+            the authors' AdamW on ``log(1/tau)``, of v3 with a third of the rate while ``tau <= 0.03``; ``"linear"`` is
+            what earlier versions of this library did, whose ``lr`` means a ``1 / tau`` times larger step.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
-    four numbers: ``tau``, Adam's moments and the number of updates.
+    four numbers: ``tau``, Adam's moments and the number of updates. Checkpoints of ``parametrization="linear"``
+    load, see :class:`~compopt.TemperatureDual`; their ``lr`` and bounds come with them.
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.
@@ -168,26 +188,32 @@ class FastCLIPEstimator(ContrastiveEstimator):
         n: GroupSpec,
         version: Version = "v3",
         gamma: float = 1.0,
-        tau: float = 0.07,
-        rho: float = 6.5,
-        lr: float = 1e-4,
-        tau_min: float | None = None,
-        tau_max: float | None = None,
+        tau: float | None = None,
+        rho: float | None = None,
+        lr: float | None = None,
+        tau_min: float | None = 0.01,
+        tau_max: float | None = 1.0,
         max_grad: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         reference: Reference = "positive",
         eps: float = 1e-14,
+        parametrization: Parametrization = "log",
         **options: Unpack[CommonOptions],
     ) -> None:
         checks.one_of("version", version, get_args(Version))
+        checks.one_of("parametrization", parametrization, get_args(Parametrization))
         self.version = version
+        known = SETTINGS[f"fastclip-{version}"]["cc3m"]
+        given = {"tau": tau, "rho": rho, "lr": lr}
+        tau, rho, lr = (known.get(key, 0.0) if value is None else value for key, value in given.items())
         checks.non_negative("rho", rho)  # of the versions that have none, too
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if version != "v1":
             mode: Literal["individual", "global"] = "individual" if version == "v2" else "global"
             radius = 0.0 if version == "v0" else rho
+            form = {} if mode == "individual" else as_logarithm(parametrization, switch=version == "v3")
             temperature = TemperatureDual(
-                sizes(n), radius, lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas
+                sizes(n), radius, lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas, **form
             )
         normalizer = MovingAverageEstimator(sizes(n), gamma, reference, eps)
         super().__init__(normalizer, temperature, multiply_tau=version != "v0", sample_groups=n, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -12,7 +12,9 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
+from compopt.presets.published import as_logarithm
 from compopt.temperatures import FixedTemperature, TemperatureDual
+from compopt.temperatures.dual import Parametrization
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,14 +30,20 @@ class NeuCLIPEstimator(ContrastiveEstimator):
     Args:
         dim: of the features.
         n: number of samples, or a list of sample groups; needed only for individual temperatures or for groups.
-        tau: temperature, the first one where it is learned.
-        prototypes, lr, updates, restart_every, eps: of the network, see :class:`~compopt.NeuralNormalizer`.
+        tau: temperature, the first one where it is learned; 0.07 as in FastCLIP's code, the paper prints none.
+        prototypes, lr, updates, restart_every: of the network, see :class:`~compopt.NeuralNormalizer`; the defaults are
+            those of Table 4.
+        eps: see there.
         optimizer, reset_optimizer, through_alpha, seed: of the network, too.
-        rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``.
-        tau_lr: step size of a learned temperature (Adam).
+        rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 has 6.5 for
+            CC3M and up to 11, see :func:`compopt.presets.settings`.
+        tau_lr: step size of a learned temperature (Adam). Table 3 has 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
             sample and direction.
-        tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`.
+        tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`. 0.01 and 1
+            are the bounds of FastCLIP's code.
+        parametrization: of the global one: ``"log"`` is AdamW on ``log(1/tau)``, with a third of the rate while
+            ``tau <= 0.03``, as in FastCLIP's code; ``"linear"`` is what earlier versions of this library did.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
@@ -63,28 +71,31 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         updates: int = 10,
         restart_every: int | None = 500,
         rho: float = 6.5,
-        tau_lr: float = 1e-4,
+        tau_lr: float = 1.25e-4,
         learn_tau: bool | Literal["global", "individual"] = False,
         eps: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
         reset_optimizer: bool = False,
         through_alpha: bool = False,
         seed: int = 0,
-        tau_min: float | None = None,
-        tau_max: float | None = None,
+        tau_min: float | None = 0.01,
+        tau_max: float | None = 1.0,
         max_grad: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
+        parametrization: Parametrization = "log",
         **options: Unpack[Options],
     ) -> None:
         if not isinstance(learn_tau, bool):
             checks.one_of("learn_tau", learn_tau, ("global", "individual"))
         checks.non_negative("rho", rho)
+        checks.one_of("parametrization", parametrization, get_args(Parametrization))
         groups = None if n is None else sizes(n)
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if learn_tau:
             mode: Literal["individual", "global"] = "individual" if learn_tau == "individual" else "global"
+            form = {} if mode == "individual" else as_logarithm(parametrization)
             temperature = TemperatureDual(
-                groups, rho, tau_lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas
+                groups, rho, tau_lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas, **form
             )
         network = NeuralNormalizer(
             dim, prototypes, lr, updates, restart_every, eps, optimizer, reset_optimizer, through_alpha, seed, n=groups

@@ -24,17 +24,37 @@ from compopt.stores.layout import Column
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. max_grad and the unimodal tau_max: its
-# authors' code. The bimodal tau_max is ours: theirs is 0.05 or 1, by version. The paper bounds tau from above in its
-# analysis only (Lemma 1) and prints no value.
+# tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. tau_max and max_grad: its authors' code
+# (LibAUC has other tau_max, 0.7 and 0.05). The paper bounds tau from above in its analysis only (Lemma 1), without a
+# value.
 DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
-    "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 0.5, "rho": 6.0, "max_grad": 5.0},
+    "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 1.0, "rho": 6.0, "max_grad": 5.0},
 }
 Mode = Literal["individual", "global"]
 Rule = Literal["momentum", "adam"]
+Parametrization = Literal["linear", "log"]
+# names of the moments in the state of a global temperature: of the derivative by tau, and by log(tau)
+LOG_NAMES = {"exp_avg": "log_exp_avg", "exp_avg_sq": "log_exp_avg_sq"}
+OTHER = {**LOG_NAMES, **{log: name for name, log in LOG_NAMES.items()}}
+POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "log_exp_avg": 1, "log_exp_avg_sq": 2}  # of that derivative
 # of saved values; tau_min and tau_max may have been others when a tau was written
 VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
+VALUES |= {log: VALUES[name] for name, log in LOG_NAMES.items()}
+
+
+def _check_pair(name: str, value: Any) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+
+
+def _check_individual(n: Any, parametrization: str, lr_switch: Any) -> None:
+    """Refuse what serves one temperature only."""
+    if n is None:
+        raise ValueError("n is None; individual temperatures need the number of samples")
+    for name, value, usual in (("parametrization", parametrization, "linear"), ("lr_switch", lr_switch, None)):
+        if value != usual:
+            raise ValueError(f'{name}={value!r} needs mode="global"; individual temperatures take {usual!r}')
 
 
 class TemperatureDual(Temperature):
@@ -50,6 +70,15 @@ class TemperatureDual(Temperature):
     ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP), and with ``through_alpha`` the sum includes prototypes.
     With ``multiply_tau=False`` it is ``-sum_j w_ij h_ij / tau_i^2``.
 
+    ``parametrization="log"`` moves ``log(1/tau)``, as FastCLIP's authors do: ``lr`` is then a relative step,
+
+    .. math::
+        m \leftarrow (1 - \beta)\, m + \beta\, \tau\, G(\tau), \qquad
+        \tau \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau\, e^{-\text{lr}\; m})
+
+    with Adam the steps of ``torch.optim.AdamW([log(1/tau)], weight_decay=0)``. At a temperature of 0.07 a linear step
+    with the same ``lr`` is ``1 / 0.07`` times as far.
+
     Alone it serves any objective with a temperature, or another positive dual variable, per sample: see :meth:`update`.
     A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller. Eq. 13 of
     iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one, as in
@@ -61,7 +90,8 @@ class TemperatureDual(Temperature):
             ``log |N_i|`` can only push every ``tau`` to ``tau_min`` (a warning says so once).
         lr: step size; the 1/n of the paper's eq. 13 is folded into it.
         tau_init, tau_min, tau_max, max_grad: ``None`` is filled by mode: unimodal 0.7, 0.05, 1, 3 and bimodal
-            0.01, 0.005, 0.5, 5 (rho: 0.3 and 6).
+            0.01, 0.005, 1, 5 (rho: 0.3 and 6), from iSogCLR, sections 6.1 and 6.2, and its authors' code. With
+            ``parametrization="log"`` a ``max_grad`` of ``None`` is no limit.
         mode: ``"individual"``, a ``tau`` per sample (and direction, in bimodal mode); ``"global"``, one
             ``tau`` that follows the mean of ``G`` over the batch (FastCLIP v3). A global dual takes its
             hyper-parameters other than rho from the first sample group.
@@ -69,6 +99,9 @@ class TemperatureDual(Temperature):
             corrected by the row's own number of visits.
         beta: weight of the newest gradient in ``m``, in (0, 1].
         betas: of Adam, each in [0, 1).
+        parametrization: ``"linear"`` or ``"log"``, see above; the latter for ``mode="global"``.
+        lr_switch: a pair ``(at, factor)``, for ``mode="global"``: while ``tau <= at`` the step size is ``factor lr``.
+            FastCLIP's authors have ``(0.03, 1/3)``. It is no part of a checkpoint.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
@@ -78,15 +111,19 @@ class TemperatureDual(Temperature):
     State: individual, per sample ``tau``, ``tau_exp_avg`` (``m``) and, with Adam, ``tau_exp_avg_sq``, ``(n, 2)`` or
     ``(n, 1)`` each in the rows' dtype; a row never visited shows ``tau_init``. Global: ``tau``, ``exp_avg``, with Adam
     ``exp_avg_sq``, and the number of ``updates``, 0-d float64. In unimodal mode both views share a row and ``G`` is
-    their mean. As a part it communicates nothing of its own.
+    their mean. As a part it communicates nothing of its own. With ``parametrization="log"`` the moments are
+    ``log_exp_avg`` and ``log_exp_avg_sq``. A checkpoint of the other parametrization is converted: ``tau`` is kept, and
+    moments change their unit by ``tau`` and ``tau^2``, as if ``tau`` had been constant while they were averaged. The
+    hyper-parameters are the checkpoint's, ``lr`` too.
 
     Raises:
         ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside them, bad beta or option; no
-            ``n`` for individual temperatures.
-        TypeError: a hyper-parameter that is no number, or ``betas`` that are no pair.
+            ``n`` for individual temperatures, or an option that they do not have.
+        TypeError: a hyper-parameter that is no number, ``betas`` or ``lr_switch`` that are no pair.
 
     References:
-        Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global).
+        Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global), and
+        its code: the logarithm and the switch.
 
     Example:
         >>> import torch, compopt
@@ -113,21 +150,32 @@ class TemperatureDual(Temperature):
         optimizer: Rule = "momentum",
         beta: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
+        parametrization: Parametrization = "linear",
+        lr_switch: tuple[float, float] | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("mode", mode, get_args(Mode))
         checks.one_of("optimizer", optimizer, get_args(Rule))
-        if n is None and mode == "individual":
-            raise ValueError("n is None; individual temperatures need the number of samples")
+        checks.one_of("parametrization", parametrization, get_args(Parametrization))
+        if mode == "individual":
+            _check_individual(n, parametrization, lr_switch)
+        if lr_switch is not None:
+            _check_pair("lr_switch", lr_switch)
+            checks.positive("lr_switch[0]", lr_switch[0])
+            checks.non_negative("lr_switch[1]", lr_switch[1])
         self.mode, self.optimizer = mode, optimizer
+        self.parametrization, self.lr_switch = parametrization, lr_switch
         self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
+        self._log = parametrization == "log"
+        self._names = [LOG_NAMES[name] if self._log else name for name in self._moments]  # in the state
         defaults = {"tau_init": tau_init, "tau_min": tau_min, "tau_max": tau_max, "max_grad": max_grad}
         super().__init__(n, {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas}, **placement)
 
     def described(self) -> dict[str, Any]:
+        log = {"parametrization": "log"} if self._log else {}
         if "tau" not in self.state:
-            return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all"}
-        return {"tau": f"{self.state['tau'].item():.6g} (learned)"}
+            return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all", **log}
+        return {"tau": f"{self.state['tau'].item():.6g} (learned)", **log}
 
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}
@@ -139,8 +187,7 @@ class TemperatureDual(Temperature):
         checks.non_negative("lr", group["lr"])
         checks.unit_interval("beta", group["beta"], "; it is the weight of the newest gradient")
         betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise TypeError(f"betas must be a pair of numbers, got {betas!r}")
+        _check_pair("betas", betas)
         checks.decay("betas[0]", betas[0])
         checks.decay("betas[1]", betas[1])
         low, high = given.get("tau_min", 0.0), given.get("tau_max", float("inf"))
@@ -152,7 +199,9 @@ class TemperatureDual(Temperature):
             )
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
-        filled = DEFAULTS_BY_MODE["unimodal" if mode == "unimodal" else "bimodal"]
+        filled = dict(DEFAULTS_BY_MODE["unimodal" if mode == "unimodal" else "bimodal"])
+        if self._log:
+            del filled["max_grad"]
         unset = group["tau_init"] is None
         group.update({key: value for key, value in filled.items() if group[key] is None})
         if unset:  # stay inside bounds the user narrowed
@@ -164,7 +213,7 @@ class TemperatureDual(Temperature):
         if self.mode == "individual":
             return
         # float64: one number, and its steps may be far below float32's resolution of tau
-        start = {**dict.fromkeys((*self._moments, "updates"), 0.0), "tau": groups.groups[0]["tau_init"]}
+        start = {**dict.fromkeys((*self._names, "updates"), 0.0), "tau": groups.groups[0]["tau_init"]}
         self.state = {name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in start.items()}
 
     @property
@@ -214,6 +263,18 @@ class TemperatureDual(Temperature):
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         return {name: VALUES[name] for name in names if name in VALUES}
 
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = super().expected_state(state)
+        other = {OTHER.get(name, name): value for name, value in own.items()}
+        return other if other.keys() == state.keys() else own
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        if state.keys() != self.state.keys():  # of the other parametrization; d/dlog(tau) = tau d/dtau
+            tau = state["tau"]
+            unit = tau if self._log else 1 / tau
+            state = {OTHER.get(name, name): value * unit ** POWERS.get(name, 0) for name, value in state.items()}
+        super().restore_state(state)
+
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         return self.working_state(training)["tau"] if self.mode == "global" else rows["tau"]
 
@@ -234,7 +295,7 @@ class TemperatureDual(Temperature):
             steps = batch.count.to(gradient.dtype) + 1
             if new is not None:  # other parts have met the sample before, this one has not
                 steps = steps.masked_fill(new, 1)
-        moved = self._move(hyper, batch.columns, "tau_", gradient, steps)
+        moved = self._move(hyper, batch.columns, [f"tau_{name}" for name in self._moments], gradient, steps)
         if steps is not None and new is not None:  # stored as if all visits of the sample had been steps
             self._rescale(moved, hyper, steps, batch.count + 1)
         return moved
@@ -253,23 +314,37 @@ class TemperatureDual(Temperature):
     def _moved_state(self, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
         state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
         updates = state["updates"] + 1
-        return {**self._move(hyper.of_first_group(), state, "", mean, updates), "updates": updates}
+        return {**self._move(hyper.of_first_group(), state, self._names, mean, updates), "updates": updates}
 
     def _move(
-        self, hyper: Hyper, old: Mapping[str, Tensor], prefix: str, gradient: Tensor, steps: Tensor | None
+        self, hyper: Hyper, old: Mapping[str, Tensor], names: Sequence[str], gradient: Tensor, steps: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return ``tau`` and its moments, whose names begin with ``prefix``, after a step."""
-        # clipped before it enters m, as in the code of iSogCLR's authors
-        tau, limit, names = old["tau"], hyper("max_grad"), [prefix + name for name in self._moments]
-        m, *second = (old[name] for name in names)
-        gradient = F.clip(gradient.to(m.dtype), -limit, limit)
-        if second and steps is not None:
-            betas = (hyper("betas", 0), hyper("betas", 1))
-            tau, *moments = F.adam(tau, m, second[0], gradient, steps, hyper("lr"), betas)
-        else:
-            moments = [F.momentum(m, gradient, hyper("beta"))]
-            tau = F.minus_product(tau, moments[0], hyper("lr"))
-        return {"tau": F.clip(tau, hyper("tau_min"), hyper("tau_max")), **dict(zip(names, moments, strict=True))}
+        """Return ``tau`` and its moments, called ``names``, after a step."""
+        tau, moments, limit = old["tau"], [old[name] for name in names], hyper("max_grad")
+        gradient = gradient.to(tau.dtype)
+        if limit is not None:  # clipped before it enters m, as in the code of iSogCLR's authors
+            gradient = F.clip(gradient, -limit, limit)
+        start, gradient = (tau.log(), tau * gradient) if self._log else (tau, gradient)
+        end, *moments = self._step(hyper, start, moments, gradient, steps, self._rate(hyper("lr"), tau))
+        tau = F.clip(end.exp() if self._log else end, hyper("tau_min"), hyper("tau_max"))
+        return {"tau": tau, **dict(zip(names, moments, strict=True))}
+
+    def _rate(self, lr: Any, tau: Tensor) -> Any:
+        """Return the step size at a temperature."""
+        if self.lr_switch is None:
+            return lr
+        at, factor = self.lr_switch
+        return torch.full_like(tau, lr).masked_fill(tau <= at, lr * factor)  # no synchronisation
+
+    def _step(
+        self, hyper: Hyper, x: Tensor, moments: Sequence[Tensor], gradient: Tensor, steps: Tensor | None, lr: Any
+    ) -> Sequence[Tensor]:
+        """Return ``x`` and its moments after a step of the optimizer, without projection."""
+        if self.optimizer == "adam" and steps is not None:
+            m, v = moments
+            return F.adam(x, m, v, gradient, steps, lr, (hyper("betas", 0), hyper("betas", 1)))
+        m = F.momentum(moments[0], gradient, hyper("beta"))
+        return F.minus_product(x, m, lr), m
 
     @outside_of_graphs
     def update(self, gradient: Tensor, index: Tensor | None = None) -> Tensor:
@@ -279,8 +354,9 @@ class TemperatureDual(Temperature):
             m_i \leftarrow (1 - \beta)\, m_i + \beta\, \text{clip}(g_i), \qquad
             \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
-        In training mode with gradients enabled the result is deposited and waits for :meth:`step`. A sample whose
-        gradient is not finite keeps its temperature. Used alone, bounds that were not given are those of bimodal mode.
+        With ``parametrization="log"`` as the class says. In training mode with gradients enabled the result is
+        deposited and waits for :meth:`step`. A sample whose gradient is not finite keeps its temperature. Used alone,
+        bounds that were not given are those of bimodal mode.
 
         Args:
             gradient: the complete derivative of the objective with respect to each ``tau_i`` (rho is not added;

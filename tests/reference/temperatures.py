@@ -95,8 +95,19 @@ class GlobalDualReference:
     has_rows = False
     has_rho = True
 
-    def __init__(self, tau_init, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), window=("committed", "step")):
+    def __init__(
+        self,
+        tau_init,
+        optimizer="momentum",
+        beta=0.9,
+        betas=(0.9, 0.999),
+        window=("committed", "step"),
+        parametrization="linear",
+        lr_switch=None,
+    ):
         self.optimizer, self.beta, self.betas = optimizer, beta, betas
+        self.log = parametrization == "log"  # theta = log(1/tau) is what moves; dF/dtheta = -tau dF/dtau
+        self.lr_switch = lr_switch or (0.0, 1.0)
         self.read_pending = window[0] == "pending"  # which tau a second forward of one window uses
         self.count_deposits = window[1] == "deposit"  # which count corrects Adam's bias there
         self.committed = {"tau": tau_init, "m": 0.0, "v": 0.0, "t": 0}
@@ -114,8 +125,12 @@ class GlobalDualReference:
     def propose(self, ref, gradients, rows):
         """Continue the pending copy with one more mean gradient."""
         state = dict(self.pending or self.committed)
-        bound = ref.hyper(0, "max_grad")
-        gradient = clip(sum(gradients.values()) / len(gradients), -bound, bound)
+        bound, tau, lr = ref.hyper(0, "max_grad"), state["tau"], ref.hyper(0, "lr")
+        gradient = sum(gradients.values()) / len(gradients)
+        gradient = gradient if bound is None else clip(gradient, -bound, bound)
+        gradient *= -tau if self.log else 1.0
+        below, factor = self.lr_switch
+        lr *= factor if tau <= below else 1.0
         t = (state["t"] if self.count_deposits else self.committed["t"]) + 1
         if self.optimizer == "momentum":
             m = (1.0 - self.beta) * state["m"] + self.beta * gradient
@@ -125,7 +140,8 @@ class GlobalDualReference:
             m = b1 * state["m"] + (1.0 - b1) * gradient
             v = b2 * state["v"] + (1.0 - b2) * gradient**2
             move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
-        tau = clip(state["tau"] - ref.hyper(0, "lr") * move, ref.hyper(0, "tau_min"), ref.hyper(0, "tau_max"))
+        tau = math.exp(-(math.log(1 / tau) - lr * move)) if self.log else tau - lr * move
+        tau = clip(tau, ref.hyper(0, "tau_min"), ref.hyper(0, "tau_max"))
         self.pending = {"tau": tau, "m": m, "v": v, "t": t}
         return []
 

@@ -43,6 +43,7 @@ def train(path: str) -> dict[str, float]:
     assert_type(est.train(), compopt.SogCLREstimator)
     assert_type(est.eval(), compopt.SogCLREstimator)
     assert_type(est.to("cpu"), compopt.SogCLREstimator)
+    compopt.FastCLIPEstimator(100, **compopt.presets.settings("fastclip-v3", scale="laion"))
     dual = compopt.TemperatureDual(100, rho=1.0, lr=2e-3)
     whole = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(100), dual, mode="unimodal")
     model = nn.Linear(8, 4)
@@ -117,6 +118,7 @@ def wrong(model: nn.Module, engine: Engine, est: compopt.Estimator) -> None:
     compopt.ContrastiveEstimator(u, tau, offload="gpu")  # type: ignore[arg-type]
     compopt.MovingAverageEstimator(100, reference="nothing")  # type: ignore[arg-type]
     compopt.SogCLREstimator(100, mode="bimodl")  # type: ignore[arg-type]
+    compopt.FastCLIPEstimator(100, parametrization="exp")  # type: ignore[arg-type]
     compopt.SogCLREstimator(100, directions="back")  # type: ignore[arg-type]
     compopt.SogCLREstimator(100, offload="gpu")  # type: ignore[arg-type]
     compopt.SogCLREstimator(100, reference="nothing")  # type: ignore[arg-type]

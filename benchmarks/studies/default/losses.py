@@ -201,6 +201,8 @@ LOSSES: dict[str, Build] = {
         task.n,
         o["gamma"],
         o["rho"],
+        lr=0.01,
+        beta=0.9,
         tau_init=o["tau"],
         tau_min=0.01,
         tau_max=LARGEST_TAU,
@@ -208,7 +210,16 @@ LOSSES: dict[str, Build] = {
         mode=task.mode,
     ),
     "FastCLIP v3": lambda task, o: compopt.FastCLIPEstimator(
-        task.n, "v3", gamma=o["gamma"], tau=o["tau"], rho=o["rho"], mode=task.mode
+        task.n,
+        "v3",
+        gamma=o["gamma"],
+        tau=o["tau"],
+        rho=o["rho"],
+        lr=1e-4,
+        tau_min=None,
+        tau_max=None,
+        parametrization="linear",
+        mode=task.mode,
     ),
     "NeuCLIP": lambda task, o: compopt.NeuCLIPEstimator(
         DIM, tau=o["tau"], prototypes=1024, restart_every=100, mode=task.mode

@@ -1,0 +1,140 @@
+"""Values that papers and their public code print: defaults by mode, and the settings of their experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from compopt import checks
+
+
+def by_mode(given: float | None, options: Mapping[str, Any], bimodal: float, unimodal: float) -> float:
+    """Return the ``given`` hyper-parameter; ``None`` is the value of the ``mode`` in a preset's options."""
+    if given is not None:
+        return given
+    return unimodal if options.get("mode") == "unimodal" else bimodal
+
+
+def as_logarithm(parametrization: str, switch: bool = True) -> dict[str, Any]:
+    """Return how FastCLIP's code moves a learned global temperature, as arguments of ``TemperatureDual``."""
+    slows = switch and parametrization == "log"
+    return {"parametrization": parametrization, "lr_switch": (0.03, 1 / 3) if slows else None}
+
+
+class Settings(dict[str, Any]):
+    """Keyword arguments of a preset, or of a sampler of batches, as one experiment has them.
+
+    Attributes:
+        source: where they are printed.
+        schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` beside ``decay_steps``; empty if gamma is
+            constant.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], source: str, schedule: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        super().__init__(arguments)
+        self.source, self.schedule = source, dict(schedule)
+
+
+_VIT = (0.9, 0.98)  # betas of FastCLIP's code if the image encoder is a transformer
+_README = "authors' code, README"
+_FALLS = {"gamma_min": 0.2}
+
+
+def _isogclr(mode: str, values: tuple[float, ...], bounds: tuple[float, ...], source: str) -> Settings:
+    """``values``: gamma, rho, lr, beta; ``bounds``: tau_init, tau_min, tau_max and perhaps max_grad."""
+    names = ("gamma", "rho", "lr", "beta", "tau_init", "tau_min", "tau_max", "max_grad")
+    # their unimodal code has s_ij where the paper has h_ij
+    start = {"mode": mode, "reference": "none" if mode == "unimodal" else "positive"}
+    return Settings({**start, **dict(zip(names, (*values, *bounds), strict=False))}, source)
+
+
+def _neuclip(rho: float, tau_lr: float) -> Settings:
+    network = {"prototypes": 4096, "lr": 1.0, "updates": 10, "restart_every": 500}
+    learned = {"learn_tau": True, "through_alpha": True, "rho": rho, "tau_lr": tau_lr}
+    return Settings({**network, **learned}, "Tables 3 and 4, Algorithm 1")
+
+
+def _emc2(beta: float, burn_in: int) -> Settings:
+    run = {"mode": "unimodal", "tau": 1 / beta, "burn_in": burn_in, "proposals": "sweep"}
+    return Settings(run, "Table 3, section 4.1; tau is 1 / beta")
+
+
+SETTINGS: dict[str, dict[str, Settings]] = {
+    "sogclr": {
+        "imagenet": Settings({"mode": "unimodal", "gamma": 0.8, "tau": 0.1}, "sections 5.1 and 5.3, Table 8"),
+        "imagenet-pairs": Settings({"mode": "bimodal", "tau": 0.07}, "section 5.2; gamma is tuned in 0.6 to 0.99"),
+    },
+    "isogclr": {
+        "cifar100": _isogclr("unimodal", (0.8, 0.4, 0.03, 0.5), (0.1, 0.05, 1.0, 3.0), _README),
+        "cc3m": _isogclr("bimodal", (0.8, 6.0, 0.03, 0.9), (0.01, 0.005, 1.0, 5.0), _README),
+        "libauc-unimodal": _isogclr("unimodal", (0.9, 0.3, 0.01, 0.9), (0.1, 0.05, 0.7), "LibAUC 2.0.1, `GCLoss_v1`"),
+        "libauc-bimodal": _isogclr("bimodal", (0.9, 6.0, 0.01, 0.9), (0.01, 0.005, 0.05), "LibAUC 2.0.1, `GCLoss_v2`"),
+    },
+    "fastclip-v0": {
+        "cc3m": Settings({"version": "v0", "tau": 0.07, "lr": 1e-3}, f"{_README}; lr follows the model's", _FALLS)
+    },
+    "fastclip-v1": {"cc3m": Settings({"version": "v1", "tau": 0.07}, _README, _FALLS)},
+    "fastclip-v2": {"cc3m": Settings({"version": "v2", "tau": 0.03, "rho": 7.0, "lr": 0.0133}, _README, _FALLS)},
+    "fastclip-v3": {
+        "cc3m": Settings({"version": "v3", "tau": 0.07, "rho": 6.5, "lr": 2e-4}, _README, _FALLS),
+        "cc12m": Settings({"version": "v3", "tau": 0.07, "rho": 8.5, "lr": 1e-4, "betas": _VIT}, _README, _FALLS),
+        "laion": Settings(
+            {"version": "v3", "tau": 0.07, "rho": 16.0, "lr": 5e-5, "betas": _VIT, "eps": 1e-6},
+            _README,
+            {"gamma_min": 0.8},
+        ),
+        "dfn-14m": Settings({"version": "v3", "rho": 11.0, "lr": 6.25e-5}, "NeuCLIP, Table 3"),
+        "dfn-192m": Settings({"version": "v3", "rho": 11.0, "lr": 3.9e-5}, "NeuCLIP, Table 3"),
+        "dfn-1b": Settings({"version": "v3", "rho": 11.0, "lr": 3.9e-5}, "NeuCLIP, Table 3"),
+    },
+    "neuclip": {
+        "cc3m": _neuclip(6.5, 1.25e-4),
+        "cc12m": _neuclip(8.5, 5e-5),
+        "dfn-14m": _neuclip(11.0, 6.25e-5),
+        "dfn-192m": _neuclip(11.0, 3.9e-5),
+        "dfn-1b": _neuclip(11.0, 3.9e-5),
+    },
+    "emc2": {
+        "stl10-32": _emc2(14.28, 31),
+        "stl10-256": _emc2(5, 255),
+        "imagenet100": _emc2(14.28, 255),
+        "stl10-subset": _emc2(5, 3),
+    },
+    "osgd": {"cifar100": Settings({"batch_size": 32, "candidates": 1500, "keep": 150, "tau": 0.1}, _README)},
+    "spectral": {"cifar100": Settings({"batch_size": 32, "group": 40, "tau": 0.1}, _README)},
+}
+
+
+def settings(name: str, scale: str | None = None) -> Settings:
+    """Return the keyword arguments that a paper's experiment gives to a preset.
+
+    Args:
+        name: ``"sogclr"``, ``"isogclr"``, ``"fastclip-v0"`` to ``"fastclip-v3"``, ``"neuclip"``, ``"emc2"``; of
+            samplers of batches ``"osgd"`` (:class:`~compopt.samplers.OrderedBatchSampler`) and ``"spectral"``.
+        scale: the experiment, mostly by its data set; ``None`` is the first in the table of the paper's page.
+
+    Returns:
+        A dict, with the attributes ``source`` and ``schedule`` (of :class:`~compopt.schedules.CosineGamma`). What it
+        leaves out, ``n`` or ``dim``, is the data's. Batches of the papers are large: a ``rho`` must stay below
+        ``log |N_i|`` of yours.
+
+    Raises:
+        ValueError: an unknown name or scale; the message has the known ones.
+
+    Example:
+        >>> import compopt
+        >>> laion = compopt.presets.settings("fastclip-v3", scale="laion")
+        >>> laion["rho"], laion.schedule
+        (16.0, {'gamma_min': 0.8})
+        >>> est = compopt.FastCLIPEstimator(n=100, **laion)
+        >>> gamma = compopt.schedules.CosineGamma(est, decay_steps=10, **laion.schedule)
+    """
+    checks.one_of("name", name, SETTINGS)
+    scales = SETTINGS[name]
+    if scale is not None:
+        checks.one_of(f"scale of {name!r}", scale, scales)
+    found = scales[next(iter(scales)) if scale is None else scale]
+    return Settings(found, found.source, found.schedule)
