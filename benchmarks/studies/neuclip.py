@@ -32,7 +32,7 @@ from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, differ
 BATCH, RATE = 64, 1.6e-2
 TAU, TAU_RATE = 0.07, 1e-4  # of learned temperatures; relative to tau about 1/8 of RATE, as in Table 3
 PROTOTYPES, RESTART_EVERY = 1024, 100
-RHO, PAPER_RHO = 3.0, 6.5  # on glyphs tau stays about where it starts; that of Table 3 for CC3M
+RHO, OTHER_RHOS = 3.0, (1.0, 6.5)  # with the first tau stays where it starts on glyphs; 6.5: Table 3, CC3M
 # Samples that NeuCLIP sees in the processor time of FastCLIP, as a share; the page has the times.
 EQUAL_SHARE = {"glyphs": 1.0, "words": 1.0}
 
@@ -124,7 +124,7 @@ def _arms(task: str) -> dict[str, NeuArm]:
         for how, first in (("fixed", fixed), ("learned", learned))
         for what in (HELD, THROUGH)
     }
-    found["rho of the paper"] = arm(build=partial(neuclip, True), first={"rho": PAPER_RHO})
+    found |= {f"Algorithm 1, rho {rho:g}": arm(build=partial(neuclip, True), first={"rho": rho}) for rho in OTHER_RHOS}
     found["Algorithm 3"] = arm(build=Simultaneous, first=learned)
     found["OpenCLIP"] = arm(build=openclip)
     found["FastCLIP"] = arm(build=fastclip, first={"rho": 1.0})  # as tuned in glyphs.md
@@ -190,9 +190,18 @@ def _of_task(finals: dict[str, list[dict[str, Any]]], task: str) -> str:
         options = " ".join(f"{key} {value:g}" for key, value in runs[0]["job"]["options"].items())
         taus, cpu = mean_spread([run["tau"] for run in runs], digits=3), f"{mean(run['cpu'] for run in runs):.0f}"
         body.append(
-            [name, options, mean_spread(list(found.values())), gain, taus, f"{ARMS[f'{task}: {name}'].samples:,}", cpu]
+            [
+                name,
+                options,
+                mean_spread(list(found.values())),
+                gain,
+                str(len(runs)),
+                taus,
+                f"{ARMS[f'{task}: {name}'].samples:,}",
+                cpu,
+            ]
         )
-    head = ["", "chosen", "recall", "gain", "tau at the end", "samples", "CPU"]
+    head = ["", "setting", "recall", "gain", "seeds", "tau at the end", "samples", "CPU"]
     return f"## {task.capitalize()}\n\n" + table(head, body, "llr")
 
 

@@ -36,13 +36,14 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         eps: see there.
         optimizer, reset_optimizer, seed: of the network, too.
         through_alpha: of the network, too. ``True`` is Algorithm 1, line 11; against ``False`` it was level at batch 64
-            and better at 8 and 16 (``benchmarks/results/glyphs.jsonl``, ``neuclip.md``).
+            and better at 8 and 16 (``benchmarks/results/glyphs.jsonl``). Checkpoints of 0.2.0's default need ``False``.
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 has 6.5 for
             CC3M and up to 11, see :func:`compopt.presets.settings`.
         tau_lr: step size of a learned temperature (Adam). Table 3 has 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
-        learn_tau: ``True`` or ``"global"``, one dual for all (Algorithm 1); ``"individual"``, one per sample and
-            direction; ``False``: ``tau`` stays. Checkpoints of 0.2.0's defaults need ``learn_tau=False`` and
-            ``through_alpha=False``.
+        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (Algorithm 1); ``"individual"``, one per sample
+            and direction. The default is not the paper's, since ``rho`` must be chosen for the data: with 3.0 the
+            temperature stayed at 0.07 on one data set at batch 64, and fell to its bound on another
+            (``benchmarks/results/neuclip.md``).
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`. 0.01 and 1
             are the bounds of FastCLIP's code.
         parametrization: of the global one: ``"log"`` is AdamW on ``log(1/tau)``, with a third of the rate while
@@ -57,7 +58,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
 
     Example:
         >>> import torch, compopt
-        >>> est = compopt.NeuCLIPEstimator(dim=8, prototypes=32, restart_every=100, rho=1.0)
+        >>> est = compopt.NeuCLIPEstimator(dim=8, prototypes=32, restart_every=100)
         >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
         >>> est(z1, z2).backward()
         >>> est.step()
@@ -75,7 +76,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         restart_every: int | None = 500,
         rho: float = 6.5,
         tau_lr: float = 1.25e-4,
-        learn_tau: bool | Literal["global", "individual"] = True,
+        learn_tau: bool | Literal["global", "individual"] = False,
         eps: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
         reset_optimizer: bool = False,
