@@ -35,8 +35,9 @@ class NeuCLIPEstimator(ContrastiveEstimator):
             those of Table 4.
         eps: see there.
         optimizer, reset_optimizer, seed: of the network, too.
-        through_alpha: of the network, too. ``True`` is Algorithm 1, line 11; against ``False`` it was level or better at
-            batch 64, better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints of 0.2.0's default need ``False``.
+        through_alpha: of the network, too. ``True`` is Algorithm 1, line 11; against ``False`` it was level or better
+            at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints of
+            0.2.0's default need ``False``.
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 has 6.5 for
             CC3M and up to 11, see :func:`compopt.presets.settings`.
         tau_lr: step size of a learned temperature (Adam). Table 3 has 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
