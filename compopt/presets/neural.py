@@ -44,7 +44,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (Algorithm 1); ``"individual"``, one per sample
             and direction. The default is not the paper's, since ``rho`` must be chosen for data and batch: at batch
             64 on glyphs 6.5 took the temperature from 0.07 to 0.01 and R@1 from 52 to 36 %, while 3.0 left both; on
-            words 3.0 did the same (``benchmarks/results/neuclip.md``).
+            words 3.0 took it there (``benchmarks/results/neuclip.md``).
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`. 0.01 and 1
             are the bounds of FastCLIP's code.
         parametrization: of the global one: ``"log"`` is AdamW on ``log(1/tau)``, with a third of the rate while
