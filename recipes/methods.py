@@ -114,7 +114,7 @@ METHODS: dict[str, Method] = {
     "fastclip-v3": _fastclip("v3", rho=1.0, tau_lr=0.0001, **_GLOBAL),
     "neuclip": Method(
         "NeuCLIP",
-        compopt.NeuCLIPEstimator,
+        partial(compopt.NeuCLIPEstimator, learn_tau=False),
         {
             "tau": 0.07,
             "prototypes": 1024,

@@ -282,6 +282,19 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
     )
 
 
+def neural_tensor_tau(**network):
+    """NeuralNormalizer x a tensor tau."""
+    return tensor_tau(
+        "neural-through-alpha-tensor-tau",
+        lambda n, gamma: compopt.NeuralNormalizer(DIM, **network),
+        lambda: NeuralReference(DIM, **network),
+        min_tau=0.07,
+        restarts=True,
+        exact_at_gamma_1=False,
+        **ALONE,
+    )
+
+
 def residual(name, dual=None, prototypes=15, network=None, remembers=True, **options):
     """ResidualNormalizer."""
     network = {"lr": 0.2, "updates": 2, "restart_every": 4, **(network or {})}
@@ -359,9 +372,13 @@ DATABASE = [
     neural("neural-through-alpha-not-multiplied", through_alpha=True, multiply_tau=False, prototypes=15),
     neural("neural-dual", dual="individual", eps=0.01),
     neural("neural-global-dual", dual="global", prototypes=15),
+    neural("neural-through-alpha-dual", dual="individual", through_alpha=True, eps=0.1),
+    neural("neural-through-alpha-global-dual", dual="global", through_alpha=True, multiply_tau=False, prototypes=15),
+    neural_tensor_tau(through_alpha=True, prototypes=6, lr=0.2, updates=3, restart_every=3),
     residual("residual"),
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
     residual("residual-dual", dual="individual", prototypes=6),
+    residual("residual-queue-dual", "individual", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
     residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
     memory("memory", length=14),
     memory("memory-shorter-than-a-batch", length=4),

@@ -71,7 +71,7 @@ def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):
     kind = {"mode": "bimodal", "directions": "forward"} if mode == "forward" else {"mode": mode}
     est = info.build(kind.pop("mode"), n, dtype, tau, gamma, **kind, **options)
     ref = info.twin(mode, n, tau, gamma)
-    if info.min_tau and info.tau_leaf:  # log(1/tau) is stored: use the value it really has
+    if info.tau_leaf and info.tau_chain(tau) < 0:  # log(1/tau) is stored: use the value it really has
         ref.temperature.tau = float(torch.exp(-info.tau_leaf(est).detach().double()))
     return est, ref
 

@@ -270,7 +270,7 @@ def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
     est = {
         "sogclr": lambda: compopt.SogCLREstimator(N, **options),
         "isogclr": lambda: compopt.ISogCLREstimator(N, rho=0.5, **options),
-        "neuclip": lambda: compopt.NeuCLIPEstimator(4, prototypes=8, **options),
+        "neuclip": lambda: compopt.NeuCLIPEstimator(4, prototypes=8, rho=0.5, **options),
         "residual": lambda: compopt.ResidualEstimator(4, n=N, **options),
         "memory": lambda: compopt.MemoryEstimator(4, 8, **options),
         "emc2": lambda: compopt.EMC2Estimator(N, **options),

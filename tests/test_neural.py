@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import compopt
 from compopt import diagnostics
-from tests.helpers import assert_same_bits, features, near, run, snapshot
+from tests.helpers import assert_same_bits, features, group_key, near, run, snapshot
 from tests.pool import the_pool
-from tests.reference import FixedReference, NeuralReference, Reference
+from tests.reference import FixedReference, NeuralReference, Reference, equation_12
 
 D = 4
 
@@ -19,7 +19,8 @@ def network(**options):
     """A small network x a fixed temperature."""
     tau = options.pop("tau", 0.1)
     mode = options.pop("mode", "bimodal")
-    options = {"prototypes": 8, "lr": 0.1, "updates": 2, "restart_every": 3, **options}
+    plain = {"learn_tau": False, "through_alpha": False}
+    options = {"prototypes": 8, "lr": 0.1, "updates": 2, "restart_every": 3, **plain, **options}
     return compopt.NeuCLIPEstimator(D, tau=tau, mode=mode, dtype=torch.float64, **options)
 
 
@@ -72,7 +73,7 @@ def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
 @pytest.mark.parametrize("tau", [0.005, 0.01])
 def test_close_negatives_and_a_small_temperature_keep_the_state_finite(tau):
     """exp of a gap of a hundred; its square would leave float32."""
-    est = compopt.NeuCLIPEstimator(64, tau=tau, prototypes=32)
+    est = compopt.NeuCLIPEstimator(64, tau=tau, prototypes=32, learn_tau=False)
     for t in range(6):
         z1, z2 = features(32, 64, t, spread=0.3, dtype=torch.float32)
         if t == 2:
@@ -219,6 +220,64 @@ def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
     run(learned, z1, z2, torch.arange(40))
     learned.step()
     assert diagnostics.normalizer_error(learned, z1, z2) < bare / 5
+
+
+# the gradient through alpha ---------------------------------------------------------------------------
+
+
+def trained(temperature, mode="bimodal", multiply_tau=True, eps=0.02):
+    """A network after three batches of samples 0 to 7, which learns no more, and its prototypes."""
+    network = compopt.NeuralNormalizer(D, 8, lr=0.1, updates=3, restart_every=None, eps=eps, through_alpha=True)
+    est = compopt.ContrastiveEstimator(network, temperature, mode, multiply_tau=multiply_tau, dtype=torch.float64)
+    for seed in range(3):
+        run(est, *batch(seed, 8))
+        est.step()
+    est.sample_groups[0][group_key(est.sample_groups[0], "updates")] = 0
+    return est, extra(est)["prototypes"]
+
+
+def derivatives(z1, z2, tau, weights, rho=0.0, eps=0.02):
+    """Gradients of equation 12 with respect to both sides and to temperatures, one per anchor."""
+    leaves = [x.detach().clone().requires_grad_() for x in (z1, z2, tau)]
+    return torch.autograd.grad(equation_12(*leaves, weights, eps, rho), leaves)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("shape", [(), (6,), (6, 2)])
+def test_tau_of_the_call_gets_the_derivative_of_equation_12(shape, mode):
+    est, weights = trained(compopt.FixedTemperature(0.1), mode)
+    z1, z2, index = batch(9, 6)
+    tau = (0.05 + 0.1 * torch.rand(shape, dtype=torch.float64)).requires_grad_()
+    _, g1, g2 = run(est, z1, z2, index + 8, tau=tau)
+    want1, want2, want = derivatives(z1, z2, tau[:, None] if len(shape) == 1 else tau, weights)
+    for got, expected in ((g1, want1), (g2, want2), (tau.grad, want.reshape(shape))):
+        near(got, expected, 1e-10)
+
+
+def test_a_learned_scale_gets_it_too():
+    est, weights = trained(compopt.FixedTemperature(0.1, learn=True, dtype=torch.float64))
+    (leaf,), (z1, z2, index) = est.parameters(), batch(9, 6)
+    leaf.grad = None
+    run(est, z1, z2, index + 8)
+    tau = torch.exp(-leaf.detach())
+    near(leaf.grad, -tau * derivatives(z1, z2, tau, weights)[2], 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("kind", ["global", "individual"])
+def test_a_dual_follows_it_too(kind, mode):
+    options = {"rho": 0.7, "lr": 1e-3, "tau_init": 0.1, "tau_min": 0.01, "tau_max": 1.0, "max_grad": 1e9, "beta": 1.0}
+    est, weights = trained(compopt.TemperatureDual(14, mode=kind, **options), mode)  # beta = 1: the average is G
+    z1, z2, index = batch(9, 6)
+    tau = est.temperature.tau if kind == "global" else torch.full((6, 2), 0.1, dtype=torch.float64)
+    run(est, z1, z2, index + 8)
+    est.step()
+    want = derivatives(z1, z2, tau, weights, rho=0.7)[2]
+    if kind == "global":
+        near(est.state_dict()["extra"]["temperature"]["exp_avg"], want, 1e-10)
+    else:
+        want = 12 * want if mode == "bimodal" else 6 * want.sum(1, keepdim=True)  # of one anchor; of a sample's views
+        near(est.read(index + 8)["tau_exp_avg"], want, 1e-10)
 
 
 # many ranks -----------------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ def losses(n: int, d: int) -> dict[str, Any]:
         "SogCLR, host": compopt.SogCLREstimator(n, offload="cpu"),
         "iSogCLR": compopt.ISogCLREstimator(n, rho=1.0),
         "FastCLIP v3": compopt.FastCLIPEstimator(n, "v3", rho=6.0),
-        "NeuCLIP": compopt.NeuCLIPEstimator(d, prototypes=64 if d < 512 else 4096),
+        "NeuCLIP": compopt.NeuCLIPEstimator(
+            d, prototypes=64 if d < 512 else 4096, learn_tau=False, through_alpha=False
+        ),
         "Residual": compopt.ResidualEstimator(d, n, prototypes=64 if d < 512 else 4096),
         "EMC2": compopt.EMC2Estimator(n, tau=0.2),
     }

@@ -32,7 +32,7 @@ def estimators(d: int) -> dict[str, Any]:
         "SogCLR, disk": lambda folder: compopt.SogCLREstimator(n, offload="disk", offload_dir=folder),
         "iSogCLR": lambda folder: compopt.ISogCLREstimator(n, rho=1.0),
         "FastCLIP v3": lambda folder: compopt.FastCLIPEstimator(n, "v3", rho=6.0),
-        "NeuCLIP": lambda folder: compopt.NeuCLIPEstimator(d, prototypes=1024),
+        "NeuCLIP": lambda folder: compopt.NeuCLIPEstimator(d, prototypes=1024, learn_tau=False, through_alpha=False),
         "Residual": lambda folder: compopt.ResidualEstimator(d, n, prototypes=1024),
         "EMC2": lambda folder: compopt.EMC2Estimator(n, tau=0.2),
     }

@@ -148,7 +148,10 @@ def _cross_batch() -> Any:
 STATEFUL: dict[str, tuple[Build, Call]] = {
     "compopt SogCLR": (_sogclr(), estimator_call),
     "compopt iSogCLR": (_isogclr(TAU, 1.0, **MILD), estimator_call),
-    "compopt NeuCLIP": (lambda: compopt.NeuCLIPEstimator(DIM, tau=TAU, prototypes=256), estimator_call),
+    "compopt NeuCLIP": (
+        lambda: compopt.NeuCLIPEstimator(DIM, tau=TAU, prototypes=256, learn_tau=False, through_alpha=False),
+        estimator_call,
+    ),
     "compopt EMC2": (lambda: compopt.EMC2Estimator(N, tau=TAU, burn_in=0.5), estimator_call),
     "LibAUC GCLoss_v2": (lambda: losses.gcl_bimodal_object(N, TAU, GAMMA), _normalized_call),
     "LibAUC GCLoss_v2, individual": (

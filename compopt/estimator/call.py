@@ -95,7 +95,7 @@ class Estimate:
             temperature depends on how far it is away.
         weight_alpha: what stands for ``alpha`` in the weights of the pairs, where candidates from outside the batch
             have a share of an anchor's weights.
-        outside_wh: ``sum w h`` over those candidates, ``(B, A)``; for the gradient of temperatures.
+        outside_wh: ``sum w h`` over candidates from outside the batch, ``(B, A)``; for the gradient of temperatures.
         weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole

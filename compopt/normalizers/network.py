@@ -119,6 +119,15 @@ class Prototypes:
         self._gradient = torch.bmm(e.mT, self._queries * quotient.unsqueeze(2), out=self._gradient)
         return self._gradient.addcmul_(along.mT, self._weights, value=-1)
 
+    def mean_cosine(self) -> Tensor:
+        """Return ``sum_j softmax_ij cos_ij`` of the last prediction, ``(D, P)``; to be called before :meth:`gradient`.
+
+        ``d l_i / d tau_i`` is this times ``-1 / tau_i^2``. With several ranks an all-reduce of ``D P`` doubles.
+        """
+        assert self._logits is not None and self._e is not None
+        total = torch.linalg.vecdot(self._logits, self._e)  # of cosines over tau
+        return self.ranks.sum_in_doubles(self._by_partition(total)).div_(self.scale)
+
     def feature_gradients(self, weight: Tensor) -> Tensor:
         """Return the same by the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
         assert self._e is not None
@@ -255,10 +264,8 @@ class Prediction:
 
         ``alpha`` is this prediction's but for a constant, ``slope`` the derivative of the value by it, ``(B, A)``.
         """
-        # exp(-alpha)(eps + ghat) + alpha has the derivative 1 - exp(-alpha)(eps + ghat), that is 1 - sum_j w_ij
         batch, layout, features = self._batch, self._batch.layout, self._batch.features
-        rest = batch.per_anchor((self.target - alpha).expm1_().neg_())
-        weight = batch.through_eps(batch.per_anchor(slope) * rest, self._relative)
+        weight = self._through_alpha(alpha, slope)
         gradients = self._prototypes.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
         if not layout.unit_features:
             for gradient, z in zip(gradients, features, strict=False):  # features that are no anchors have none
@@ -270,6 +277,23 @@ class Prediction:
             gradients = torch.cat([gradients, more])
         pull_positives(gradients, features, batch.per_sample(weight / batch.tau), directions)
         return gradients
+
+    def outside_wh(self, alpha: Tensor) -> Tensor:
+        """Return the prototypes' part of ``sum w h``, ``(B, A)``: through it ``alpha`` depends on the temperature.
+
+        The weights are those of :meth:`through_alpha`, ``1 - exp(-alpha)(eps + ghat)`` times the softmax over the
+        prototypes, and ``h`` is ``cos(e_i, W_j) - s_ii``.
+        """
+        batch = self._batch
+        mean_h = F.minus_product(self._prototypes.mean_cosine(), batch.shift, batch.tau)
+        return batch.per_sample(self._through_alpha(alpha, 1.0) * mean_h)
+
+    def _through_alpha(self, alpha: Tensor, slope: Scalar) -> Tensor:
+        """Return the derivative of ``slope (exp(-alpha)(eps + ghat) + alpha)`` by the log-partition, ``(D, P)``."""
+        # by alpha it is slope (1 - exp(-alpha)(eps + ghat)), that is slope (1 - sum_j w_ij)
+        batch = self._batch
+        rest = batch.per_anchor((self.target - alpha).expm1_().neg_())
+        return batch.through_eps(batch.per_anchor(slope) * rest, self._relative)
 
 
 class FunctionalOptimizer:

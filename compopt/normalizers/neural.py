@@ -70,8 +70,9 @@ class NeuralNormalizer(Normalizer):
             ``torch.optim``, or ``functools.partial(torch.optim.SGD, momentum=0.9)``.
         reset_optimizer: forget the optimizer's sums at a restart. With AdaGrad and ``lr=1`` the next step then moves
             every coordinate by 1.
-        through_alpha: also pass the gradient of the objective that reaches the encoders through ``alpha`` (second term
-            of eq. 12's gradient); it vanishes where the network is exact. One more matrix product per direction.
+        through_alpha: gradients with respect to features and temperatures are those of eq. 12, ``alpha`` included
+            (Algorithm 1, line 11), the network held. ``False``: ``alpha`` is held too. The difference vanishes where
+            the network is exact. One more matrix product per direction.
         seed: of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
@@ -91,7 +92,8 @@ class NeuralNormalizer(Normalizer):
     batch.
 
     Communicates, with K ranks, per call: ``updates + 1`` all-reduces of ``2 B`` doubles (partial log-sum-exps; the
-    ``1/tau`` is limited to 490 by their range); with ``through_alpha`` one of ``2 B d`` floats.
+    ``1/tau`` is limited to 490 by their range); with ``through_alpha`` one of ``2 B d`` floats, and one of ``2 B``
+    doubles where a temperature gets a gradient.
     ``state_dict`` and ``save`` are collective.
 
     Raises:
@@ -101,7 +103,7 @@ class NeuralNormalizer(Normalizer):
 
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B. Another objective and a perceptron (Tables
-        14 to 16): ``benchmarks/studies/perceptron.py``.
+        14 to 16): ``benchmarks/results/normalizers.md``.
 
     Example:
         >>> import torch, compopt
@@ -185,6 +187,7 @@ class NeuralNormalizer(Normalizer):
         return Estimate(
             prediction.alpha,
             target=prediction.target,
+            outside_wh=prediction.outside_wh(prediction.alpha) if self.through_alpha and call.pairs.moments else None,
             through_alpha=partial(prediction.through_alpha, prediction.alpha) if self.through_alpha else None,
             metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )

@@ -37,7 +37,7 @@ class ResidualNormalizer(Normalizer):
     * with ``prediction="before"`` the network predicts before it learns from the batch, independently of the batch's
       estimate;
     * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, goes to the prototypes: a
-      control variate, which does not change an anchor's expected gradient.
+      control variate, which does not change an anchor's expected gradient; that of a learned temperature has it too.
 
     The network need not learn: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
     is the queue of the newest features, one product per direction and step. :class:`~compopt.ResidualEstimator` has it.
@@ -121,6 +121,7 @@ class ResidualNormalizer(Normalizer):
         return Estimate(
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
+            outside_wh=network.outside_wh(alpha) if self.neural.through_alpha and call.pairs.moments else None,
             through_alpha=partial(network.through_alpha, alpha) if self.neural.through_alpha else None,
             metrics={"network_gap": partial(l1_loss, network.target, network.alpha)},
         )

@@ -34,12 +34,17 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         prototypes, lr, updates, restart_every: of the network, see :class:`~compopt.NeuralNormalizer`; the defaults are
             those of Table 4.
         eps: see there.
-        optimizer, reset_optimizer, through_alpha, seed: of the network, too.
+        optimizer, reset_optimizer, seed: of the network, too.
+        through_alpha: of the network, too. ``True`` is Algorithm 1, line 11; against ``False`` it was level or better
+            at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints of
+            0.2.0's default need ``False``.
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 has 6.5 for
             CC3M and up to 11, see :func:`compopt.presets.settings`.
         tau_lr: step size of a learned temperature (Adam). Table 3 has 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
-        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (the paper's); ``"individual"``, one per
-            sample and direction.
+        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (Algorithm 1); ``"individual"``, one per sample
+            and direction. The default is not the paper's, since ``rho`` must be chosen for data and batch: at batch
+            64 on glyphs 6.5 took the temperature from 0.07 to 0.01 and R@1 from 52 to 36 %, while 3.0 left both; on
+            words 3.0 took it there (``benchmarks/results/neuclip.md``).
         tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`. 0.01 and 1
             are the bounds of FastCLIP's code.
         parametrization: of the global one: ``"log"`` is AdamW on ``log(1/tau)``, with a third of the rate while
@@ -76,7 +81,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         eps: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
         reset_optimizer: bool = False,
-        through_alpha: bool = False,
+        through_alpha: bool = True,
         seed: int = 0,
         tau_min: float | None = 0.01,
         tau_max: float | None = 1.0,

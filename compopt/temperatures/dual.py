@@ -67,8 +67,8 @@ class TemperatureDual(Temperature):
 
     With a normalizer of ``reference="none"`` (SogCLR) the positive has weight 1, and ``G`` gains
     ``(1 - sum_j w_ij) s_ii / tau_i``. With a :class:`~compopt.NeuralNormalizer` it gains
-    ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP). With ``multiply_tau=False`` it is
-    ``-sum_j w_ij h_ij / tau_i^2``.
+    ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP), and with ``through_alpha`` the sum includes prototypes.
+    With ``multiply_tau=False`` it is ``-sum_j w_ij h_ij / tau_i^2``.
 
     ``parametrization="log"`` moves ``log(1/tau)``, as FastCLIP's authors do: ``lr`` is then a relative step,
 

@@ -10,7 +10,7 @@ from tests.reference.dense import (
 from tests.reference.losses import LossReference
 from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
-from tests.reference.neural import NeuralReference, ResidualReference
+from tests.reference.neural import NeuralReference, ResidualReference, equation_12
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.sogclr import LiteralSogCLR
 from tests.reference.temperatures import (
@@ -41,4 +41,5 @@ __all__ = [
     "dense_global_gradient",
     "dense_global_loss",
     "dense_log_normalizers",
+    "equation_12",
 ]

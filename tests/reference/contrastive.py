@@ -131,7 +131,7 @@ class Reference:
         return self.encoded_similarity(a, sample).item()
 
     def temperature_gradient(self, a, w, sum_wh, tau, alpha, rho):
-        """G by autograd: the objective of one anchor with alpha and w held as estimated."""
+        """G by autograd: the objective of one anchor with w held as estimated, and alpha too unless it has a graph."""
         t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
         if self.outer_positive:  # -s_ii + t log u(s): the inner function has s_ij where it otherwise has h_ij
             s_ii = a.positive.item()
@@ -145,6 +145,8 @@ class Reference:
         objective = t * (alpha + rho) + tau * linear if self.multiply_tau else linear
         if self.multiply_tau and hasattr(self.normalizer, "slack"):
             objective = objective + t * self.normalizer.slack(a, w, alpha)
+        if getattr(self.normalizer, "through_alpha", False):
+            objective = objective + self.normalizer.through_tau(a, t, tau if self.multiply_tau else 1.0, alpha)
         return float(torch.autograd.grad(objective, t)[0])
 
     # commit ---------------------------------------------------------------------------------------

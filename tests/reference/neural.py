@@ -13,6 +13,23 @@ def unit(x):
     return x / x.norm(dim=-1, keepdim=True)
 
 
+def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
+    """The objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
+
+    ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
+    """
+    z, shared = [unit(z1), unit(z2)], len(weights) == 1
+    positive, total = (z[0] * z[1]).sum(1), 0.0
+    for own, other, w, t in zip(z, z[::-1], weights.expand(2, -1, -1), tau.expand(len(z1), 2).T, strict=True):
+        candidates = torch.cat([own, other]) if shared else other
+        negative = 1 - torch.eye(len(own), dtype=own.dtype).repeat(1, 2 if shared else 1)
+        sums = [torch.exp((own @ side.T - positive[:, None]) / t[:, None]) for side in (candidates, unit(w))]
+        g = (negative * sums[0]).sum(1) / negative.sum(1)
+        alpha = torch.log(eps + sums[1].mean(1))
+        total = total + (t * (torch.exp(-alpha) * (eps + g) + alpha + rho - 1)).mean() / 2
+    return total
+
+
 class NeuralReference:
     """One network per direction (bimodal) or one for both views; weights learn by autograd on the batch."""
 
@@ -99,6 +116,7 @@ class NeuralReference:
 
     def alphas(self, ref, anchors, taus, rows):
         """Queue, restart, updates; alpha of the trained network."""
+        self.features = ref.features
         z = [unit(z.detach()) for z in ref.features]
         count = 2 if ref.mode == "bimodal" else 1
         if self.nets is None:
@@ -143,6 +161,15 @@ class NeuralReference:
         """exp(-alpha)(eps + ghat) - 1, on top of G."""
         return sum(w) + self.eps * math.exp(-alpha) - 1.0
 
+    def through_tau(self, anchor, t, slope, alpha, nets=None):
+        """Term of one anchor through which alpha depends on its temperature t; its factor is held."""
+        nets = nets or self.used
+        net = nets[anchor.direction % len(nets)]
+        ghat = sum(math.exp(h / t.item()) for h in anchor.h) / len(anchor.h)
+        e = unit(self.features[anchor.direction][anchor.position].detach())
+        predicted = self.alpha(net, net["weights"], e, anchor.positive.item(), t)
+        return slope * (1.0 - math.exp(-alpha) * (self.eps + ghat)) * predicted
+
     def surrogate(self, ref, anchors, taus, slope):
         """Term that reaches features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
         return self.through(ref, self.used, anchors, taus, slope) if self.through_alpha else 0.0
@@ -176,6 +203,7 @@ class ResidualReference:
 
     def __init__(self, network, prediction="before", first="one", remembers=True):
         self.network, self.prediction, self.first, self.has_rows = network, prediction, first, remembers
+        self.through_alpha = network.through_alpha
 
     def read(self, ref, row):
         """The library keeps the logarithm."""
@@ -210,12 +238,20 @@ class ResidualReference:
         self.alpha_of = {key: predicted[k] + math.log(new[key]) for k, key in enumerate(ratio)}
         return list(self.alpha_of.values()), proposals
 
+    @property
+    def nets(self):
+        """Networks that predict."""
+        return self.network.nets_before if self.prediction == "before" else self.network.used
+
+    def through_tau(self, anchor, t, slope, alpha):
+        """Through the network's alpha; the ratio is constant."""
+        return self.network.through_tau(anchor, t, slope, alpha, self.nets)
+
     def surrogate(self, ref, anchors, taus, slope):
         """Through the network's alpha; the ratio is constant."""
-        if not self.network.through_alpha:
+        if not self.through_alpha:
             return 0.0
-        nets = self.network.nets_before if self.prediction == "before" else self.network.used
-        return self.network.through(ref, nets, anchors, taus, slope, self.alpha_of)
+        return self.network.through(ref, self.nets, anchors, taus, slope, self.alpha_of)
 
     def step(self):
         """Commit."""

@@ -222,7 +222,13 @@ LOSSES: dict[str, Build] = {
         mode=task.mode,
     ),
     "NeuCLIP": lambda task, o: compopt.NeuCLIPEstimator(
-        DIM, tau=o["tau"], prototypes=1024, restart_every=100, mode=task.mode
+        DIM,
+        tau=o["tau"],
+        prototypes=1024,
+        restart_every=100,
+        learn_tau=False,
+        through_alpha=False,
+        mode=task.mode,
     ),
     "Residual": lambda task, o: compopt.ResidualEstimator(DIM, tau=o["tau"], mode=task.mode),
     "Memory": lambda task, o: compopt.MemoryEstimator(DIM, int(o["length"]), o["tau"], mode=task.mode),
