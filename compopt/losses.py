@@ -62,6 +62,7 @@ class CompositionalLoss(Component):
     domain: Domain = "log"
     width = 1
 
+    @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
 
