@@ -62,6 +62,7 @@ class CompositionalLoss(Component):
     domain: Domain = "log"
     width = 1
 
+    @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
 
@@ -297,7 +298,7 @@ class AveragePrecisionLoss(PairLoss):
 
     References:
         Qi et al., Stochastic Optimization of Areas Under Precision-Recall Curves with Provable Convergence, NeurIPS
-        2021, eq. 4, Algorithm 1.
+        2021 (SOAP).
 
     Example:
         >>> import torch, compopt
@@ -351,7 +352,7 @@ class PartialAUCLoss(PairLoss):
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
     References:
-        Zhu et al., When AUC meets DRO, ICML 2022, eq. 5, Algorithm 2 (SOPA-s).
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOPA-s).
 
     Example:
         >>> import torch, compopt
@@ -399,7 +400,7 @@ class TwoWayPartialAUCLoss(PartialAUCLoss, _WithTotal):
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
     References:
-        Zhu et al., When AUC meets DRO, ICML 2022, eq. 8, Algorithm 3 (SOTA-s).
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOTA-s).
 
     Example:
         >>> import torch, compopt
@@ -452,7 +453,7 @@ class CVaRPartialAUCLoss(PairLoss):
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
     References:
-        Zhu et al., When AUC meets DRO, ICML 2022, eq. 4, Algorithm 1 (SOPA), whose ``eta / n_+`` is ``lr`` here.
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOPA), whose ``eta / n_+`` is ``lr`` here.
 
     Example:
         >>> import torch, compopt
@@ -513,7 +514,7 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
     References:
-        Zhu et al., When AUC meets DRO, ICML 2022, section 4.2 (SOTA).
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOTA).
 
     Example:
         >>> import torch, compopt
@@ -620,7 +621,7 @@ class NDCGLoss(_ListLoss):
 
     References:
         Qiu et al., Large-scale Stochastic Optimization of NDCG Surrogates for Deep Learning with Provable Convergence,
-        ICML 2022, eq. 3, Algorithm 1 (SONG).
+        ICML 2022 (SONG).
 
     Example:
         >>> import torch, compopt

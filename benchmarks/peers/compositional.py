@@ -88,7 +88,7 @@ def batch(visit: int, size: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient(loss: Any, given: tuple[Tensor, Tensor, Tensor]) -> np.ndarray:
-    """Of one call, with its commit."""
+    """Return the gradient of one call, which is committed."""
     scores, labels, index = given
     scores = scores.clone().requires_grad_()
     loss(scores, labels, index).backward()

@@ -215,7 +215,7 @@ class MovingAverageEstimator(Normalizer):
 
         References:
             Jiang et al., Multi-block-Single-probe Variance Reduced Estimator for Coupled Compositional Optimization,
-            NeurIPS 2022, eq. 3.
+            NeurIPS 2022 (MSVR).
         """
         log_u, batch = self._average(log_g, index, previous, beta)
         self._deposit_average(log_u, batch)

@@ -77,6 +77,9 @@ def train(path: str) -> dict[str, float]:
     u = compopt.MovingAverageEstimator(100, gamma=0.5)
     risk = compopt.compositional_loss(torch.rand(4), torch.arange(4), u, torch.log)
     assert_type(risk, Tensor)
+    precision = compopt.losses.AveragePrecisionLoss(100, offload="cpu")
+    precision.attach(optimizer)
+    assert_type(precision(torch.rand(4), torch.arange(4) > 2, torch.arange(4)), Tensor)
     return {name: value.item() for name, value in est.metrics.items()}
 
 
