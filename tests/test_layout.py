@@ -20,7 +20,7 @@ FLOORS = [
     {"arguments", "checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
     {"normalizers"},
     {"compositional", "contrastive"},
-    {"diagnostics", "presets"},
+    {"diagnostics", "losses", "presets"},
     {"integrations"},
 ]
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class

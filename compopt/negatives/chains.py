@@ -95,13 +95,13 @@ class Outside(Encoded):
     ) -> None:
         super().__init__(anchors, encoder, ranks)
         self.sample, self.score = (rows.expand(-1, len(anchors)) for rows in (sample, score))
-        self.fresh, self.place = self.score, torch.zeros_like(self.sample)
+        self.fresh, self.place = self.score, self.sample  # until some are encoded
 
     def encode(self, needed: Tensor, spare: Tensor) -> None:
         """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
         place = self.places(self.sample[needed], spare)
         if self._features is not None:
-            self.place = self.place.masked_scatter(needed, place)
+            self.place = torch.zeros_like(self.sample).masked_scatter_(needed, place)
             self.fresh = torch.where(needed, self.similarities(self.place), self.score)
 
 

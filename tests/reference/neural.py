@@ -166,7 +166,7 @@ class NeuralReference:
         nets = nets or self.used
         net = nets[anchor.direction % len(nets)]
         ghat = sum(math.exp(h / t.item()) for h in anchor.h) / len(anchor.h)
-        e = unit(self.features[anchor.direction][anchor.position].detach())
+        e = unit(self.features[anchor.view][anchor.position].detach())
         predicted = self.alpha(net, net["weights"], e, anchor.positive.item(), t)
         return slope * (1.0 - math.exp(-alpha) * (self.eps + ghat)) * predicted
 
