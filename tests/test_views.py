@@ -31,7 +31,7 @@ def step(est, views, index, **options) -> tuple[Tensor, Tensor]:
     return loss.detach(), leaf.grad
 
 
-def follow(info, est, ref, batches, **options):
+def follow(info, est, ref, batches, tolerance=1e-10, **options):
     """An estimator and its twin through some batches, each with a commit."""
     for views, index in batches:
         leaf = info.tau_leaf(est) if info.tau_leaf else None
@@ -39,12 +39,12 @@ def follow(info, est, ref, batches, **options):
             leaf.grad = None
         found, wanted = step(est, views, index, **options), ref.forward(views, None, index, **options)
         for name, got, want in zip(("loss", "gradient"), found, wanted, strict=True):
-            near(got, want, what=name)
+            near(got, want, tolerance, what=name)
         if leaf is not None:
             want = ref.tau_grad * info.tau_chain(ref.taus[0])
             near(leaf.grad, want, 1e-10 if leaf.dtype == torch.float64 else 2e-6, what="tau gradient")
         est.step(), ref.step()
-        compare_state(est, ref, N, info)
+        compare_state(est, ref, N, info, tolerance)
 
 
 # -- against the references --------------------------------------------------------------------------------------------
@@ -57,8 +57,10 @@ def follow(info, est, ref, batches, **options):
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_every_estimator(info, views, anchors, chunk_size):
     est, ref = make(info, "unimodal", N, gamma=0.6, chunk_size=chunk_size)
-    # a twin's network takes seconds
-    follow(info, est, ref, data(views, *((2, 1, 4) if info.network else (4, 1))), anchors=anchors)
+    # With one anchor view parts of a network's gradient are zero but for rounding, which AdaGrad enlarges by 1 / eps.
+    tolerance = 1e-6 if info.network and anchors == 1 else 1e-10
+    steps = (2, 1, 4) if info.network else (4, 1)  # a twin's network takes seconds
+    follow(info, est, ref, data(views, *steps), tolerance, anchors=anchors)
 
 
 @pytest.mark.parametrize("views", [3, 4])
