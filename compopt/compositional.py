@@ -50,7 +50,7 @@ def compositional_loss(
         ValueError: ``g`` has another shape, holds no values, or (on the CPU) has an entry <= 0 where averages are kept
             as logarithms; ``f`` returns another shape than ``(B,)``; ``previous`` or ``beta``, see ``update``.
         TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``g`` holds no floating-point numbers,
-            ``index`` no integers; ``f`` returns something without a graph.
+            ``index`` no integers; ``f`` returns no tensor, or one without a graph.
         IndexError: an index outside ``0 .. n - 1``.
         RuntimeError: the estimator is part of another one; a transform or a tangent, as at a call of
             :class:`~compopt.ContrastiveEstimator`.
@@ -82,14 +82,15 @@ def compositional_loss(
     if not isinstance(estimator, MovingAverageEstimator):
         raise TypeError(f"estimator must be a MovingAverageEstimator, got {type(estimator).__name__}")
     refuse_transforms()
-    inner = estimator._inner("g", g)
-    refuse_tangents(("g", g))
     logs = estimator.domain == "log"
-    if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
-        raise ValueError(
-            f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}: build the estimator "
-            f'with domain="linear"'
-        )
+    with estimator._engine.handshake.guard():
+        inner = estimator._inner("g", g)
+        refuse_tangents(("g", g))
+        if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
+            raise ValueError(
+                f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}: build the "
+                f'estimator with domain="linear"'
+            )
     inner = (inner.log() if logs else inner).view(g.shape)
     average, batch = estimator._average(inner, index, previous, beta, args)
     u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
@@ -104,14 +105,20 @@ def compositional_loss(
 def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Return the mean of ``f(u, *args)``, one value per sample, and its derivative with respect to ``u``."""
     if torch.is_inference_mode_enabled():  # where nothing has a derivative
-        return f(u, *args).mean(), torch.zeros_like(u)
+        return _per_sample(f(u, *args), len(u)).mean(), torch.zeros_like(u)
     with torch.enable_grad():
         u = u.detach().requires_grad_()
-        values = f(u, *args)
-        if values.dim() > 1:
-            raise ValueError(f"f must return one value per sample, (B,), got shape {(*values.shape,)}")
-        value = values.mean()
+        value = _per_sample(f(u, *args), len(u)).mean()
         if not value.requires_grad:
             raise TypeError("f must be differentiable: what it returned has no graph")
         (slope,) = torch.autograd.grad(value, u)
     return value.detach(), slope
+
+
+def _per_sample(values: Any, count: int) -> Tensor:
+    """Return the values of an outer function, one per sample, and refuse others."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"f must return a tensor, one value per sample, got {values!r}")
+    if values.shape != (count,):
+        raise ValueError(f"f must return one value per sample, ({count},), got shape {(*values.shape,)}")
+    return values

@@ -67,7 +67,7 @@ class CompositionalLoss(Component):
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        for name in self.own_defaults:
+        for name in self.own_defaults.keys() & CHECKS.keys():  # a subclass checks its own
             CHECKS[name](name, group[name])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
@@ -129,12 +129,22 @@ def _checked(name: str, value: Tensor, axes: int) -> None:
     check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
 
 
-def _alike(name: str, value: Any, scores: Tensor) -> Tensor:
-    """Return a tensor in the shape of ``scores``."""
-    if not isinstance(value, Tensor) or value.shape != scores.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name} must be a tensor of shape {tuple(scores.shape)} as scores, got {found}")
+def _alike(name: str, value: Any, like: Tensor) -> Tensor:
+    """Return a tensor in the shape of ``like``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {tuple(like.shape)}, got {type(value).__name__}")
+    if value.shape != like.shape:
+        raise ValueError(f"{name} must have the shape {tuple(like.shape)}, as scores, got {tuple(value.shape)}")
     return value
+
+
+def _grades(relevance: Tensor) -> Tensor:
+    """Return the relevance of items on the host, which selects by it."""
+    grades = relevance.cpu()
+    bad = ~(grades >= 0) | (grades == torch.inf)
+    if bool(bad.any()):
+        raise ValueError(f"relevance must be finite and at least 0 (not relevant), got {grades[bad][0].item()!r}")
+    return grades
 
 
 # -- robust risk -------------------------------------------------------------------------------------------------------
@@ -574,16 +584,19 @@ class _ListLoss(CompositionalLoss):
         with self._engine.handshake.guard():
             _checked("scores", scores, 2)
             relevance, index = (_alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
-            query, item = torch.nonzero(relevance.cpu() > 0, as_tuple=True)
+            query, item = torch.nonzero(_grades(relevance) > 0, as_tuple=True)
             pair = check_vector("index", index[query.to(index.device), item.to(index.device)], len(query))
             dtype = working_dtype(scores.dtype, self.dtype)
-            every = torch.full((len(scores),), scores.shape[1]) if items is None else items
-            if not isinstance(every, Tensor) or every.shape != scores.shape[:1]:
-                raise ValueError(f"items must be a tensor ({len(scores)},), one number per query, got {items!r}")
+            every = (
+                torch.full((len(scores),), scores.shape[1]) if items is None else _alike("items", items, scores[:, 0])
+            )
+            if every.device.type == "cpu" and not bool((every >= 1).all()):
+                raise ValueError(f"items must be at least 1, the number that each query ranks, got {every.tolist()!r}")
             relevance = relevance.to(scores.device, dtype)
             at = query.to(scores.device), item.to(scores.device)
             values = {"items": every.to(scores.device, dtype)[at[0]], **self.gains(relevance, at)}
             hyper = self._engine.groups.hyper(self.role, pair.to(scores.device)[:, None], dtype)
+            scores = scores.to(dtype)  # differences of half precision would have few digits, or overflow
             own = self.compare(scores[at[0]] - scores[at][:, None], hyper)
         return self._compose(pair, [own], values)
 

@@ -143,14 +143,18 @@ def test_large_losses_do_not_overflow():
 S, Y, I = torch.zeros(3), torch.tensor([1, 0, 0]), torch.arange(3)  # noqa: E741
 WRONG = [
     ("ap", (S[:, None], Y, I), ValueError, r"scores must have shape \(B,\), got \(3, 1\)"),
-    ("ap", (S, Y[:2], I), ValueError, r"labels must be a tensor of shape \(3,\) as scores, got \(2,\)"),
+    ("ap", (S, Y[:2], I), ValueError, r"labels must have the shape \(3,\), as scores, got \(2,\)"),
     ("ap", (S, Y, I + N), IndexError, f"index {N} is outside n={N}"),
     ("ap", (S, 0 * Y, I), ValueError, "no sample that AveragePrecisionLoss is a mean over"),
     ("pauc", (S, Y + 1, I), ValueError, "no negatives"),
     ("pauc", (I, Y, I), TypeError, "scores must be a floating-point tensor"),
     ("robust", (S, None), TypeError, "index is None"),
-    ("ndcg", (S[None], Y, I[None]), ValueError, r"relevance must be a tensor of shape \(1, 3\) as scores"),
-    ("ndcg", (S[None], Y[None], I[None], S[:2]), ValueError, r"items must be a tensor \(1,\)"),
+    ("ndcg", (S[None], Y, I[None]), ValueError, r"relevance must have the shape \(1, 3\), as scores"),
+    ("ndcg", (S[None], Y[None], I[None], S[:2]), ValueError, r"items must have the shape \(1,\)"),
+    ("ndcg", (S[None], Y[None], I[None], 0 * S[:1]), ValueError, "items must be at least 1"),
+    ("ndcg", (S[None], Y[None] - 1, I[None]), ValueError, "relevance must be finite and at least 0 .*, got -1"),
+    ("listwise", (S[None], Y[None] * torch.inf, I[None]), ValueError, "relevance must be finite"),
+    ("ap", (S, [1, 0, 0], I), TypeError, "labels must be a tensor"),
 ]
 
 
@@ -171,3 +175,36 @@ def test_wrong_hyper_parameters():
         losses.AveragePrecisionLoss(N, margin=-1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'Lambda'"):
         losses.PartialAUCLoss(N, Lambda=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["ndcg", "listwise"])
+def test_differences_of_half_precision_are_taken_in_full(name, dtype):
+    scores, found = torch.tensor([[0.0, 300.0, -300.0]]).to(dtype), []  # whose squares float16 does not have
+    for given in (scores, scores.float()):
+        leaf, loss = given.clone().requires_grad_(), CASES[name][0](N)
+        loss(leaf, torch.tensor([[1, 0, 0]]), I[None]).backward()
+        loss.step()
+        found.append((leaf.grad, *loss.read(I[:1]).values()))
+    (gradient, *rows), (expected, *expected_rows) = found
+    assert torch.equal(gradient, expected.to(dtype)) and all(map(torch.equal, rows, expected_rows))
+
+
+class Mean(losses.CompositionalLoss):
+    """u_i, with a hyper-parameter that the base class does not know."""
+
+    def __init__(self, n):
+        super().__init__(n, {"gamma": 0.9, "scale": 2.0})
+
+    def __call__(self, g, index):
+        return self._compose(index, [g], {})
+
+    def inner(self, given, batch, hyper):
+        return given[0][:, None]
+
+    def outer(self, u, batch, hyper):
+        return hyper("scale") * u[:, 0]
+
+
+def test_a_loss_of_ones_own():
+    assert Mean(3)(torch.tensor([0.5, 1.5], requires_grad=True), I[:2]).item() == 2.0

@@ -208,6 +208,25 @@ def test_a_resumed_run_draws_the_same_samples():
         compopt.EMC2Estimator(N, tau=TAU, dtype=torch.float64).load_state_dict(first.state_dict())
 
 
+def test_as_many_draws_as_an_anchor_has_negatives():
+    asked = []
+
+    def encode(index):
+        asked.append(len(index))
+        return torch.randn(len(index), 4)
+
+    for views in (2, 3):
+        est = compopt.EMC2Estimator(10**6, mode="unimodal", burn_in=0, proposals="dataset")
+        est(torch.randn(views, 5, 4), index=torch.arange(5), anchors=1, encode=encode)
+    assert asked == [2 * 4 * 5, 3 * 4 * 5]  # V (B - 1) for each of B chains, of so many samples that none is met twice
+
+
+def test_a_diagnostic_needs_no_proposals():
+    features, ests = torch.randn(2, 12, 4), [compopt.EMC2Estimator(12, proposals=p) for p in ("pool", "dataset")]
+    errors = [compopt.diagnostics.normalizer_error(est, *features, batch_size=4) for est in ests]
+    assert errors[0] == errors[1]
+
+
 def test_bad_calls_with_proposals_from_the_data_set():
     z1, z2 = features(4, 3, 0)
     index, encode = torch.arange(4), lambda i: (torch.ones(len(i), 3),) * 2

@@ -58,10 +58,19 @@ def test_a_normalizer_and_an_estimator_share_no_name_by_accident():
 
 
 @pytest.mark.parametrize(
-    "g, f, error", [(torch.ones(3), lambda u: 1 / 0, ZeroDivisionError), (torch.ones(3), torch.zeros_like, TypeError)]
+    "g, f, error",
+    [
+        (torch.ones(3), lambda u: 1 / 0, ZeroDivisionError),
+        (torch.ones(3), torch.zeros_like, TypeError),
+        (torch.ones(3), torch.sum, ValueError),
+        (torch.ones(3), lambda u: u[:2], ValueError),
+        (torch.ones(3), lambda u: 1.0, TypeError),
+    ],
 )
 def test_an_outer_function_that_fails_deposits_nothing(g, f, error):
     average = compopt.MovingAverageEstimator(5)
+    with pytest.raises(error), torch.inference_mode(f is torch.sum):
+        compopt.compositional_loss(g, torch.arange(3), average, f)
     with pytest.raises(error):
         compopt.compositional_loss(g, torch.arange(3), average, f)
     assert average.pending == 0

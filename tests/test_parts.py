@@ -136,6 +136,18 @@ def refused(source, make, message, role="normalizer"):
     assert_same_bits(after["rows"], before["rows"])
 
 
+def test_rows_go_beside_a_temperature_of_all_samples():
+    def build():
+        return compopt.FastCLIPEstimator(9, rho=1.0)
+
+    est, again = build(), build()
+    est(*torch.randn(2, 5, 4, requires_grad=True).unbind(), torch.arange(5))
+    est.step()
+    for name in ("temperature", "normalizer"):
+        getattr(again, name).load_state_dict(getattr(est, name).state_dict())
+    assert torch.equal(again.read(torch.arange(9))["log_u"], est.read(torch.arange(9))["log_u"])
+
+
 def test_rows_that_would_mean_something_else_are_refused():
     state = saved(sogclr())
     refused(state, lambda: isogclr(reference="positive"), "reference differs.*build it with reference='none'")

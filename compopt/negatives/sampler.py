@@ -69,7 +69,7 @@ class MCMCNegativeSampler(Normalizer):
             printed. Every call then needs ``encode``, which is asked once for the samples drawn and the stored ones, at
             most ``(R + 1) B`` per direction, those of the batch included; none of their similarities is stale.
             ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its first
-            result in unimodal mode), whose features get no gradient.
+            result in unimodal mode) once that is ``filled``; its features get no gradient.
         rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
             similarity is stale. Otherwise only those that have visits, afterwards.
         draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: as many as an anchor has
@@ -217,8 +217,9 @@ class MCMCNegativeSampler(Normalizer):
 
     def _chains(self, call: Call, burn_in: Scalar) -> Chains:
         seed = int(self.state["seed"])
-        if self.proposals == "dataset":
-            negatives = (2 if call.unimodal else 1) * (len(call.batch.features[0]) - 1)
+        if self.proposals == "dataset" and call.encoder is not None:  # a diagnostic has none, and needs no chains
+            views = len(call.batch.features) if call.unimodal else 1
+            negatives = views * (len(call.batch.features[0]) - 1)
             return DatasetChains(call, self._ranks, burn_in, seed, self._groups.n or 0, self.draws or negatives)
         return Chains(call, self._ranks, burn_in, seed, self.proposals == "sweep", self.rescore)
 

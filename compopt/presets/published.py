@@ -28,7 +28,8 @@ class Settings(dict[str, Any]):
     Attributes:
         source: where they are printed.
         schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` beside ``decay_steps``; empty if gamma is
-            constant.
+            constant or, of FastCLIP on DFN, not printed: use the schedule's default there, since the preset's gamma of
+            1 keeps no history.
     """
 
     def __init__(

@@ -307,7 +307,7 @@ class TemperatureDual(Temperature):
             rows[name].mul_((1 - beta ** visits.to(dtype)) / (1 - beta ** steps.to(dtype)))
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
-        if self.optimizer == "adam":
+        if self.optimizer == "adam" and self.mode == "individual":
             steps = rows[COUNT].clamp(min=1)
             self._rescale(rows, hyper, steps, torch.where(rows[COUNT] > 0, rows["visits"], steps))
 
