@@ -92,6 +92,7 @@ def test_batch_norm_of_features_is_that_of_torch():
     assert torch.equal(ours(x), theirs(x)) and torch.equal(ours.running_var, theirs.running_var)
 
 
+@pytest.mark.full
 def test_probes_find_what_is_linear_and_repeat_to_the_bit():
     z = torch.randn(600, 8, generator=generator())
     label = (z @ torch.randn(8, 4, generator=generator(1))).argmax(1)

@@ -226,9 +226,18 @@ def alone(*case):
     return the_pool().run(on_ranks, 1, *case[:3], dict(case[3]))[0]
 
 
-RANKED = ["infonce", "sogclr", "isogclr-adam", "global-dual", "neural-through-alpha", "residual-queue", "memory-dual"]
+RANKED = ["infonce", "isogclr-adam", "global-dual", "memory-dual", "emc2-dual"]
 CASES = [(name, *(((3, None), (4, 2))[number % 2]), {}) for number, name in enumerate(RANKED)]
-CASES += [("emc2-dual", 3, None, {}), ("sogclr", 3, None, {"shard": True}), ("isogclr", 5, 2, {"chunk_size": 2})]
+CASES += [("sogclr", 4, 2, {"shard": True}), ("isogclr", 5, 2, {"chunk_size": 2})]
+NETWORKS = [("neural-through-alpha", 3, None, {}), ("residual-queue", 4, 2, {})]  # whose start takes seconds
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", NETWORKS, ids=lambda case: "-".join(map(str, case)))
+def test_ranks_with_a_network(case, ranks):
+    test_ranks_compute_what_one_process_does(case, ranks)
 
 
 @pytest.mark.distributed
