@@ -1,0 +1,26 @@
+"""Losses beyond contrast: robust risks, average precision, partial AUC and rankings, with averages per sample."""
+
+from compopt.losses.base import CompositionalLoss
+from compopt.losses.pairs import (
+    AveragePrecisionLoss,
+    CVaRPartialAUCLoss,
+    PairLoss,
+    PartialAUCLoss,
+    TwoWayCVaRPartialAUCLoss,
+    TwoWayPartialAUCLoss,
+)
+from compopt.losses.rankings import ListwiseLoss, NDCGLoss
+from compopt.losses.robust import RobustLoss
+
+__all__ = [
+    "AveragePrecisionLoss",
+    "CVaRPartialAUCLoss",
+    "CompositionalLoss",
+    "ListwiseLoss",
+    "NDCGLoss",
+    "PairLoss",
+    "PartialAUCLoss",
+    "RobustLoss",
+    "TwoWayCVaRPartialAUCLoss",
+    "TwoWayPartialAUCLoss",
+]

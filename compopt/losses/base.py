@@ -1,0 +1,160 @@
+"""Base of the losses beyond contrast: inner values, their averages, and the gradient in closed form."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt import functional as F
+from compopt.batch import Batch
+from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.checks.inputs import check_values
+from compopt.compositional import outer
+from compopt.estimator.call import Setting
+from compopt.estimator.component import Component
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
+from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.kernel.features import with_gradients, working_dtype
+from compopt.normalizers.moving_average import DOMAINS, Domain
+from compopt.stores.layout import Column
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# How each hyper-parameter is checked.
+CHECKS = {
+    "gamma": checks.unit_interval,
+    "tau": checks.positive,
+    "tau_positive": checks.positive,
+    "margin": checks.number,
+    "lr": checks.positive,
+    "max_fpr": checks.unit_interval,
+    "min_tpr": checks.decay,
+}
+
+
+class CompositionalLoss(Component):
+    r"""Base class of losses ``1/n sum_i f(u_i)``, ``u_i`` the moving average of an inner function ``g_i``.
+
+    Each is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)`` commits
+    them, ``state_dict()`` and :func:`compopt.save` keep them. A subclass defines :meth:`inner` and :meth:`outer`. The
+    gradient is ``1/B sum_i f'(u_i) grad g_i``, as of :func:`compopt.compositional_loss`.
+
+    Args:
+        n: number of samples that rows are kept for, or a list of sample groups; ``None``: no rows.
+        hyper: hyper-parameters that groups may override, ``gamma`` among them.
+        process_group, offload, offload_dir, shard, dtype: placement, see :class:`~compopt.estimator.Component`.
+
+    State, per sample: ``log_u`` (in nats), or ``u`` (``width`` values) with ``domain = "linear"``; the visits.
+
+    Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with a few floats per sample; those
+    losses that compare samples gather the scores of the others too. K ranks have the values, the state and the mean
+    gradient of one rank with the whole batch. Backward communicates nothing.
+    """
+
+    role = "loss"
+    domain: Domain = "log"
+    width = 1
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
+        super().__init__(None if n is None else as_groups(n), hyper, **placement)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        for name in self.own_defaults.keys() & CHECKS.keys():  # a subclass checks its own
+            CHECKS[name](name, group[name])
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        name, reduce = DOMAINS[self.domain]
+        return [Column(name, self.width, dtype, reduce)]
+
+    @abstractmethod
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        """Return inner values of the batch, or their logarithms, ``(B, k)``, differentiable in what was ``given``."""
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        """Return the objective of each sample, ``(B,)``, from averages as they are stored, ``(B, k)``."""
+        raise NotImplementedError(f"{type(self).__name__} must define outer() or estimate()")
+
+    def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss, its derivative with respect to inner values, and proposals for the rows."""
+        name, _ = DOMAINS[self.domain]
+        average = F.moving_average if self.domain == "log" else F.linear_average
+        u = average(batch.columns[name], inner, hyper("gamma"), batch.unseen(name))
+        value, slope = self.weights(u, batch, hyper)
+        return value, slope * (inner - u).exp() if self.domain == "log" else slope, {name: u}
+
+    def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
+        """Return the loss, and its derivative with respect to averages as they are stored."""
+        return outer(lambda x: self.outer(x, batch, hyper), u)
+
+    def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of ``given``: a tensor with an entry per sample, perhaps another one of other samples."""
+        ranks, ready = self._engine.ranks, [x.detach().to(working_dtype(x.dtype)) for x in given]
+        batch = self._read({"index": index}, {"given": ready[0], **values}, more=sum(map(len, ready[1:])))
+        if not len(batch.rows):
+            raise ValueError(
+                f"the batch has no sample that {type(self).__name__} is a mean over, on any rank (no positive, or no "
+                f"relevant item): skip it, or draw batches with some in each"
+            )
+        hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        everyone = [batch.values["given"], *(ranks.gather(ready[1:], batch.more) if ready[1:] else ())]
+        leaves = [x.detach().to(batch.dtype).requires_grad_(torch.is_grad_enabled()) for x in everyone]
+        inner = self.inner(leaves, batch, hyper)
+        value, slope, proposals = self.estimate(inner.detach(), batch, hyper)
+        if batch.depositing:
+            self._deposit(batch, proposals)
+        value = batch.nan_if_bad(value)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+            return value
+        first = sum(batch.more[: ranks.rank])
+        own = [batch.own, slice(first, first + sum(map(len, ready[1:])))]
+        # frameworks average gradients over ranks; this rank's share of the global mean must survive that
+        gradients = [g[at] * ranks.size for g, at in zip(torch.autograd.grad(inner, leaves, slope), own, strict=False)]
+        return with_gradients(value, list(zip(given, gradients, strict=True)))
+
+
+def check_scores(name: str, value: Tensor, axes: int) -> None:
+    """Refuse values that are no scores of ``axes`` axes, and callers that would lose their derivatives."""
+    refuse_transforms()
+    refuse_tangents((name, value))
+    check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
+
+
+def alike(name: str, value: Any, like: Tensor) -> Tensor:
+    """Return a tensor in the shape of ``like``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {tuple(like.shape)}, got {type(value).__name__}")
+    if value.shape != like.shape:
+        raise ValueError(f"{name} must have the shape {tuple(like.shape)}, as scores, got {tuple(value.shape)}")
+    return value
+
+
+def log_mean_exp(x: Tensor, dim: int) -> Tensor:
+    """Return ``log mean exp`` over one axis, kept."""
+    return torch.logsumexp(x, dim, keepdim=True) - math.log(x.shape[dim])
+
+
+class WithTotal(CompositionalLoss):
+    """Loss with one more moving average, ``v``, for all samples together, kept as ``log_v``."""
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        # float64: one number, which is averaged at every step
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.state = {"log_v": zero, "updates": zero.clone()}
+
+    def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        """Fold ``log_g``, one number in any shape, into ``log v`` and return that, 0-d."""
+        state = self.working_state(batch.depositing)
+        gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
+        log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
+        if batch.depositing:
+            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
+        return log_v.to(log_g)

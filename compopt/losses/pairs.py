@@ -1,0 +1,350 @@
+"""Losses that compare positives with the rest of the batch: average precision and partial AUC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt import functional as F
+from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs
+from compopt.checks.inputs import check_vector
+from compopt.estimator.call import Setting
+from compopt.estimator.component import Component
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.losses.base import CompositionalLoss, WithTotal, alike, check_scores, log_mean_exp
+from compopt.normalizers.moving_average import Domain
+from compopt.stores.layout import Column
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class PairLoss(CompositionalLoss):
+    r"""Base class of losses that compare each positive sample with the other samples of the batch.
+
+    ``l_ij = max(0, margin - (s_i - s_j))^2`` is the surrogate of "j is ranked above the positive i"; another one is a
+    subclass with its own :meth:`surrogate`. Rows are kept for positives; those of negatives stay empty.
+    """
+
+    @outside_of_graphs
+    def __call__(self, scores: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            scores: predictions of any scale, with their graph, ``(B,)``; with several ranks, of this rank's samples.
+            labels: positive where > 0, ``(B,)``, best on the CPU, since the host selects by them.
+            index: data-set positions, ``(B,)`` integers.
+
+        Raises:
+            TypeError: scores that are no floating-point tensor, an index without integers.
+            ValueError: wrong shapes; a batch without positives, or without the negatives that are needed.
+            IndexError: the index of a positive is outside ``0 .. n - 1``.
+        """
+        with self._engine.handshake.guard():
+            check_scores("scores", scores, 1)
+            positive = alike("labels", labels, scores) > 0
+            index = check_vector("index", index, len(scores))
+            own, others = (torch.nonzero(x.cpu())[:, 0] for x in (positive, ~positive))
+        given = [scores[at.to(scores.device)] for at in (own, others)]
+        return self._compose(index[own.to(index.device)], given, {})
+
+    def surrogate(self, x: Tensor) -> Tensor:
+        """Return ``max(0, x)^2`` of ``margin - (s_i - s_j)``."""
+        return x.relu().square()
+
+    def pairs(self, given: Sequence[Tensor], hyper: Hyper) -> Tensor:
+        """Return ``l_ij`` of positives and negatives, ``(P, N)``."""
+        if not len(given[1]):
+            raise ValueError("the batch has no negatives on any rank: skip it, or draw batches with some in each")
+        return self.surrogate(hyper("margin") - (given[0][:, None] - given[1]))
+
+
+class AveragePrecisionLoss(PairLoss):
+    r"""Average precision (area under the precision-recall curve) of a binary classifier, by SOAP.
+
+    .. math::
+        F = -\frac{1}{n_+} \sum_{y_i = 1} \frac{g_{i1}}{g_{i2}}, \qquad
+        g_{i1} = E_j\, [y_j = 1]\, \ell_{ij}, \qquad g_{i2} = E_j\, \ell_{ij}, \qquad
+        \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
+
+    Args:
+        n: number of samples of the data set, or a list of sample groups.
+        gamma: in (0, 1]; the weight of the newest value of both averages.
+        margin: > 0.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State, per positive: both averages (``u``, two values) and the visits. The first visit takes the values themselves.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Qi et al., Stochastic Optimization of Areas Under Precision-Recall Curves with Provable Convergence, NeurIPS
+        2021 (SOAP).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.AveragePrecisionLoss(n=100)
+        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> scores.grad.sign().tolist()  # the positive goes up, the negatives go down
+        [-1.0, 1.0, 1.0]
+        >>> loss.step()
+        >>> loss.read(torch.tensor([7, 42]))["count"].tolist()
+        [1, 0]
+    """
+
+    domain: Domain = "linear"
+    width = 2
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
+    ) -> None:
+        super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        checks.positive("margin", group["margin"])  # a positive's own pair keeps the denominator above 0
+
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        each = self.surrogate(hyper("margin") - (given[0][:, None] - torch.cat([*given])))
+        return torch.stack([each[:, : len(given[0])].sum(1) / each.shape[1], each.mean(1)], dim=1)
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        return -u[:, 0] / u[:, 1]
+
+
+class PartialAUCLoss(PairLoss):
+    r"""One-way partial AUC (low false positive rates) with KL-regularised weights of negatives, by SOPA-s.
+
+    .. math::
+        F = \frac{1}{n_+} \sum_{y_i = 1} \tau \log E_{y_j = 0}\, e^{\ell_{ij} / \tau}, \qquad
+        \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
+
+    Args:
+        n: number of samples of the data set, or a list of sample groups.
+        gamma: in (0, 1]; the weight of the newest value.
+        tau: weight of the KL term; a small one looks at the hardest negatives (a low false positive rate) only.
+        margin: of the surrogate.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State, per positive: ``log_u`` in nats, and the visits.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOPA-s).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.PartialAUCLoss(n=100, tau=0.1)
+        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> bool(scores.grad[1] > 10 * scores.grad[2])  # nearly all weight on the hardest negative
+        True
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self,
+        n: GroupSpec,
+        gamma: float = 0.9,
+        tau: float = 1.0,
+        margin: float = 1.0,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        super().__init__(n, {"gamma": gamma, "tau": tau, "margin": margin}, **placement)
+
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        return log_mean_exp(self.pairs(given, hyper) / hyper("tau"), 1)
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        return (hyper("tau") * u)[:, 0]
+
+
+class TwoWayPartialAUCLoss(PartialAUCLoss, WithTotal):
+    r"""Two-way partial AUC (low false, high true positive rates), KL-regularised on both sides, by SOTA-s.
+
+    .. math::
+        F = \tau_+ \log E_{y_i = 1} \left( E_{y_j = 0}\, e^{\ell_{ij} / \tau} \right)^{\tau / \tau_+}, \qquad
+        \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
+
+    Args:
+        n, gamma, tau, margin: as of :class:`PartialAUCLoss`; ``gamma`` also averages the outer expectation.
+        tau_positive: weight of the KL term of positives; a small one looks at the hardest positives only. The first
+            sample group's counts.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State: ``log_u`` per positive, in nats, and the visits; the average of the outer expectation, ``log_v``.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOTA-s).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.TwoWayPartialAUCLoss(n=100, tau=0.5, tau_positive=0.1)
+        >>> scores = torch.tensor([0.3, -0.9, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 1, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> bool(scores.grad[1] < 10 * scores.grad[0] < 0)  # nearly all weight on the hardest positive
+        True
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self,
+        n: GroupSpec,
+        gamma: float = 0.9,
+        tau: float = 1.0,
+        tau_positive: float = 1.0,
+        margin: float = 1.0,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        hyper = {"gamma": gamma, "tau": tau, "tau_positive": tau_positive, "margin": margin}
+        CompositionalLoss.__init__(self, n, hyper, **placement)
+
+    def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
+        tau, tau_positive = hyper("tau"), hyper.of_first_group()("tau_positive")
+        powers = u * (tau / tau_positive)
+        log_v = self._total(log_mean_exp(powers, 0), batch, hyper)
+        return tau_positive * log_v, tau * (powers - log_v).exp() / len(u)
+
+
+class CVaRPartialAUCLoss(PairLoss):
+    r"""One-way partial AUC at false positive rates up to a bound, exactly, by SOPA.
+
+    .. math::
+        F = \frac{1}{n_+} \sum_{y_i = 1} \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i),
+        \qquad \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
+
+    The mean over the share ``beta`` (``max_fpr``) of the hardest negatives of each positive. The threshold ``c_i``
+    takes a step of subgradient descent at each visit and starts at 0.
+
+    Args:
+        n: number of samples of the data set, or a list of sample groups.
+        max_fpr: in (0, 1]; the bound ``beta`` of the false positive rate.
+        lr: step size of the thresholds, in units of ``l``.
+        margin: of the surrogate.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State, per positive: ``threshold``, and the visits.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOPA), whose ``eta / n_+`` is ``lr`` here.
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.CVaRPartialAUCLoss(n=100, max_fpr=0.5, lr=1.0)
+        >>> scores = torch.tensor([0.0, 0.1, -0.4], requires_grad=True)
+        >>> for _ in range(2):
+        ...     value = loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3]))
+        ...     loss.step()
+        >>> value.backward()
+        >>> [round(x, 4) for x in scores.grad.tolist()]  # only the hardest half of the negatives counts
+        [-2.2, 2.2, 0.0]
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self,
+        n: GroupSpec,
+        max_fpr: float = 0.2,
+        lr: float = 0.1,
+        margin: float = 1.0,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        super().__init__(n, {"max_fpr": max_fpr, "lr": lr, "margin": margin}, **placement)
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return [Column("threshold", 1, dtype)]
+
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        # the excess of each pair: estimate() needs both its mean and the share that is above 0
+        return (self.pairs(given, hyper) - batch.columns["threshold"]).relu()
+
+    def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        threshold, weight = batch.columns["threshold"], 1 / (hyper("max_fpr") * inner.shape[1])
+        share = (inner > 0).sum(1, keepdim=True) + 0 * inner.sum(1, keepdim=True)  # NaN where a loss is
+        value = (threshold + weight * inner.sum(1, keepdim=True)).mean()
+        slope = torch.zeros_like(inner) + weight / len(inner)
+        return value, slope, {"threshold": threshold - hyper("lr") * (1 - weight * share)}
+
+
+class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
+    r"""Two-way partial AUC at false positive rates up to, and true positive rates from, a bound, by SOTA.
+
+    .. math::
+        F = \min_{c'} \; c' + \frac{1}{\alpha}\, E_{y_i = 1} \max(0, g_i - c'), \qquad
+        g_i = \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i)
+
+    The mean over the share ``alpha = 1 - min_tpr`` of the hardest positives, and for each over the share ``beta``
+    (``max_fpr``) of its hardest negatives. A moving average of each ``g_i`` tells which positives these are.
+
+    Args:
+        n, max_fpr, lr, margin: as of :class:`CVaRPartialAUCLoss`; ``lr`` is the step size of ``c'`` too.
+        min_tpr: in [0, 1); the bound of the true positive rate. The first sample group's counts, as for ``c'``.
+        gamma: in (0, 1]; the weight of the newest ``g_i``.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State: ``threshold`` (``c_i``) and ``u`` per positive, and the visits; ``c'``.
+
+    Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
+
+    References:
+        Zhu et al., When AUC meets DRO, ICML 2022 (SOTA).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.TwoWayCVaRPartialAUCLoss(n=100, max_fpr=0.5, min_tpr=0.5, lr=1.0)
+        >>> scores = torch.tensor([0.9, 0.0, 0.1, -0.4], requires_grad=True)
+        >>> for _ in range(2):
+        ...     value = loss(scores, torch.tensor([1, 1, 0, 0]), torch.tensor([7, 8, 42, 3]))
+        ...     loss.step()
+        >>> value.backward()
+        >>> [round(x, 4) for x in scores.grad.tolist()]  # the hardest half of the positives, of the negatives
+        [0.0, -2.2, 2.2, 0.0]
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self,
+        n: GroupSpec,
+        max_fpr: float = 0.2,
+        min_tpr: float = 0.5,
+        gamma: float = 0.9,
+        lr: float = 0.1,
+        margin: float = 1.0,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        hyper = {"max_fpr": max_fpr, "min_tpr": min_tpr, "gamma": gamma, "lr": lr, "margin": margin}
+        CompositionalLoss.__init__(self, n, hyper, **placement)
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self.state = {"threshold": torch.zeros((), dtype=torch.float64, device="cpu")}
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return [*super().columns(directions, dtype), Column("u", 1, dtype)]
+
+    def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        _, slope, proposals = super().estimate(inner, batch, hyper)
+        old, outermost = batch.columns["threshold"], hyper.of_first_group()
+        g = old + inner.mean(1, keepdim=True) / hyper("max_fpr")
+        u = F.linear_average(batch.columns["u"], g, hyper("gamma"), batch.unseen("u"))
+        state, share = self.working_state(batch.depositing)["threshold"], 1 - outermost("min_tpr")
+        hard = (u > state).to(u.dtype)  # a positive that is not hard enough moves neither the model nor its threshold
+        if batch.depositing:
+            new = state - outermost("lr") * (1 - (hard + 0 * u).mean() / share)
+            self.deposit_state(threshold=new.to(state))
+        value = state + (u - state).relu().mean() / share
+        moved = old + hard * (proposals["threshold"] - old)
+        return value.to(u.dtype), slope * hard / share, {"threshold": moved, "u": u}

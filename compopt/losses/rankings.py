@@ -1,0 +1,184 @@
+"""Losses of rankings: NDCG and listwise cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs
+from compopt.checks.inputs import check_vector
+from compopt.estimator.component import Component
+from compopt.estimator.groups import GroupSpec, Hyper
+from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.kernel.features import working_dtype
+from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.normalizers.moving_average import Domain
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def _grades(relevance: Tensor) -> Tensor:
+    """Return the relevance of items on the host, which selects by it."""
+    grades = relevance.cpu()
+    bad = ~(grades >= 0) | (grades == torch.inf)
+    if bool(bad.any()):
+        raise ValueError(f"relevance must be finite and at least 0 (not relevant), got {grades[bad][0].item()!r}")
+    return grades
+
+
+class ListLoss(CompositionalLoss):
+    """Loss of rankings: each relevant item of a query is compared with the items of the same query."""
+
+    def _call(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None) -> Tensor:
+        with self._engine.handshake.guard():
+            check_scores("scores", scores, 2)
+            relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
+            query, item = torch.nonzero(_grades(relevance) > 0, as_tuple=True)
+            pair = check_vector("index", index[query.to(index.device), item.to(index.device)], len(query))
+            dtype = working_dtype(scores.dtype, self.dtype)
+            every = (
+                torch.full((len(scores),), scores.shape[1]) if items is None else alike("items", items, scores[:, 0])
+            )
+            if every.device.type == "cpu" and not bool((every >= 1).all()):
+                raise ValueError(f"items must be at least 1, the number that each query ranks, got {every.tolist()!r}")
+            relevance = relevance.to(scores.device, dtype)
+            at = query.to(scores.device), item.to(scores.device)
+            values = {"items": every.to(scores.device, dtype)[at[0]], **self.gains(relevance, at)}
+            hyper = self._engine.groups.hyper(self.role, pair.to(scores.device)[:, None], dtype)
+            scores = scores.to(dtype)  # differences of half precision would have few digits, or overflow
+            own = self.compare(scores[at[0]] - scores[at][:, None], hyper)
+        return self._compose(pair, [own], values)
+
+    def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
+        """Return the inner value, or its logarithm, ``(P, 1)``, from ``s_j - s_i``, ``(P, L)``."""
+        raise NotImplementedError
+
+    def gains(self, relevance: Tensor, at: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return what the outer function needs of each relevant item, ``(P,)`` each, from ``relevance`` ``(Q, L)``."""
+        return {"gain": relevance[at]}
+
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        return given[0].clone()
+
+
+class NDCGLoss(ListLoss):
+    r"""Normalised discounted cumulative gain of rankings, by SONG.
+
+    .. math::
+        F = \frac{1}{|S|} \sum_{(q, i) \in S} \frac{1}{Z_q} \frac{1 - 2^{y_{qi}}}{\log_2 (1 + N_q\, g_{qi})}, \qquad
+        g_{qi} = E_{j \in S_q} \max(0, \text{margin} - (s_{qi} - s_{qj}))^2
+
+    ``S`` are the pairs of a query and a relevant item, ``N_q g_qi`` is a surrogate of the rank of the item, ``Z_q`` the
+    ideal DCG of the items in the batch.
+
+    Args:
+        n: number of pairs of a query and a relevant item, or a list of sample groups.
+        gamma: in (0, 1]; the weight of the newest value.
+        margin: > 0.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State, per pair: ``u``, and the visits.
+
+    Communicates, errors: as :class:`CompositionalLoss` and its call.
+
+    References:
+        Qiu et al., Large-scale Stochastic Optimization of NDCG Surrogates for Deep Learning with Provable Convergence,
+        ICML 2022 (SONG).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.NDCGLoss(n=10)
+        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)  # one query, three items
+        >>> loss(scores, torch.tensor([[2, 0, 1]]), torch.tensor([[0, -1, 1]])).backward()
+        >>> scores.grad[0].argmin().item()  # the most relevant item rises most
+        0
+    """
+
+    domain: Domain = "linear"
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
+    ) -> None:
+        super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        checks.positive("margin", group["margin"])  # an item's own pair keeps the logarithm above 0
+
+    @outside_of_graphs
+    def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
+        """Return the loss, minus a surrogate of NDCG.
+
+        Args:
+            scores: of the items of each query, with their graph, ``(Q, L)``.
+            relevance: ``y``, ``(Q, L)``; 0: not relevant.
+            index: number of each relevant pair, ``(Q, L)`` integers; anything where the item is not relevant.
+            items: ``N_q``, the items that each query ranks in all, ``(Q,)``; ``None``: those of the batch, ``L``.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong types, shapes, or a number outside ``0 .. n - 1``.
+        """
+        return self._call(scores, relevance, index, items)
+
+    def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
+        return (hyper("margin") + excess).relu().square().mean(1, keepdim=True)
+
+    def gains(self, relevance: Tensor, at: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        gain = torch.exp2(relevance) - 1
+        discount = torch.arange(2, relevance.shape[1] + 2, dtype=gain.dtype, device=gain.device).log2()
+        ideal = (gain.sort(1, descending=True).values / discount).sum(1)
+        return {"gain": gain[at] / ideal[at[0]]}
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        return -batch.values["gain"] / (1 + batch.values["items"] * u[:, 0]).log2()
+
+
+class ListwiseLoss(ListLoss):
+    r"""Listwise cross-entropy of rankings: each relevant item against a softmax over all items of the query.
+
+    .. math::
+        F = \frac{1}{|S|} \sum_{(q, i) \in S} y_{qi} \log \left( N_q\, g_{qi} \right), \qquad
+        g_{qi} = E_{j \in S_q}\, e^{s_{qj} - s_{qi}}
+
+    Args:
+        n: number of pairs of a query and a relevant item, or a list of sample groups.
+        gamma: in (0, 1]; the weight of the newest value.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State, per pair: ``log_u`` in nats, and the visits.
+
+    Communicates, errors: as :class:`CompositionalLoss` and its call.
+
+    References:
+        Cao et al., Learning to Rank, ICML 2007 (ListNet); Qiu et al., ICML 2022, whose estimator this is.
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.ListwiseLoss(n=10)
+        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)
+        >>> value = loss(scores, torch.tensor([[0, 1, 0]]), torch.tensor([[-1, 0, -1]]))
+        >>> round(value.item(), 4) == round(-scores.log_softmax(1)[0, 1].item(), 4)
+        True
+    """
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(self, n: GroupSpec, gamma: float = 0.9, **placement: Unpack[PlacementOptions]) -> None:
+        super().__init__(n, {"gamma": gamma}, **placement)
+
+    @outside_of_graphs
+    def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
+        """Return the loss; arguments and errors as of :class:`NDCGLoss`."""
+        return self._call(scores, relevance, index, items)
+
+    def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
+        return log_mean_exp(excess, 1)
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        return batch.values["gain"] * (batch.values["items"].log() + u[:, 0])
