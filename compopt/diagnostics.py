@@ -143,7 +143,7 @@ def global_gradient(
 
 
 def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
-    r"""How differently both views of each sample see the others: ``epsilon_i^2`` of SogCLR's Theorem 2 and Figure 2.
+    r"""Difference of what both views of each sample see: ``epsilon_i^2`` of SogCLR's Theorem 2 and Figure 2.
 
     .. math::
         \epsilon_i^2 = \frac1{|N_i|} \sum_{z \in N_i} \langle z^1_i - z^2_i, z \rangle^2

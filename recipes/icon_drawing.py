@@ -66,7 +66,10 @@ def _draw_chunk(svgs: Sequence[str], mode: Mode) -> np.ndarray:
 
 
 def draw(svg: str, mode: Mode = "L") -> np.ndarray:
-    """How dark the icon is on white, per channel; one that is white itself is drawn on black, and inverted."""
+    """Draw an icon: (32, 32) or (32, 32, 3) uint8, its darkness on white, per channel.
+
+    An icon that is white itself is drawn on black, and inverted.
+    """
     import resvg
 
     try:

@@ -102,7 +102,7 @@ def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """How a unimodal task augments and encodes views; None is the task's own choice.
+    """Choices of augmentation and head of a unimodal task; None is the task's own choice.
 
     Attributes:
         augment: operations of :class:`~recipes.augment.Augmentation`.

@@ -45,6 +45,25 @@ class Bank:
         return torch.stack(gradients)
 
 
+def same_call(est, ref, bank, want_bank, batch, step):
+    """A call of the estimator has the loss and the gradients of the twin's, those of encoded features too."""
+    got, want = run(est, *batch, encode=bank), ref.forward(*batch, encode=want_bank.one)
+    for name, a, b in zip(("loss", "g1", "g2"), got, want, strict=True):
+        near(a, b, what=f"{name} of step {step}")
+    near(bank.take_gradients(), want_bank.take_gradients(), atol=1e-12, what=f"bank of step {step}")
+
+
+def same_rows(est, ref, step):
+    """Two of three calls are committed; then the rows are the twin's."""
+    if step % 3 != 1:
+        est.step()
+        ref.step()
+    seen = [i for i in range(N) if ref.visits(i, 0)]
+    rows = est.read(torch.tensor(seen))
+    for name in ("chain", "score"):
+        near(rows[name], torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64), what=name)
+
+
 @pytest.mark.covering()
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("rescore", [False, True])
@@ -63,18 +82,8 @@ def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
     ref = Reference(groups, MCMCReference(0.3, rescore=rescore), beside, mode, multiply_tau)
     asked = 0
     for step, (z1, z2, index) in enumerate(batches(N, steps=25, batch=5, seed=3)):
-        got = run(est, z1, z2, index, encode=bank)
-        want = ref.forward(z1, z2, index, encode=want_bank.one)
-        for name, a, b in zip(("loss", "g1", "g2"), got, want, strict=True):
-            near(a, b, what=f"{name} of step {step}")
-        near(bank.take_gradients(), want_bank.take_gradients(), atol=1e-12, what=f"bank of step {step}")
-        if step % 3 != 1:
-            est.step()
-            ref.step()
-        seen = [i for i in range(N) if ref.visits(i, 0)]
-        rows = est.read(torch.tensor(seen))
-        for name in ("chain", "score"):
-            near(rows[name], torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64), what=name)
+        same_call(est, ref, bank, want_bank, (z1, z2, index), step)
+        same_rows(est, ref, step)
         assert len(bank.calls) <= step + 1, "more than one call per forward"
         if len(bank.calls) > asked:
             asked = len(bank.calls)
@@ -99,19 +108,9 @@ def test_proposals_from_the_data_set_against_the_twin(mode, burn_in, draws, dual
     twin = DatasetMCMCReference(N, burn_in, seed=3, draws=draws)
     ref = Reference([{"n": N, "tau": TAU, **dual_options(TAU)}], twin, beside, mode)
     for step, (z1, z2, index) in enumerate(batches(N, steps=12, batch=5, seed=3)):
-        got = run(est, z1, z2, index, encode=bank)
-        want = ref.forward(z1, z2, index, encode=want_bank.one)
-        for name, a, b in zip(("loss", "g1", "g2"), got, want, strict=True):
-            near(a, b, what=f"{name} of step {step}")
-        near(bank.take_gradients(), want_bank.take_gradients(), atol=1e-12, what=f"bank of step {step}")
+        same_call(est, ref, bank, want_bank, (z1, z2, index), step)
         assert len(bank.calls) == step + 1 and len(set(bank.calls[-1].tolist())) == len(bank.calls[-1])
-        if step % 3 != 1:
-            est.step()
-            ref.step()
-        seen = [i for i in range(N) if ref.visits(i, 0)]
-        rows = est.read(torch.tensor(seen))
-        for name in ("chain", "score"):
-            near(rows[name], torch.tensor([ref.read(i)[name] for i in seen], dtype=torch.float64), what=name)
+        same_rows(est, ref, step)
 
 
 def test_an_anchor_without_a_visit_pulls_its_positive_only():
@@ -184,7 +183,7 @@ def test_bad_burn_in(burn_in):
 
 
 def test_a_resumed_run_draws_the_same_samples():
-    """Of Algorithm 1, through a file; the features come from a sampler's bank."""
+    """A run of Algorithm 1 goes on from a file; the features come from a sampler's bank."""
     bank = compopt.samplers.FeatureBank(N, torch.float64)
     bank.write(torch.arange(N), bank.rounded(*features(N, 4, 77)))
     data = batches(N, steps=8, batch=5, seed=1)

@@ -39,7 +39,7 @@ def test_equations_9_and_10(mode, gamma):
 
 
 def best_tau(h, rho):
-    """Where G(tau) = log mean exp(h / tau) + rho - sum_j w_j h_j / tau is zero; G grows with tau."""
+    """Root of G(tau) = log mean exp(h / tau) + rho - sum_j w_j h_j / tau, which grows with tau."""
     low, high = 1e-6, 1e6
     for _ in range(200):
         tau = (low * high) ** 0.5

@@ -19,7 +19,7 @@ class LossReference:
         return new if old is None else [(1 - gamma) * a + gamma * b for a, b in zip(old, new, strict=True)]
 
     def propose(self, row, new):
-        """What a row becomes, kept until the commit."""
+        """Keep the new value of a row until the commit."""
         self.pending.append((int(row), new))
         return new
 
