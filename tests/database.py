@@ -373,7 +373,7 @@ DATABASE = [
     neural("neural-dual", dual="individual", eps=0.01),
     neural("neural-global-dual", dual="global", prototypes=15),
     neural("neural-through-alpha-dual", dual="individual", through_alpha=True, eps=0.1),
-    neural("neural-through-alpha-global-dual", dual="global", through_alpha=True, multiply_tau=False),
+    neural("neural-through-alpha-global-dual", "global", through_alpha=True, multiply_tau=False, restart_every=None),
     neural_tensor_tau(through_alpha=True, prototypes=6, lr=0.2, updates=3, restart_every=3),
     residual("residual"),
     residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
