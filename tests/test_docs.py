@@ -91,7 +91,7 @@ def test_the_drawings_are_what_their_script_draws():
     drawings = sorted((ROOT / "docs" / "concepts").glob("*.svg"))
     before = [drawing.read_text() for drawing in drawings]
     subprocess.run([sys.executable, ROOT / "docs" / "drawings.py"], check=True)
-    assert len(drawings) == 3 and [drawing.read_text() for drawing in drawings] == before
+    assert len(drawings) == 4 and [drawing.read_text() for drawing in drawings] == before
 
 
 def test_every_picture_has_a_text_alternative():
