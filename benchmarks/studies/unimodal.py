@@ -6,7 +6,7 @@
 
 Settings are chosen on one half of the held-out characters, or on the validation families of icons, and results are
 those of the other half, or of the test families. FILE is the packed npm package; without it npm fetches it, once.
-Each finished run is a line of ``results/unimodal.jsonl``; it is not run again. A run takes about 40 (glyphs) or 75
+Each finished run is a line of ``results/unimodal.jsonl``; it is not run again. A run takes about 40 (glyphs) or 70
 (icons) seconds of one core, with four views about 1.6 times that; an arm has 8 runs and one more for each time that a
 grid grows, the arms with four views, which take SimCLR's settings, have 3: some 110 core-minutes in all. So little
 training ranks methods early on; it says nothing about the hundreds of passes of the papers.
@@ -114,8 +114,8 @@ ABOUT = (
     f"{PASSES['icons']} passes; which of 500 names an icon of a held-out family has. Training is short: every row of a "
     "stateful method is visited as often as there are passes. With four views the first two are anchors (of icons, "
     "large crops, the others small ones); a step costs about 1.6 times as much, and the settings are SimCLR's. In per "
-    f"cent, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; the gain is that of the SGD probe over "
-    "SimCLR, by seed."
+    f"cent, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; the gain is that of the SGD probe "
+    "over SimCLR, by seed."
 )
 CHOSEN = "Chosen one after another, on seed 100, by the SGD probe on the validation part, in per cent:"
 
