@@ -16,7 +16,7 @@ Name = Literal["shift", "crop", "flip", "jitter", "grey", "blur"]
 NAMES: tuple[Name, ...] = get_args(Name)
 COLOURS = ("jitter", "grey")  # these need three channels
 SHIFT = 2  # pixels
-LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # shares of an image's area that crops keep
+LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # shares of an image's area that crops keep; as in SwAV they do not overlap
 
 
 class Augmentation:
