@@ -8,8 +8,8 @@ Settings are chosen on one half of the held-out characters, or on the validation
 those of the other half, or of the test families. FILE is the packed npm package; without it npm fetches it, once.
 Each finished run is a line of ``results/unimodal.jsonl``; it is not run again. A run takes about 40 (glyphs) or 70
 (icons) seconds of one core, with four views about 1.6 times that; an arm has 8 runs and one more for each time that a
-grid grows, the arms with four views, which take SimCLR's settings, have 3: some 110 core-minutes in all. So little
-training ranks methods early on; it says nothing about the hundreds of passes of the papers.
+grid grows, the arms with four views, which take SimCLR's settings, have 3: some 110 core-minutes in all. The
+passes are few: the ranking is that of early training, where the papers train for hundreds of epochs.
 """
 
 from __future__ import annotations
