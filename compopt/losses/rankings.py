@@ -75,7 +75,8 @@ class NDCGLoss(ListLoss):
         g_{qi} = E_{j \in S_q} \max(0, \text{margin} - (s_{qi} - s_{qj}))^2
 
     ``S`` are the pairs of a query and a relevant item, ``N_q g_qi`` is a surrogate of the rank of the item, ``Z_q`` the
-    ideal DCG of the items in the batch.
+    ideal DCG of the items in the batch. The form for the top K (K-SONG) is not here: it weighs each pair by whether the
+    item is above a threshold that is learned per query, and so needs rows of queries beside those of pairs.
 
     Args:
         n: number of pairs of a query and a relevant item, or a list of sample groups.
