@@ -78,7 +78,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
     check_estimator(est)
     engine = est._engine
     engine.await_save()
-    with doing("compopt.load()", est.t), engine.lock.writing():
+    with doing("compopt.load()", est.t), engine.writing():
         root = engine.ranks.agree(lambda: open_directory(directory))
         with root.naming():
             for left in reversed(range(RETRIES + 1)):

@@ -181,7 +181,7 @@ class Estimator:
         """
         engine = self._engine
         engine.await_save()
-        with doing("add_sample_group()", self.t), engine.lock.writing():
+        with doing("add_sample_group()", self.t), engine.writing():
             new = engine.groups.completed(group)
             engine.forget_prefetched()
             if engine.table is not None:
@@ -276,7 +276,7 @@ class Estimator:
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        with doing("read()", self.t), engine.lock.copying():
+        with doing("read()", self.t), engine.copying():
             rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
             batch = engine.reader.look(rows, like)
@@ -379,7 +379,7 @@ class Estimator:
                 return
         self._run("step_pre", (), {})
         # On an accelerator nobody waits for the flag: rows and state keep their values there where it is positive.
-        with engine.lock.writing(), torch.no_grad():
+        with engine.writing(), torch.no_grad():
             if engine.table is not None:
                 engine.table.commit(found_inf)
             for part in engine.parts.values():
@@ -432,7 +432,7 @@ class Estimator:
 
     def between_commits(self) -> AbstractContextManager[None]:
         """Context in which no commit runs and no other thread copies the state."""
-        return self._engine.lock.writing()
+        return self._engine.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ class Estimator:
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
-        with engine.lock.writing():
+        with engine.writing():
             if engine.table is not None:
                 engine.table.store.to(device)
             engine.device = device
@@ -512,7 +512,7 @@ class Estimator:
         """
         self._begin_saving()
         engine, role = self._facts.open(), self._role
-        with doing("state_dict()", self.t), engine.lock.copying():
+        with doing("state_dict()", self.t), engine.copying():
             state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
         return self._run_replacing("state_dict_post", state)
 
@@ -541,7 +541,7 @@ class Estimator:
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         engine.await_save()
-        with doing("load_state_dict()", self.t), engine.lock.writing():
+        with doing("load_state_dict()", self.t), engine.writing():
             if role is None:
                 states.load_state_dict(engine, state_dict)
             else:

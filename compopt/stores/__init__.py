@@ -4,9 +4,9 @@ from typing import Literal
 
 from compopt.stores.base import RowAccess, RowStore, Ticket
 from compopt.stores.disk import DiskStore
-from compopt.stores.memory import HostStore, MemoryStore
+from compopt.stores.memory import MemoryStore
 from compopt.stores.write_behind import WriteBehind
 
-__all__ = ["DiskStore", "HostStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
+__all__ = ["DiskStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
 
 Offload = Literal["cpu", "disk"]

@@ -20,27 +20,41 @@ NO_MEMORY = (MemoryError, ValueError, OverflowError, getattr(torch, "OutOfMemory
 
 
 class MemoryStore(RowStore):
-    """The default placement (``offload=None``): one tensor beside the features.
+    """The placements in memory: beside the features (``offload=None``), or on the host (``offload="cpu"``).
 
-    Created on the CPU, where untouched zero pages cost nothing; it moves to the features' device at the first
-    training call.
+    Created on the CPU, where untouched zero pages cost nothing. Beside the features it moves to their device at the
+    first training call. On the host it stays: pinned where a device with streams is there, and then claimed in full at
+    construction.
+
+    Args:
+        n, words: of the table.
+        on_host: stay on the host.
 
     Raises:
         MemoryError: so much memory cannot be had.
     """
 
-    def __init__(self, n: int, words: int) -> None:
-        self.n, self.words = n, words
+    def __init__(self, n: int, words: int, on_host: bool = False) -> None:
+        self.n, self.words, self._on_host = n, words, on_host
         self._table = self._zeros(n, torch.device("cpu"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "undo_log": None}  # a copy is not being saved
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._pins() and not self._table.is_pinned():
+            self._table = self._table.pin_memory()
+
+    def _pins(self) -> bool:
+        return self._on_host and accelerator.pins()
+
     def _zeros(self, n: int, device: torch.device) -> Tensor:
-        with self._claim(n, device):
-            if device.type == "cpu":
+        pinned, kind = self._pins(), word(device)
+        with self._claim(n, device, pinned):
+            if device.type == "cpu" and not pinned:
                 return lazy_zeros(self._shape(n))
-            return torch.zeros(self._shape(n, word(device)), dtype=word(device), device=device)
+            return torch.zeros(self._shape(n, kind), dtype=kind, device=device, pin_memory=pinned)
 
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
@@ -78,7 +92,7 @@ class MemoryStore(RowStore):
         yield
 
     def to(self, device: torch.device) -> None:
-        if device == self._table.device:
+        if self._on_host or device == self._table.device:
             return
         self.await_snapshot()
         kind = word(device)
@@ -89,30 +103,6 @@ class MemoryStore(RowStore):
             matrix = self._as_block(self._table)  # viewed where complex128 is known: before the move or after it
             matrix = matrix.to(device).view(kind) if kind == WORD else matrix.view(kind).to(device)
             self._table = matrix.view(self._shape(self.n, kind))
-
-
-class HostStore(MemoryStore):
-    """The placement ``offload="cpu"``: one tensor in host memory, pinned where a device with streams is there.
-
-    Without one a page costs nothing until it is written; pinned memory is claimed in full at construction.
-
-    Raises:
-        MemoryError: so much memory cannot be had.
-    """
-
-    def _zeros(self, n: int, device: torch.device) -> Tensor:
-        if not accelerator.pins():
-            return super()._zeros(n, device)
-        with self._claim(n, device, pinned=True):
-            return torch.zeros(self._shape(n), dtype=WORD, device="cpu", pin_memory=True)
-
-    def to(self, device: torch.device) -> None:
-        """Stay on the host."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if accelerator.pins() and not self._table.is_pinned():
-            self._table = self._table.pin_memory()
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks, Share
-from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
+from compopt.stores import DiskStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.snapshot import Snapshot
@@ -64,7 +64,7 @@ class Placement:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
-            return WriteBehind(HostStore(n, words)) if self.offload == "cpu" else RowAccess(MemoryStore(n, words))
+            return RowAccess(MemoryStore(n, words)) if self.offload is None else WriteBehind(MemoryStore(n, words, True))
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
