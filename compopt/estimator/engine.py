@@ -272,6 +272,7 @@ class Engine:
         self.training = True
         self.attachments, self.forgotten = Attachments(), Forgotten()
         self._reader: BatchReader | None = None
+        self._writing = False
         self._make_own()
 
     def open(self) -> Self:

@@ -64,7 +64,8 @@ class Placement:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
-            return RowAccess(MemoryStore(n, words)) if self.offload is None else WriteBehind(MemoryStore(n, words, True))
+            store = MemoryStore(n, words, on_host=self.offload == "cpu")
+            return RowAccess(store) if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
