@@ -186,9 +186,9 @@ class PartHooks(ABC):
             values.dense(f"{name} of {kind}", value, like=expected.get(name))
         self.check_form(state)
         for name, allowed in self.state_values(state).items():
-            place = allowed.first_outside(state[name])
-            if place is not None:
-                found = state[name].flatten()[place].item()
+            outside = allowed.outside(state[name])
+            if outside is not None and outside.any():
+                found = state[name][outside][0].item()
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:

@@ -20,8 +20,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
-from compopt.negatives.chains import Chains
-from compopt.negatives.dataset import DatasetChains
+from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.stores.layout import Column
 
