@@ -55,12 +55,6 @@ class RowStore(ABC):
         """Copy successive rows."""
         return self._as_block(self._table[start:stop].clone())
 
-    def write_block(self, start: int, block: Tensor) -> None:
-        """Overwrite successive rows."""
-        if (log := self.undo_log) is not None:
-            log(torch.arange(start, start + len(block), device=self.device))
-        self._table[start : start + len(block)].copy_(self._as_stored(block))
-
     @abstractmethod
     def grow(self, n: int) -> None:
         """Append zero rows until there are ``n``."""
@@ -71,7 +65,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def overwriting(self) -> AbstractContextManager[None]:
-        """Reset all rows to zeros; inside, :meth:`write_block` fills them."""
+        """Reset all rows to zeros; inside, :meth:`scatter` fills them."""
 
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""

@@ -214,12 +214,6 @@ class DiskStore(RowStore):
     def block(self, start: int, stop: int) -> Tensor:
         return self.gather(torch.arange(start, stop, device="cpu"))
 
-    def write_block(self, start: int, block: Tensor) -> None:
-        self.ready()
-        first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
-        self._make_room(np.arange(first, last))
-        super().write_block(start, block)
-
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         """Empty the file, then fill it; an error in between leaves a table that is refused until the next load."""
