@@ -106,7 +106,6 @@ class Ticket:
         access: issued it.
         rows: their numbers, ``(R,)`` on the CPU.
         device: where they are wanted.
-        done: taken or dropped.
         future: of the read ahead; ``None``: rows are read when they are taken.
         number, settled: the access's counts of commits and of settlements when it was issued.
     """
@@ -114,30 +113,18 @@ class Ticket:
     access: RowAccess
     rows: Tensor
     device: torch.device
-    done: bool = False
     future: Future[Any] | None = None
     number: int = 0
     settled: int = 0
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one.
-
-        Raises:
-            RuntimeError: the ticket was taken or dropped before.
-        """
-        if self.done:
-            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
-        self.done = True
-        block = self.access.take(self, self.device if device is None else device)
-        self.future = None
-        return block
+        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one."""
+        return self.access.take(self, self.device if device is None else device)
 
     def drop(self) -> None:
         """Give up the rows; a read that has not begun never does."""
-        self.done = True
         if self.future is not None:
             self.future.cancel()
-            self.future = None
 
 
 class RowAccess:

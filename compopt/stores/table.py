@@ -242,13 +242,9 @@ class RowTable:
 
     def _gathered(self, start: int, stop: int) -> Tensor:
         """Collect successive rows of a sharded table from their holders."""
-        bounds = [(self._before(start, rank), self._before(stop, rank)) for rank in range(self.stride)]
-        sizes = [high - low for low, high in bounds]
-        block = self._ranks.gather([self.store.block(*bounds[self.first])], sizes)[0]
-        result = torch.empty_like(block)
-        for rank, part in enumerate(block.split(sizes)):
-            result[(rank - start) % self.stride :: self.stride] = part
-        return result
+        rows, device = torch.arange(start, stop, device="cpu"), self.store.device
+        owned = self.owned(rows)
+        return self.fetch_sharded(rows, device, owned, self.store.gather(self.local(rows[owned]).to(device)))
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
         """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
