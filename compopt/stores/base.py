@@ -118,7 +118,7 @@ class Ticket:
     settled: int = 0
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one."""
+        """Return the rows' committed values as of now, ``(R, words)``, on ``device`` or that of the ticket."""
         return self.access.take(self, self.device if device is None else device)
 
     def drop(self) -> None:
