@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compopt.distributed.collectives import PREFETCH, doing, tell
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores.base import Ticket
 from compopt.stores.table import RowTable
+from compopt.stores.write_behind import Ticket
 
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4
