@@ -6,12 +6,13 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
@@ -23,9 +24,6 @@ from compopt.estimator import state_dict as states
 from compopt.estimator.attach import HasOptimizer
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import Groups
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
 
 T = TypeVar("T")
 Hook = Callable[..., Any]

@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from compopt import accelerator, checks
 from compopt.batch import COUNT
@@ -28,9 +29,6 @@ from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
 from compopt.stores.layout import Column
 from compopt.stores.table import Placement, RowTable
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
