@@ -281,12 +281,12 @@ class RowTable:
 
     def write(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write rows ``(R,)``, given on the CPU, as far as this process holds them; inside :meth:`overwriting`."""
-        mine = self.owned(rows)
-        if not len(mine):
-            return
-        device, block = self.store.device, self.layout.zeros(len(mine), torch.device("cpu"))
-        self.find_partial(self.layout.write(block, {name: value[mine] for name, value in columns.items()}))
-        self.store.scatter(self.local(rows[mine]).to(device), to_device_words(block, device))
+        if self.sharded:
+            mine = self.owned(rows)
+            rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
+        device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
+        self.find_partial(self.layout.write(block, columns))
+        self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
@@ -295,7 +295,8 @@ class RowTable:
                 stop = min(start + BLOCK_ROWS, self.n)
                 own = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
                 self.write(torch.arange(start, stop, device="cpu"), own)
-        self.find_partial(columns)
+        if self.sharded:  # of rows elsewhere too
+            self.find_partial(columns)
 
     def load_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
