@@ -196,7 +196,6 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
             rows.settle()
     rows.settle()
     assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))
-    rows.close()
 
 
 @marked(needs_accelerator)
@@ -309,7 +308,6 @@ def test_tickets_of_two_threads_see_every_commit(switch_often):
             assert value_of(issued[taken].take()) == value
             taken += 1
     thread.join()
-    rows.close()
 
 
 def test_a_ticket_from_before_a_load_sees_it():

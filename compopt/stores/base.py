@@ -81,9 +81,6 @@ class RowStore(ABC):
         """True unless this is a forked process and the rows belong to its parent."""
         return True
 
-    def close(self) -> None:
-        """Release what the store holds beside memory (files, mappings)."""
-
     def await_snapshot(self) -> None:
         """Wait until no save reads the rows any more."""
         while self.undo_log is not None:

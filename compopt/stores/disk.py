@@ -84,7 +84,7 @@ class DiskStore(RowStore):
         try:
             with files.named(self.path):
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._close_fd = weakref.finalize(self, os.close, self._fd)
+            weakref.finalize(self, os.close, self._fd)
             self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
             if self.stale:
                 self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
@@ -234,13 +234,6 @@ class DiskStore(RowStore):
 
     def shrink(self, n: int) -> None:
         self._map(n)
-
-    def close(self) -> None:
-        """Unmap the file, which stays."""
-        self.await_snapshot()
-        self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
-        self._close_fd()
-        self._release()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

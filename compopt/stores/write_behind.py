@@ -92,11 +92,6 @@ class RowAccess:
         Tickets stay good: those under way read anew when they are taken.
         """
 
-    def close(self) -> None:
-        """Settle, stop threads, close the store."""
-        self.settle()
-        self.store.close()
-
 
 @dataclass(eq=False)
 class Commit:
@@ -268,13 +263,6 @@ class WriteBehind(RowAccess):
         with self._changed:
             self._settled += 1  # the caller may write the store: tickets from before read anew
         self.check()
-
-    def close(self) -> None:
-        try:
-            self.settle()
-        finally:
-            self._thread.shutdown()
-            self.store.close()
 
     def check(self) -> None:
         """Raise what went wrong in the thread; start one anew in a forked process."""
