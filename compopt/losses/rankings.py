@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.batch import Batch
@@ -18,9 +19,6 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
 from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def _grades(relevance: Tensor) -> Tensor:

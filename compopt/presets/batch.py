@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
@@ -14,9 +15,6 @@ from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 LENGTH = 128  # samples in the memory
 LARGE = 1024  # from here on so many more change little
