@@ -27,10 +27,11 @@ def impatient(monkeypatch):
 class Loop:
     """One parameter, its optimizer, an estimator, and what was said."""
 
-    def __init__(self, est=None, make=torch.optim.SGD, attach=True):
+    def __init__(self, est=None, make=torch.optim.SGD, attach=True, learned=True):
         self.parameter = torch.nn.Parameter(torch.ones(4))
         self.est = compopt.SogCLREstimator(N, tau=0.1) if est is None else est
-        self.make = lambda: make([self.parameter], lr=1e-3)
+        own = list(self.est.parameters()) if learned else []
+        self.make = lambda: make([self.parameter, *own], lr=1e-3)
         self.optimizer, self.calls, self.said = self.make(), 0, []
         if attach:
             self.est.attach(self.optimizer)
@@ -47,16 +48,25 @@ class Loop:
         assert all(w.filename == __file__ for w in caught), "a warning shows the user's line"
         self.said += [str(w.message) for w in caught]
 
-    def train(self, updates, window=1, index=None):
+    def train(self, updates, window=1, index=None, zero=True):
         for _ in range(updates):
             self.call(window, index)
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            if zero:
+                self.optimizer.zero_grad()
 
     def heard(self, *parts):
         """Exactly one warning, with these words."""
         assert len(self.said) == 1 and all(part in self.said[0] for part in parts), self.said
         return True
+
+
+def clip():
+    return compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
+
+
+def remembers():
+    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), compopt.FixedTemperature(0.1, learn=True))
 
 
 # no commit --------------------------------------------------------------------------------------------------------
@@ -188,6 +198,50 @@ def test_sam_commits(by_hand):
     loop.call()
     loop.optimizer.step(loop.call)
     assert loop.est.pending == 2
+
+
+# a learned temperature --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [clip, remembers])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_learned_temperature_in_no_optimizer(make, attach):
+    loop = Loop(make(), learned=False, attach=attach)
+    if not attach:  # commits by hand
+        step = loop.optimizer.step
+        loop.optimizer.step = lambda: (step(), loop.est.step())
+    loop.train(PATIENCE - 1)
+    assert not loop.said
+    loop.train(PATIENCE)
+    assert loop.heard("learned temperature", "32 calls", "est.parameters()")
+
+
+@pytest.mark.parametrize("make", [clip, remembers])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_learned_temperature_that_is_learned(make, attach):
+    """By the attached optimizer, by another one, by one whose rate is 0 for a while, in long windows."""
+    loop = Loop(make(), attach=attach)
+    loop.est.register_step_post_hook(lambda *_: None)
+    for _ in range(PATIENCE + 10):
+        loop.train(1)
+        if not attach:
+            loop.est.step()
+    assert not loop.said
+    still = Loop(make())
+    for group in still.optimizer.param_groups:
+        group["lr"] = 0.0
+    still.train(PATIENCE + 10)
+    accumulating = Loop(remembers())
+    accumulating.train(1, window=PATIENCE - 1)
+    accumulating.train(1, window=2 * PATIENCE, zero=False)
+    assert not still.said and not accumulating.said
+
+
+def test_a_frozen_temperature_is_a_choice():
+    loop = Loop(clip(), learned=False)
+    next(loop.est.parameters()).requires_grad_(False)
+    loop.train(PATIENCE + 10)
+    assert not loop.said
 
 
 # batch positions --------------------------------------------------------------------------------------------------

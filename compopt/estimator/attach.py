@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakMethod, ref
@@ -211,6 +211,10 @@ class Attachments:
         """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
+
+    def have(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether attached optimizers have all of these in their groups."""
+        return {id(parameter) for parameter in parameters} <= {id(parameter) for parameter in self._parameters()}
 
     def scalars_without_gradient(self) -> list[Tensor]:
         """Return parameters of one number that require a gradient and have none, beside others that have one."""

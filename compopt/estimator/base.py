@@ -92,8 +92,8 @@ class Estimator:
         RuntimeError: with several ranks, another rank refused, does something else, or did not come.
 
     Warns:
-        UserWarning: once each: nothing was committed for three updates of a model, or many calls; every index was
-            ``0 .. B - 1``, as if it were a position in the batch.
+        UserWarning: once each: nothing was committed for three updates of a model, or many calls; a learned temperature
+            had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
 
     Example:
         >>> import torch, compopt
@@ -214,6 +214,8 @@ class Estimator:
                 self.discard()
             with engine.handshake.guard():  # a warning may be an error
                 engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                if engine.forgotten.unsure_of_optimizer:
+                    engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
@@ -363,6 +365,8 @@ class Estimator:
             engine.saving.warn()
         if engine.attachments.skipped():  # an attached engine has skipped the update
             self.discard()
+        if engine.forgotten.unsure_of_optimizer:
+            engine.forgotten.updated(list(self.parameters()))
         if not engine.pending:
             return
         if found_inf is not None:

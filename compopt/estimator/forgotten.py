@@ -13,10 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compopt.checks.context import outside_of_graphs
 from compopt.estimator.attach import Attachments
+from compopt.estimator.reader import AsyncChecks
 
 # Updates of the model without a commit, where no attached optimizer is left that could still commit
 UPDATES = 3
@@ -33,6 +35,7 @@ class Forgotten:
     """Watches the calls of one estimator that deposit.
 
     *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
+    *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
     *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
     *A scale of the model that nothing uses*: ``DistributedDataParallel`` waits for its gradient and ends the next call.
     """
@@ -43,6 +46,9 @@ class Forgotten:
         self._longest = 0  # calls of the longest window that was committed
         self._said_pending = False
         self._positions: int | None = 0  # calls with batch positions so far; None: the index is not one
+        self._graded: int | None = 0  # calls so far that found a gradient in the learned parameters; None: settled
+        self._graded_since = False
+        self._before: list[Tensor] = []
         self._looked_for_scale = False
 
     def committed(self, window: int) -> None:
@@ -106,6 +112,45 @@ class Forgotten:
         self._said_pending = True
         remedy = _remedy(attached.gone(), attached.listening())
         warn(f"{calls} calls have deposited and none was committed, so that what is saved has none of them: {remedy}")
+
+    # -- a learned temperature ---------------------------------------------------------------------------------
+
+    @property
+    def unsure_of_optimizer(self) -> bool:
+        """True as long as learned parameters may have gradients and no optimizer."""
+        return self._graded is not None
+
+    def updated(self, parameters: Sequence[Parameter]) -> None:
+        """Note gradients at an update; optimizers may take them away right after it."""
+        self._graded_since |= _have_gradients(parameters)
+
+    def learned(self, parameters: Sequence[Parameter], attached: Attachments, async_checks: AsyncChecks) -> None:
+        """Watch, at a call, the parameters that the user's optimizer should learn."""
+        if not parameters:
+            self._graded = None  # nothing is learned, now or later
+        if self._graded is None or not (self._graded_since or _have_gradients(parameters)):
+            return
+        self._graded_since = False
+        if self._graded == 0:
+            self._before = [parameter.detach().clone() for parameter in parameters]
+        self._graded += 1
+        if self._graded < max(PATIENCE, WINDOWS * self._longest):
+            return
+        calls, self._graded = self._graded, None
+        if attached.have(parameters):  # a learning rate of 0 is a choice
+            return
+        with torch.no_grad():
+            idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
+
+        def tell(found: int) -> None:
+            if found:
+                warn(
+                    f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has "
+                    f"it; give [*model.parameters(), *est.parameters()] to the optimizer, or let the model own it "
+                    f"(compopt.as_module)"
+                )
+
+        async_checks.watch(idle.to(torch.int32), tell)
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
@@ -190,3 +235,13 @@ def _awaited(parameters: Sequence[Tensor]) -> str | None:
             if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
                 return str(name)
     return None
+
+
+def _have_gradients(parameters: Sequence[Parameter]) -> bool:
+    return bool(parameters) and all(parameter.grad is not None for parameter in parameters)
+
+
+def _idle(parameter: Parameter, before: Tensor) -> Tensor:
+    """Return a flag on the device: the value is unchanged, although its gradient, if there is one, is not zero."""
+    kept = (parameter == before.to(parameter.device)).all()
+    return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
