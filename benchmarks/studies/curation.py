@@ -1,0 +1,247 @@
+"""Wrong captions on purpose: how well rows tell them, and what leaving them out is worth, on glyph names.
+
+A share of the training pairs gets the captions of other pairs; all arms see the same number of samples::
+
+    python -m benchmarks.studies.curation run      # what results/curation.jsonl lacks; about 40 s of one core per run
+    python -m benchmarks.studies.curation report   # results/curation.md
+
+The arms train DCL or the default (``compopt.recommended``), the latter beside a ``ScoreKeeper``:
+
+- ``DCL``, ``default``: on all pairs.
+- ``during``: from the third epoch on without the pairs that the rows suspect, as many as these say. One batch in 20 is
+  drawn from the suspects, so that a pair may return.
+- ``rows, 1 epoch`` and ``rows``: trained anew without the suspects of the first run's rows after one epoch (as many as
+  there are wrong ones, since one epoch is too short to count them), or after all of it (as many as the rows say).
+- ``similarity``: the same number of pairs with the lowest similarity of the trained model, which takes a pass over the
+  data of its own.
+- ``oracle``: without the wrong pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+import compopt
+from benchmarks.report import RESULTS, append_run, mean_spread, paired, read_runs, table
+from benchmarks.studies.search import SEEDS, provenance, stamp
+from compopt import curation
+from recipes import glyphs
+from recipes.tasks import GlyphNames
+
+PAIRS, BATCH, EPOCHS, LR = 16_384, 64, 4, 2e-3
+SHARES = (0.0, 0.1, 0.2, 0.4)
+WARM_UP, RETURNING = 2, 20  # epochs on all pairs; one batch in so many is of suspects
+ARMS = ("DCL", "default", "during", "rows, 1 epoch", "rows", "similarity", "oracle")
+PATH = RESULTS / "curation.jsonl"
+
+
+def noisy_task(share: float, seed: int) -> tuple[GlyphNames, Tensor]:
+    """Return the pairs, a share of them with each other's captions, and a mask of those whose caption is wrong."""
+    task = GlyphNames(glyphs.load(None), limit=PAIRS)
+    chosen = torch.randperm(task.n, generator=torch.Generator().manual_seed(seed))[: round(share * task.n)]
+    right, given = task.caption.clone(), task.caption.clone()
+    given[chosen] = right[chosen.roll(1)]
+    task.caption = task.group = given
+    return task, given != right
+
+
+def train(
+    task: GlyphNames,
+    est: compopt.ContrastiveEstimator,
+    seed: int,
+    suspected: Callable[[int], Tensor],
+    returning: bool = False,
+) -> torch.nn.Module:
+    """Train on random batches of the samples that are not suspected.
+
+    Args:
+        suspected: from the number of an epoch that begins to positions that are left out of it.
+        returning: draw one batch in 20 from those.
+    """
+    torch.manual_seed(seed)
+    model, draws = task.model(), torch.Generator().manual_seed(seed)
+    per_epoch = task.n // BATCH
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, EPOCHS * per_epoch)
+    est.attach(optimizer)
+    for epoch in range(EPOCHS):
+        out = torch.zeros(task.n, dtype=torch.bool)
+        out[suspected(epoch)] = True
+        of_rest, of_suspects = endless(~out, draws), endless(out, draws)
+        for number in range(per_epoch):
+            back = returning and number % RETURNING == 0 and int(out.sum()) >= BATCH
+            index = next(of_suspects if back else of_rest)
+            image, text = task.inputs(index, draws)
+            est(model.image(image), model.text(text), index).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    suspected(EPOCHS)
+    return model.eval()
+
+
+def endless(mask: Tensor, draws: torch.Generator) -> Iterator[Tensor]:
+    """Yield batches of the samples in the mask, in one random order after another."""
+    samples = mask.nonzero().flatten()
+    while True:
+        order = samples[torch.randperm(len(samples), generator=draws)]
+        yield from (batch for batch in order.split(BATCH) if len(batch) == BATCH)
+
+
+def auroc(score: Tensor, wrong: Tensor) -> float:
+    """Return the probability that a wrong pair has a lower score than a right one; NaN without wrong ones."""
+    return float(roc_auc_score(wrong.numpy(), -score.nan_to_num(0).numpy())) if wrong.any() else float("nan")
+
+
+class FirstRun:
+    """The default on all pairs, with its rows after every epoch."""
+
+    def __init__(self, task: GlyphNames, wrong: Tensor, seed: int) -> None:
+        self.wrong, self.rows = wrong, list[curation.Scores]()
+        self.est = default(task)
+        self.model = train(task, self.est, seed, self._look)
+        z1, z2 = task.training_features(self.model)
+        self.similarity = torch.linalg.vecdot(z1, z2)
+
+    def _look(self, epoch: int) -> Tensor:
+        if epoch:
+            self.rows.append(curation.scores(self.est))
+        return torch.arange(0)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "auroc": [auroc(rows.score, self.wrong) for rows in self.rows],
+            "share": [curation.wrong_share(rows) for rows in self.rows],
+            "auroc_similarity": auroc(self.similarity, self.wrong),
+        }
+
+    def suspects(self, arm: str) -> Tensor:
+        """Return what an arm that trains anew leaves out."""
+        last = curation.suspects(self.rows[-1])
+        if arm == "rows, 1 epoch":
+            return curation.suspects(self.rows[0], float(self.wrong.float().mean()))
+        lowest = torch.argsort(self.similarity, stable=True)[: len(last)]
+        return {"rows": last, "similarity": lowest, "oracle": self.wrong.nonzero().flatten()}[arm]
+
+
+def default(task: GlyphNames) -> compopt.ContrastiveEstimator:
+    return compopt.recommended(task.dim, task.n, BATCH, keep_scores=True)
+
+
+def during(est: compopt.ContrastiveEstimator, epoch: int) -> Tensor:
+    """Return what the rows suspect, after the warm-up."""
+    return curation.suspects(est) if WARM_UP <= epoch < EPOCHS else torch.arange(0)
+
+
+def run(share: float, seed: int, arms: tuple[str, ...]) -> None:
+    """Train the arms that are missing for one share and seed, and append their results."""
+    task, wrong = noisy_task(share, seed)
+    first: FirstRun | None = None
+    for arm in arms:
+        started, facts = time.perf_counter(), {}
+        if arm not in ("DCL", "during"):
+            first = first or FirstRun(task, wrong, seed)
+        if arm == "default":
+            assert first is not None
+            model, facts = first.model, first.facts()
+        elif arm == "during":
+            est = default(task)
+            model = train(task, est, seed, partial(during, est), returning=True)
+        else:
+            est = compopt.DCLEstimator(0.07) if arm == "DCL" else compopt.recommended(task.dim, task.n, BATCH)
+            out = torch.arange(0) if first is None or arm == "DCL" else first.suspects(arm)
+            facts = {"left_out": len(out), "wrong_left_out": int(wrong[out].sum())}
+            model = train(task, est, seed, lambda epoch, out=out: out)
+        result = {"share": share, "seed": seed, "arm": arm, "metrics": task.evaluate(model), **facts}
+        append_run(PATH, result | {"seconds": round(time.perf_counter() - started, 1), **stamp()})
+        print(json.dumps(result), flush=True)
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+ABOUT = (
+    f"{PAIRS:,} training pairs, batch {BATCH}, {EPOCHS} epochs, AdamW with one cycle at {LR:g}; R@1 from image to name "
+    f"on held-out glyphs with right names, in per cent; mean ± standard deviation of the seeds "
+    f"{', '.join(map(str, SEEDS))}; the gain is over the default, by seed. Nothing was tuned."
+)
+
+
+def page() -> str:
+    runs = read_runs(PATH)
+    by = {(r["share"], r["arm"], r["seed"]): r for r in runs}
+    body, known = [], []
+    for share in SHARES:
+        base = {seed: by[share, "default", seed] for seed in SEEDS if (share, "default", seed) in by}
+        for arm in ARMS:
+            found = {seed: by[share, arm, seed] for seed in SEEDS if (share, arm, seed) in by}
+            if not found:
+                continue
+            gaps = [100 * (r["metrics"]["r1"] - base[s]["metrics"]["r1"]) for s, r in found.items() if s in base]
+            gain = paired(gaps) if arm != "default" and len(gaps) > 1 else ""
+            out = (
+                mean_spread([r["left_out"] / PAIRS for r in found.values()], 100)
+                if "left_out" in next(iter(found.values()))
+                else ""
+            )
+            body.append(
+                [
+                    f"{share:.0%}",
+                    arm,
+                    mean_spread([r["metrics"]["r1"] for r in found.values()], 100),
+                    gain,
+                    out,
+                    str(len(found)),
+                ]
+            )
+        for name, title in (("auroc", "AUROC of the rows"), ("share", "estimated share of wrong pairs, %")):
+            factor, digits = (1, 3) if name == "auroc" else (100, 1)
+            if base and (share or name == "share"):
+                columns = [
+                    mean_spread([r[name][k] for r in base.values()], factor, digits=digits) for k in range(EPOCHS)
+                ]
+                extra = (
+                    mean_spread([r["auroc_similarity"] for r in base.values()], 1, digits=3) if name == "auroc" else ""
+                )
+                known.append([f"{share:.0%}", title, *columns, extra])
+    heads = ["wrong", "", *(f"after epoch {k + 1}" for k in range(EPOCHS)), "trained model's similarity"]
+    first = table(["wrong", "arm", "R@1", "gain", "left out, %", "seeds"], body, "llrrrr")
+    where = provenance(runs, "benchmarks/studies/curation.py")
+    parts = [
+        "# Wrong pairs: what rows tell",
+        where,
+        ABOUT,
+        "## Telling wrong pairs",
+        table(heads, known, "llrrrrr"),
+        "## Leaving them out",
+        first,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options = parser.parse_args()
+    if options.command == "report":
+        PATH.with_suffix(".md").write_text(page())
+        return
+    torch.set_num_threads(1)
+    for seed in options.seeds:
+        for share in options.shares:
+            done = {run["arm"] for run in read_runs(PATH) if (run["share"], run["seed"]) == (share, seed)}
+            run(share, seed, tuple(arm for arm in ARMS if arm not in done and (share or arm != "oracle")))
+
+
+if __name__ == "__main__":
+    main()
