@@ -122,7 +122,7 @@ def test_resumed_rows_are_the_same_bits(name, tmp_path):
 
 
 def on_ranks(group, mode, shard):
-    est = build("dcl", mode, shard=shard)
+    est = build("dcl", mode, shard=shard, process_group=group)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size(group)
     for z1, z2, index in batches(N, steps=4, batch=8, seed=9):
         mine = torch.arange(8).tensor_split([1, 5, 6][: size - 1])[rank]
