@@ -18,7 +18,6 @@ from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
 from compopt.checks.inputs import check_extra
-from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
@@ -27,6 +26,7 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
+from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs

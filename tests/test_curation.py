@@ -223,7 +223,7 @@ def test_export(suffix, tmp_path):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="ScoreKeeper"):
         curation.scores(compopt.SogCLREstimator(N))
-    with pytest.raises(RuntimeError, match="keeps nothing per sample"):
+    with pytest.raises(ValueError, match="none"):
         curation.scores(compopt.DCLEstimator())
     with pytest.raises(ValueError, match="rate"):
         compopt.ScoreKeeper(N, rate=0.0)
@@ -240,3 +240,62 @@ def test_refusals(tmp_path):
         curation.export(made([0.0]), tmp_path / "scores.txt")
     with pytest.raises(ValueError, match="keys must have"):
         curation.export(made([0.0]), tmp_path / "scores.csv", keys=["a", "b"])
+
+
+# -- the sampler ---------------------------------------------------------------------------------------------------
+
+
+def trained(n=40, wrong=10, **options):
+    """An estimator whose rows tell that the first pairs are wrong."""
+    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(n), **options)
+    z1 = normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(4)), dim=1)
+    z2 = z1.clone()
+    z2[:wrong] = z1[:wrong].roll(1, 0)
+    for _ in range(3):
+        run(est, z1, z2, torch.arange(n))
+        est.step()
+    return est
+
+
+def test_the_sampler_leaves_suspects_out_after_the_warm_up():
+    est = trained()
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=1, returning=0.2, share=0.25)
+    first, second, third = list(sampler), list(sampler), list(sampler)
+    assert sorted(first) == list(range(40)) and first != list(range(40))
+    assert len(second) == len(sampler) == 32 and set(range(10, 40)) < set(second)
+    assert set(second) != set(third) or second != third
+
+
+def test_a_loaded_sampler_repeats_its_epoch():
+    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, share=0.25)
+    list(sampler)
+    under_way = iter(sampler)
+    begun = [next(under_way) for _ in range(5)]
+    state = sampler.state_dict()
+    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25)  # whose rows tell something else
+    again.load_state_dict(state)
+    order = list(again)
+    assert order == begun + list(under_way) and list(again) != order and again.epoch == 3
+
+
+def divided(group, shard):
+    torch.manual_seed(0)
+    est = trained(process_group=group, shard=shard)
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, process_group=group)
+    return list(sampler), sampler.left_out
+
+
+@pytest.mark.distributed
+def test_ranks_divide_an_epoch():
+    parts = the_pool().run(divided, 3, True)
+    samples = sum((part for part, _ in parts), [])
+    assert {len(part) for part, _ in parts} == {10} and len(set(samples)) == 30
+    assert all(torch.equal(out, parts[0][1]) for _, out in parts) and not set(samples) & set(parts[0][1].tolist())
+
+
+def test_the_sampler_refuses():
+    with pytest.raises(ValueError, match="ScoreKeeper"):
+        compopt.samplers.ScoredSampler(compopt.SogCLREstimator(N))
+    for name, value in (("share", 1.0), ("share", -0.1), ("returning", 2.0)):
+        with pytest.raises(ValueError, match=name):
+            compopt.samplers.ScoredSampler(trained(), **{name: value})

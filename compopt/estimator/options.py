@@ -15,7 +15,7 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.stores import Offload
 
 if TYPE_CHECKING:
-    from compopt.curation import ScoreKeeper
+    from compopt.estimator.score_keeper import ScoreKeeper
 
 
 class PlacementOptions(TypedDict, total=False):

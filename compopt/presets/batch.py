@@ -9,9 +9,9 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import Options, takes_options
+from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
