@@ -8,10 +8,11 @@ A share of the training pairs gets the captions of other pairs; all arms see the
 The arms train DCL or the default (``compopt.recommended``), the latter beside a ``ScoreKeeper``:
 
 - ``DCL``, ``default``: on all pairs.
-- ``during``: from the third epoch on without the pairs that the rows suspect, as many as these say. One batch in 20 is
-  drawn from the suspects, so that a pair may return.
+- ``during``: from the third epoch on without the pairs that the rows suspect (``ScoredSampler``): as many as the rows
+  say after two epochs, but for one in 20, drawn anew.
 - ``rows, 1 epoch`` and ``rows``: trained anew without the suspects of the first run's rows after one epoch (as many as
-  there are wrong ones, since one epoch is too short to count them), or after all of it (as many as the rows say).
+  there are wrong ones, since one epoch is too short to count them), or after all of it (as many as the rows said after
+  two epochs).
 - ``similarity``: the same number of pairs with the lowest similarity of the trained model, which takes a pass over the
   data of its own.
 - ``oracle``: without the wrong pairs.
@@ -22,8 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ import compopt
 from benchmarks.report import RESULTS, append_run, mean_spread, paired, read_runs, table
 from benchmarks.studies.search import SEEDS, provenance, stamp
 from compopt import curation
+from compopt.samplers import ScoredSampler
 from recipes import glyphs
 from recipes.tasks import GlyphNames
 
 PAIRS, BATCH, EPOCHS, LR = 16_384, 64, 4, 2e-3
 SHARES = (0.0, 0.1, 0.2, 0.4)
-WARM_UP, RETURNING = 2, 20  # epochs on all pairs; one batch in so many is of suspects
+WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
+NOTHING = torch.zeros(0, dtype=torch.int64)
 ARMS = ("DCL", "default", "during", "rows, 1 epoch", "rows", "similarity", "oracle")
 PATH = RESULTS / "curation.jsonl"
 
@@ -54,47 +57,42 @@ def noisy_task(share: float, seed: int) -> tuple[GlyphNames, Tensor]:
     return task, given != right
 
 
-def train(
-    task: GlyphNames,
-    est: compopt.ContrastiveEstimator,
-    seed: int,
-    suspected: Callable[[int], Tensor],
-    returning: bool = False,
-) -> torch.nn.Module:
-    """Train on random batches of the samples that are not suspected.
-
-    Args:
-        suspected: from the number of an epoch that begins to positions that are left out of it.
-        returning: draw one batch in 20 from those.
-    """
+def train(task: GlyphNames, est: compopt.ContrastiveEstimator, seed: int, sampler: Iterable[int]) -> torch.nn.Module:
+    """Train on as many batches as four passes over all samples make; the sampler gives one pass after another."""
     torch.manual_seed(seed)
     model, draws = task.model(), torch.Generator().manual_seed(seed)
-    per_epoch = task.n // BATCH
+    steps = EPOCHS * (task.n // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, EPOCHS * per_epoch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, steps)
     est.attach(optimizer)
-    for epoch in range(EPOCHS):
-        out = torch.zeros(task.n, dtype=torch.bool)
-        out[suspected(epoch)] = True
-        of_rest, of_suspects = endless(~out, draws), endless(out, draws)
-        for number in range(per_epoch):
-            back = returning and number % RETURNING == 0 and int(out.sum()) >= BATCH
-            index = next(of_suspects if back else of_rest)
-            image, text = task.inputs(index, draws)
-            est(model.image(image), model.text(text), index).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    suspected(EPOCHS)
+    for index in islice(endless(sampler), steps):
+        image, text = task.inputs(index, draws)
+        est(model.image(image), model.text(text), index).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
     return model.eval()
 
 
-def endless(mask: Tensor, draws: torch.Generator) -> Iterator[Tensor]:
-    """Yield batches of the samples in the mask, in one random order after another."""
-    samples = mask.nonzero().flatten()
+def endless(sampler: Iterable[int]) -> Iterator[Tensor]:
+    """Yield full batches of one pass after another."""
     while True:
-        order = samples[torch.randperm(len(samples), generator=draws)]
-        yield from (batch for batch in order.split(BATCH) if len(batch) == BATCH)
+        yield from (batch for batch in torch.tensor(list(sampler)).split(BATCH) if len(batch) == BATCH)
+
+
+class Rest:
+    """Random passes over all samples but some; ``between`` is called when a pass begins, with its number."""
+
+    def __init__(self, n: int, out: Tensor, seed: int, between: Callable[[int], None] = lambda number: None) -> None:
+        mask = torch.ones(n, dtype=torch.bool)
+        mask[out] = False
+        self.samples, self.between, self.number = mask.nonzero().flatten(), between, 0
+        self.draws = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        self.between(self.number)
+        self.number += 1
+        return iter(self.samples[torch.randperm(len(self.samples), generator=self.draws)].tolist())
 
 
 def auroc(score: Tensor, wrong: Tensor) -> float:
@@ -108,14 +106,14 @@ class FirstRun:
     def __init__(self, task: GlyphNames, wrong: Tensor, seed: int) -> None:
         self.wrong, self.rows = wrong, list[curation.Scores]()
         self.est = default(task)
-        self.model = train(task, self.est, seed, self._look)
+        self.model = train(task, self.est, seed, Rest(task.n, NOTHING, seed, self._look))
+        self._look(EPOCHS)
         z1, z2 = task.training_features(self.model)
         self.similarity = torch.linalg.vecdot(z1, z2)
 
-    def _look(self, epoch: int) -> Tensor:
-        if epoch:
+    def _look(self, number: int) -> None:
+        if number:
             self.rows.append(curation.scores(self.est))
-        return torch.arange(0)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -126,7 +124,7 @@ class FirstRun:
 
     def suspects(self, arm: str) -> Tensor:
         """Return what an arm that trains anew leaves out."""
-        last = curation.suspects(self.rows[-1])
+        last = curation.suspects(self.rows[-1], curation.wrong_share(self.rows[WARM_UP - 1]))
         if arm == "rows, 1 epoch":
             return curation.suspects(self.rows[0], float(self.wrong.float().mean()))
         lowest = torch.argsort(self.similarity, stable=True)[: len(last)]
@@ -135,11 +133,6 @@ class FirstRun:
 
 def default(task: GlyphNames) -> compopt.ContrastiveEstimator:
     return compopt.recommended(task.dim, task.n, BATCH, keep_scores=True)
-
-
-def during(est: compopt.ContrastiveEstimator, epoch: int) -> Tensor:
-    """Return what the rows suspect, after the warm-up."""
-    return curation.suspects(est) if WARM_UP <= epoch < EPOCHS else torch.arange(0)
 
 
 def run(share: float, seed: int, arms: tuple[str, ...]) -> None:
@@ -155,12 +148,14 @@ def run(share: float, seed: int, arms: tuple[str, ...]) -> None:
             model, facts = first.model, first.facts()
         elif arm == "during":
             est = default(task)
-            model = train(task, est, seed, partial(during, est), returning=True)
+            sampler = ScoredSampler(est, WARM_UP, seed=seed)
+            model = train(task, est, seed, sampler)
+            facts = {"left_out": len(sampler.left_out), "wrong_left_out": int(wrong[sampler.left_out].sum())}
         else:
             est = compopt.DCLEstimator(0.07) if arm == "DCL" else compopt.recommended(task.dim, task.n, BATCH)
-            out = torch.arange(0) if first is None or arm == "DCL" else first.suspects(arm)
+            out = NOTHING if first is None or arm == "DCL" else first.suspects(arm)
             facts = {"left_out": len(out), "wrong_left_out": int(wrong[out].sum())}
-            model = train(task, est, seed, lambda epoch, out=out: out)
+            model = train(task, est, seed, Rest(task.n, out, seed))
         result = {"share": share, "seed": seed, "arm": arm, "metrics": task.evaluate(model), **facts}
         append_run(PATH, result | {"seconds": round(time.perf_counter() - started, 1), **stamp()})
         print(json.dumps(result), flush=True)

@@ -17,15 +17,16 @@ from compopt.estimator.base import Estimator
 class ScoredSampler(Sampler[int]):
     r"""Random order of the samples, without those that :func:`compopt.curation.suspects` finds, anew in every epoch.
 
-    Give it to a ``DataLoader`` as ``sampler=``. During the first ``warm_up`` epochs all samples come. Each later epoch
-    leaves out the suspects of the rows as they are when it begins, but for a random part of them, so that a sample
-    whose rows improve comes back.
+    Give it to a ``DataLoader`` as ``sampler=``. During the first ``warm_up`` epochs all samples come; then the share of
+    wrong pairs is estimated. Each later epoch leaves out that share, the worst by the rows as they are when it begins,
+    but for a random part of them, so that a sample whose rows improve comes back.
 
     Args:
         est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (then with ``share``).
-        warm_up: epochs with all samples. One epoch is too short for the rows to tell how many pairs are wrong
-            (``benchmarks/results/curation.md``).
-        share: of the visited samples that are left out, in [0, 1); ``None``: as many as the rows say.
+        warm_up: epochs with all samples. One is too short for the rows to tell how many pairs are wrong, and after many
+            a model knows wrong pairs by heart (``benchmarks/results/curation.md``).
+        share: of the visited samples that are left out, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` when
+            the warm-up ends.
         returning: part of the suspects that comes all the same, in [0, 1].
         seed: of the orders, together with the epoch.
         process_group: the ranks that divide each epoch; ``None``: the default group, if ``torch.distributed`` is
@@ -33,9 +34,10 @@ class ScoredSampler(Sampler[int]):
 
     Attributes:
         epoch: number of the next epoch.
+        share: as given, or as it was estimated.
         left_out: positions that the newest epoch left out, ``(m,)`` int64, the worst first.
 
-    State: the epoch and what it leaves out. An order is a function of both, so that a run that stopped inside an epoch
+    State: the epoch, the share and what the epoch leaves out. An order is a function of both, so that a run that stopped inside an epoch
     repeats its order and skips what it has had, as with ``torch.utils.data.DistributedSampler`` (for example by
     ``accelerate.skip_first_batches``).
 
@@ -101,7 +103,10 @@ class ScoredSampler(Sampler[int]):
         """Return what an epoch leaves out."""
         if epoch < self.warm_up:
             return torch.zeros(0, dtype=torch.int64)
-        suspects = curation.suspects(self.est, self.share)
+        found = curation.scores(self.est)
+        if self.share is None:
+            self.share = curation.wrong_share(found)
+        suspects = curation.suspects(found, self.share)
         back = self._permutation(len(suspects), epoch, 1)[: round(self.returning * len(suspects))]
         stays = torch.ones(len(suspects), dtype=torch.bool)
         stays[back] = False
@@ -117,11 +122,17 @@ class ScoredSampler(Sampler[int]):
         Between two epochs, that is after an iteration has ended and before the next has begun, set :attr:`epoch` of
         the loaded sampler one higher, as with ``DistributedSampler.set_epoch``.
         """
-        return {"epoch": max(0, self.epoch - 1), "left_out": self.left_out.clone(), "known": self._known is not None}
+        return {
+            "epoch": max(0, self.epoch - 1),
+            "share": self.share,
+            "left_out": self.left_out.clone(),
+            "known": self._known is not None,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with the epoch of the state."""
         self.epoch, self.left_out = int(state_dict["epoch"]), state_dict["left_out"].clone()
+        self.share = state_dict["share"]
         self._known = self.epoch if state_dict["known"] else None
 
     def set_epoch(self, epoch: int) -> None:
