@@ -118,7 +118,7 @@ class FirstRun:
     def facts(self) -> dict[str, Any]:
         return {
             "auroc": [auroc(rows.score, self.wrong) for rows in self.rows],
-            "share": [curation.wrong_share(rows) for rows in self.rows],
+            "share_of_rows": [curation.wrong_share(rows) for rows in self.rows],
             "auroc_similarity": auroc(self.similarity, self.wrong),
         }
 
@@ -172,54 +172,52 @@ ABOUT = (
 
 def page() -> str:
     runs = read_runs(PATH)
-    by = {(r["share"], r["arm"], r["seed"]): r for r in runs}
-    body, known = [], []
-    for share in SHARES:
-        base = {seed: by[share, "default", seed] for seed in SEEDS if (share, "default", seed) in by}
-        for arm in ARMS:
-            found = {seed: by[share, arm, seed] for seed in SEEDS if (share, arm, seed) in by}
-            if not found:
-                continue
-            gaps = [100 * (r["metrics"]["r1"] - base[s]["metrics"]["r1"]) for s, r in found.items() if s in base]
-            gain = paired(gaps) if arm != "default" and len(gaps) > 1 else ""
-            out = (
-                mean_spread([r["left_out"] / PAIRS for r in found.values()], 100)
-                if "left_out" in next(iter(found.values()))
-                else ""
-            )
-            body.append(
-                [
-                    f"{share:.0%}",
-                    arm,
-                    mean_spread([r["metrics"]["r1"] for r in found.values()], 100),
-                    gain,
-                    out,
-                    str(len(found)),
-                ]
-            )
-        for name, title in (("auroc", "AUROC of the rows"), ("share", "estimated share of wrong pairs, %")):
-            factor, digits = (1, 3) if name == "auroc" else (100, 1)
-            if base and (share or name == "share"):
-                columns = [
-                    mean_spread([r[name][k] for r in base.values()], factor, digits=digits) for k in range(EPOCHS)
-                ]
-                extra = (
-                    mean_spread([r["auroc_similarity"] for r in base.values()], 1, digits=3) if name == "auroc" else ""
-                )
-                known.append([f"{share:.0%}", title, *columns, extra])
-    heads = ["wrong", "", *(f"after epoch {k + 1}" for k in range(EPOCHS)), "trained model's similarity"]
-    first = table(["wrong", "arm", "R@1", "gain", "left out, %", "seeds"], body, "llrrrr")
-    where = provenance(runs, "benchmarks/studies/curation.py")
-    parts = [
-        "# Wrong pairs: what rows tell",
-        where,
-        ABOUT,
-        "## Telling wrong pairs",
-        table(heads, known, "llrrrrr"),
-        "## Leaving them out",
-        first,
+    by = {share: {arm: of(runs, share, arm) for arm in ARMS} for share in SHARES}
+    told = [row for share, arms in by.items() for row in telling(share, list(arms["default"].values()))]
+    gains = [
+        gained(share, arm, found, arms["default"]) for share, arms in by.items() for arm, found in arms.items() if found
     ]
-    return "\n\n".join(parts) + "\n"
+    epochs = [f"after epoch {k + 1}" for k in range(EPOCHS)]
+    return "\n\n".join(
+        [
+            "# Wrong pairs: what rows tell",
+            provenance(runs, "benchmarks/studies/curation.py"),
+            ABOUT,
+            "## Telling wrong pairs",
+            table(["wrong", "", *epochs, "trained model's similarity"], told, "llrrrrr"),
+            "## Leaving them out",
+            table(["wrong", "arm", "R@1", "gain", "left out, %", "of these wrong, %", "seeds"], gains, "llrrrrr"),
+        ]
+    )
+
+
+def of(runs: list[dict[str, Any]], share: float, arm: str) -> dict[int, dict[str, Any]]:
+    """Return the runs of one arm by seed."""
+    return {run["seed"]: run for run in runs if (run["share"], run["arm"]) == (share, arm) and run["seed"] in SEEDS}
+
+
+def telling(share: float, firsts: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the lines of one share in the first table."""
+    if not firsts:
+        return []
+    shares = [mean_spread([run["share_of_rows"][k] for run in firsts], 100) for k in range(EPOCHS)]
+    lines = [[f"{share:.0%}", "estimated share of wrong pairs, %", *shares, ""]]
+    if share:
+        found = [mean_spread([run["auroc"][k] for run in firsts], digits=3) for k in range(EPOCHS)]
+        similarity = mean_spread([run["auroc_similarity"] for run in firsts], digits=3)
+        lines.insert(0, [f"{share:.0%}", "AUROC of the rows", *found, similarity])
+    return lines
+
+
+def gained(share: float, arm: str, found: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[str]:
+    """Return the line of one arm in the second table."""
+    recall = {seed: run["metrics"]["r1"] for seed, run in found.items()}
+    gaps = [100 * (value - base[seed]["metrics"]["r1"]) for seed, value in recall.items() if seed in base]
+    gain = paired(gaps) if arm != "default" and len(gaps) > 1 else ""
+    out = [run for run in found.values() if run.get("left_out")]
+    left = mean_spread([run["left_out"] / PAIRS for run in out], 100)
+    right = mean_spread([run["wrong_left_out"] / run["left_out"] for run in out], 100)
+    return [f"{share:.0%}", arm, mean_spread(list(recall.values()), 100), gain, left, right, str(len(found))]
 
 
 def main() -> None:
@@ -229,7 +227,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
     if options.command == "report":
-        PATH.with_suffix(".md").write_text(page())
+        PATH.with_suffix(".md").write_text(page() + "\n")
         return
     torch.set_num_threads(1)
     for seed in options.seeds:

@@ -37,9 +37,9 @@ class ScoredSampler(Sampler[int]):
         share: as given, or as it was estimated.
         left_out: positions that the newest epoch left out, ``(m,)`` int64, the worst first.
 
-    State: the epoch, the share and what the epoch leaves out. An order is a function of both, so that a run that stopped inside an epoch
-    repeats its order and skips what it has had, as with ``torch.utils.data.DistributedSampler`` (for example by
-    ``accelerate.skip_first_batches``).
+    State: the epoch, the share and what the epoch leaves out. An order is a function of these, so that a run that
+    stopped inside an epoch repeats its order and skips what it has had, as with
+    ``torch.utils.data.DistributedSampler`` (for example by ``accelerate.skip_first_batches``).
 
     Communicates: with ``shard=True`` each iteration reads the rows of all ranks; nothing otherwise.
 
