@@ -1,11 +1,12 @@
 """compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
 
-from compopt import data, diagnostics, functional, integrations, losses, samplers, schedules
+from compopt import curation, data, diagnostics, functional, integrations, losses, samplers, schedules
 from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
+from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import (
@@ -50,11 +51,13 @@ __all__ = [
     "Normalizer",
     "ResidualEstimator",
     "ResidualNormalizer",
+    "ScoreKeeper",
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",
     "as_module",
     "compositional_loss",
+    "curation",
     "data",
     "diagnostics",
     "functional",

@@ -26,6 +26,7 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
+from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
@@ -73,6 +74,8 @@ class ContrastiveEstimator(Estimator):
         dtype: of the rows, float32 or float64.
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``, whose values go before those of the
             parts; sizes must be theirs.
+        scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
+            depends on it.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
@@ -111,6 +114,7 @@ class ContrastiveEstimator(Estimator):
     multiply_tau: bool = fixed()
     normalizer: Normalizer = fixed()
     temperature: Temperature = fixed()
+    scores: ScoreKeeper | None = fixed()
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class ContrastiveEstimator(Estimator):
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
         sample_groups: GroupSpec | None = None,
+        scores: ScoreKeeper | None = None,
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.one_of("directions", directions, DIRECTIONS)
@@ -138,7 +143,8 @@ class ContrastiveEstimator(Estimator):
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         self.normalize, self.multiply_tau = normalize, multiply_tau
         parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
-        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature), strict=True):
+        parts |= {} if scores is None else {"scores": scores}
+        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature, ScoreKeeper), strict=False):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
@@ -159,7 +165,7 @@ class ContrastiveEstimator(Estimator):
             row_keys=self._row_keys,
         )
         super().__init__(engine)
-        self.normalizer, self.temperature = normalizer, temperature
+        self.normalizer, self.temperature, self.scores = normalizer, temperature, scores
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         self._anchors = count  # directions that have anchors
@@ -441,6 +447,8 @@ class ContrastiveEstimator(Estimator):
         if self.temperature.learns:
             moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
             proposals = {**proposals, **moved}
+        if self.scores is not None:
+            proposals = {**proposals, **self.scores.proposals(replace(call, hyper=self._hyper("scores", call.batch)))}
         valid: Tensor | None = None
         if len(pairs.keys) > 1 and isinstance(pairs.count, Tensor):
             valid = pairs.count > 0

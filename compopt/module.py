@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from compopt import checks
 from compopt.estimator.base import Estimator
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class EstimatorModule(nn.Module):

@@ -16,6 +16,7 @@ Name = Literal["shift", "crop", "flip", "jitter", "grey", "blur"]
 NAMES: tuple[Name, ...] = get_args(Name)
 COLOURS = ("jitter", "grey")  # these need three channels
 SHIFT = 2  # pixels
+LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # shares of an image's area that crops keep; as in SwAV they do not overlap
 
 
 class Augmentation:
@@ -29,16 +30,19 @@ class Augmentation:
             images as they are.
         channels: of the images.
         size: pixels per side.
+        scale: least and largest share of the image's area that ``"crop"`` keeps, before it resizes to ``size``.
 
     Raises:
         ValueError: an operation on colours for grey images, or kornia is missing.
     """
 
-    def __init__(self, names: Sequence[Name], channels: int, size: int = 32) -> None:
+    def __init__(
+        self, names: Sequence[Name], channels: int, size: int = 32, scale: tuple[float, float] = LARGE
+    ) -> None:
         if channels != 3 and (refused := [name for name in names if name in COLOURS]):
             raise ValueError(f"augment={refused[0]!r} needs images in colour; these have {channels} channel")
         self.names = tuple(sorted(names, key=NAMES.index))
-        self._kornia = _kornia([name for name in self.names if name != "shift"], size)
+        self._kornia = _kornia([name for name in self.names if name != "shift"], size, scale)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Augment images (B, H, W) or (B, C, H, W), uint8; kornia's operations give floats between 0 and 1."""
@@ -51,16 +55,16 @@ class Augmentation:
             return self._kornia(pixels(images))
 
 
-def _kornia(names: Sequence[Name], size: int) -> Callable[[Tensor], Tensor] | None:
+def _kornia(names: Sequence[Name], size: int, scale: tuple[float, float]) -> Callable[[Tensor], Tensor] | None:
     if not names:
         return None
     if find_spec("kornia") is None:
         raise ValueError(f'augment={names[0]!r} needs kornia: pip install -c constraints.txt -e ".[recipes]"')
     import kornia.augmentation as K
 
-    # SimCLR, appendix A, in the strength that it has for images of 32 x 32 (appendix B.9); crops keep a fifth
+    # SimCLR, appendix A, in the strength that it has for images of 32 x 32 (appendix B.9); large crops keep a fifth
     built: dict[str, Callable[[], Any]] = {
-        "crop": lambda: K.RandomResizedCrop((size, size), scale=(0.2, 1.0)),
+        "crop": lambda: K.RandomResizedCrop((size, size), scale=scale),
         "flip": lambda: K.RandomHorizontalFlip(p=0.5),
         "jitter": lambda: K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8),
         "grey": lambda: K.RandomGrayscale(p=0.2),

@@ -191,12 +191,13 @@ class Run:
     def _train_batch(self, number: int) -> None:
         index = self.batches(number)
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
-        z1, z2 = self.prepared(*(entry[self.part] for entry in inputs))
+        features = self.prepared(*(entry[self.part] for entry in inputs))
+        views = features if len(features) == 2 else (torch.stack(features),)
         options, own = self.config.options, index[self.part]
         encode = self._encode if options.get("encode") else None
         group = self.task.group[own] if options.get("group") else None
-        loss = self.est(z1, z2, own, group=group, encode=encode)
-        self.batches.observe(own, z1, z2)
+        loss = self.est(*views, index=own, group=group, encode=encode, anchors=self.task.anchors)
+        self.batches.observe(own, *features[:2])
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
         self.stepper.zero_grad()

@@ -193,10 +193,9 @@ class Projected(nn.Module):
     def project(self, images: Tensor) -> Tensor:
         return self.projection(self.image(images))
 
-    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-        """Both views in one batch."""
-        first, second = self.project(torch.cat([one, two])).chunk(2)
-        return first, second
+    def forward(self, *views: Tensor) -> tuple[Tensor, ...]:
+        """Encode all views, (B, ...) each, as one batch."""
+        return self.project(torch.cat(views)).chunk(len(views))
 
 
 def _hidden(inputs: int, outputs: int) -> tuple[nn.Module, ...]:

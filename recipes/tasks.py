@@ -29,6 +29,7 @@ class NamedImages:
     """
 
     mode = "bimodal"
+    anchors = None  # of several views
     dim = DIM
     headline = "r1"
     labels = {"r1": "R@1 image to name", "r1_text_to_image": "R@1 name to image"}
@@ -102,15 +103,29 @@ def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """Choices of augmentation and head of a unimodal task; None is the task's own choice.
+    """Choices of augmentation, head and views of a unimodal task; None is the task's own choice.
 
     Attributes:
         augment: operations of :class:`~recipes.augment.Augmentation`.
         head: widths of the layers after the encoder.
+        views: of each sample in a batch, at least 2.
+        anchors: the first so many views are anchors, and the others are small crops if crops are among the
+            operations (multi-crop, SwAV); ``None``: all views are anchors and large crops.
+
+    Raises:
+        ValueError: a number of views or anchors that there cannot be.
     """
 
     augment: tuple[augment.Name, ...] | None = None
     head: tuple[int, ...] | None = None
+    views: int = 2
+    anchors: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.views < 2:
+            raise ValueError(f"views must be at least 2, the anchor and its positive, got {self.views}")
+        if self.anchors is not None and not 1 <= self.anchors <= self.views:
+            raise ValueError(f"anchors must be between 1 and views={self.views}, got {self.anchors}")
 
 
 class Labelled(NamedTuple):
@@ -159,7 +174,9 @@ class ImageViews:
         self.channels = images.shape[1] if images.ndim == 4 else 1
         self.head = views.head or self.head
         chosen = self.augment if views.augment is None else views.augment
+        self.per_sample, self.anchors = views.views, views.anchors
         self.augmentation = augment.Augmentation(chosen, self.channels)
+        self.small = augment.Augmentation(chosen, self.channels, scale=augment.SMALL)
         self.images = images.to(device)
         self.bank, self.queries = (Labelled(*(side.to(device) for side in part)) for part in (bank, queries))
         told = [f"{name} {value}" for name, value in vars(views).items() if value != getattr(Views, name)]
@@ -177,15 +194,17 @@ class ImageViews:
     def model(self) -> nn.Module:
         return Projected(self.channels, self.head)
 
-    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Two views of a batch."""
-        chosen = self.sources(index, generator).flatten().to(self.device)
-        one, two = self.augmentation(self.images[chosen], generator).chunk(2)
-        return one, two
+    def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """The views of a batch, anchors first; small crops are resized, so that the encoder sees one size."""
+        sources = self.sources(index, generator).to(self.device)
+        parts = sources.tensor_split([self.anchors or self.per_sample])
+        changes = zip((self.augmentation, self.small), parts, strict=True)
+        changed = [change(self.images[part.flatten()], generator) for change, part in changes if len(part)]
+        return torch.cat(changed).chunk(self.per_sample)
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """(2, B) positions of the images that the views of a batch are made from."""
-        return index.expand(2, -1)
+        """(V, B) positions of the images that the views of a batch are made from."""
+        return index.expand(self.per_sample, -1)
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
         metrics = {"nn": nearest_neighbour(*self._features(model.image))}
@@ -212,9 +231,10 @@ class GlyphFaces(ImageViews):
     """Two faces of one character are its two views; the probes tell the script of characters never seen.
 
     A sample is a character with at least two faces.  Each visit draws two of them and shifts each by up to two
-    pixels.  The probes read one image per character: the bank and the regression's training set are the
-    training characters in their first face (mostly DejaVu Sans), the queries are held-out characters in their
-    last (mostly a bold, serif or STIX one), so that what the faces share has to be known.
+    pixels; further views are faces that may repeat, but not the first one.  The probes read one image per
+    character: the bank and the regression's training set are the training characters in their first face (mostly
+    DejaVu Sans), the queries are held-out characters in their last (mostly a bold, serif or STIX one), so that what
+    the faces share has to be known.
     """
 
     augment = ("shift",)
@@ -240,10 +260,10 @@ class GlyphFaces(ImageViews):
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
         count = self.count[index]
-        draw = torch.rand(2, len(index), generator=generator)
-        one = (draw[0] * count).long()
-        two = (one + 1 + (draw[1] * (count - 1)).long()) % count  # another face
-        return self.first[index] + torch.stack([one, two])
+        draw = torch.rand(self.per_sample, len(index), generator=generator)
+        one = (draw[:1] * count).long()
+        others = (one + 1 + (draw[1:] * (count - 1)).long()) % count  # other faces than the first
+        return self.first[index] + torch.cat([one, others])
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """The first two faces of each character, unshifted."""

@@ -17,8 +17,8 @@ FLOORS = [
     {"distributed", "data"},
     {"kernel", "stores"},
     {"estimator"},
-    {"arguments", "checkpoint", "module", "negatives", "objective", "samplers", "schedules", "temperatures"},
-    {"normalizers"},
+    {"arguments", "checkpoint", "curation", "module", "negatives", "objective", "schedules", "temperatures"},
+    {"normalizers", "samplers"},
     {"compositional", "contrastive"},
     {"diagnostics", "losses", "presets"},
     {"integrations"},
@@ -26,7 +26,7 @@ FLOORS = [
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class
 # of theirs, and nothing imports these modules.
 OPTIONAL = {"accelerate", "deepspeed", "fsspec", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
-OPTIONAL |= {"sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
+OPTIONAL |= {"pyarrow", "sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 

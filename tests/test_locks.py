@@ -108,12 +108,6 @@ def test_locks_go_with_the_estimator(tmp_path):
     assert not any(file.exists() for file in there) and locks_held() == held - 2
 
 
-def test_closing_gives_the_lock_back(tmp_path):
-    est = estimator(tmp_path / "rows")
-    est._engine.table.rows.close()
-    assert not (tmp_path / "rows" / "rows.lock").exists()
-
-
 def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
     est = estimator()
     path = compopt.save(est, tmp_path / "checkpoints")

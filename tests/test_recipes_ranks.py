@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from PIL import Image
 
 from recipes import checkpoints, glyphs, launch
 from recipes.models import BatchNorm
@@ -36,17 +38,32 @@ def cache(tmp_path_factory):
 
 
 def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEPS):
-    """Carry out a short run; -> its record in metrics.json."""
+    """Carry out a short run of ``train_clip``; -> its record in metrics.json."""
     # limit: 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small
-    arguments = ["--limit", "192", "--batch-size", "16", "--accumulate", "2", "--epochs", "1", "--eval-every", "1"]
-    arguments += ["--max-steps", str(steps), "--threads", "1", "--no-plots", "--no-progress"]
+    arguments = [
+        "--limit",
+        "192",
+        "--batch-size",
+        "16",
+        "--accumulate",
+        "2",
+        "--epochs",
+        "1",
+        "--max-steps",
+        str(steps),
+    ]
+    return carry_out(cache, output, launcher, *arguments, *options)
+
+
+def carry_out(cache, output, launcher, *options):
+    """Carry out a run; -> its record in metrics.json."""
+    arguments = ["--eval-every", "1", "--threads", "1", "--no-plots", "--no-progress"]
     arguments += ["--cache-dir", str(cache), "--output-dir", str(output), *options]
-    command = [sys.executable, "-m", *launcher, *arguments]
-    code, out, err = finish(command)
+    code, out, err = finish([sys.executable, "-m", *launcher, *arguments])
     assert code == 0, err[-4000:]
     assert out.count("wrote ") == 1  # by the main process alone
     record = json.loads((output / "metrics.json").read_text())
-    assert record["processes"] == (1 if launcher == ("recipes.train_clip",) else 2)
+    assert record["processes"] == (1 if len(launcher) == 1 else 2)
     return record["runs"][0]
 
 
@@ -170,6 +187,34 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     recipe(cache, tmp_path / "part", *options, launcher=launched(TORCHRUN), steps=1)
     resumed = recipe(cache, tmp_path / "part", *options, "--resume", launcher=launched(TORCHRUN))
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
+
+
+def save_images(folder):
+    draw = np.random.default_rng(0)
+    for number in range(24):
+        path = folder / f"label {number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_lars_with_augmented_views_and_resume(tmp_path):
+    """Two ranks learn what one does from four views; stopped in the second of three epochs and continued."""
+    pytest.importorskip("kornia")
+    save_images(tmp_path / "images")
+    options = ("--data", "folder", "--folder", str(tmp_path / "images"), "--views", "4", "--anchors", "2")
+    options += ("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--batch-size", "8", "--epochs", "3")
+
+    def train(name, *more, launcher=(*TORCHRUN, "recipes.train_simclr")):
+        record = carry_out(tmp_path, tmp_path / name, launcher, *options, *more)
+        saved = checkpoints.latest(tmp_path / name / "sogclr-seed0" / "checkpoints") / "model.safetensors"
+        return losses(record), saved.read_bytes()
+
+    single, whole = train("single", launcher=("recipes.train_simclr",))[0], train("whole")
+    assert whole[0] == pytest.approx(single, abs=1e-4)
+    train("part", "--max-steps", "3")
+    assert train("part", "--resume") == whole
 
 
 @pytest.mark.launch

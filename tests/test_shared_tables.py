@@ -35,7 +35,7 @@ def train(est, group, steps, seed=0):
 
 def slow_down(monkeypatch):
     """Every rank needs 50 ms for every commit and every block of its file."""
-    for name in ("scatter", "write_block", "grow"):
+    for name in ("scatter", "grow"):
         original = getattr(DiskStore, name)
 
         def slow(store, *args, original=original):
@@ -263,13 +263,13 @@ def late_exchange(group, directory, action):
         issued.wait(0.3 if threading.current_thread().name.startswith("compopt-prefetch") else 0)
         return local(rows)
 
-    write_block = est._engine.table.store.write_block
+    scatter = est._engine.table.store.scatter
 
     def overwrite(*args):
         time.sleep(0.6)  # the read that came late is over
-        write_block(*args)
+        scatter(*args)
 
-    est._engine.table.local, est._engine.table.store.write_block = late, overwrite
+    est._engine.table.local, est._engine.table.store.scatter = late, overwrite
     est.prefetch(data[0][2][own])
     for other, state in zip((est, near), states, strict=True):
         other.load_state_dict(state) if action == "load_state_dict" else compopt.load(other, path)

@@ -25,7 +25,6 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
         lambda: second.gather(all_rows),
         lambda: second.scatter(all_rows, second.block(0, 10)),
         lambda: second.block(0, 10),
-        lambda: second.write_block(3, torch.zeros(1, 1, dtype=torch.complex128)),
         lambda: rows.fetch(all_rows),
         lambda: rows.prefetch(all_rows, CPU),
         lambda: commit_value(rows, 1),
@@ -33,10 +32,10 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
         with pytest.raises(ValueError, match=r"rows\.rows already exists.*load a checkpoint.*offload_dir"):
             use()
     with second.overwriting():
-        second.write_block(0, torch.full((6, 1), 7, dtype=torch.complex128))
+        second.scatter(all_rows[:6], torch.full((6, 1), 7, dtype=torch.complex128))
         killed = DiskStore(tmp_path, "rows", 10, 1)  # a process killed there leaves it stale
         assert killed.stale
-        second.write_block(8, torch.full((2, 1), 8, dtype=torch.complex128))
+        second.scatter(all_rows[8:], torch.full((2, 1), 8, dtype=torch.complex128))
     assert second.gather(all_rows).real.flatten().tolist() == [7.0] * 6 + [0.0] * 2 + [8.0] * 2
     commit_value(rows, 1)
     rows.settle()

@@ -171,7 +171,7 @@ def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda est: pickle.loads(pickle.dumps(est))])
 def test_a_copy_has_a_lock_of_its_own(duplicate):
     est = in_rows()
-    with est._engine.lock.writing():
+    with est._engine.writing():
         other = duplicate(est)
         thread = threading.Thread(target=train, args=(other, 1))
         thread.start()

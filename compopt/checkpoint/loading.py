@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from compopt.stores.table import RowTable
 RETRIES = 8  # checkpoints that a load finds removed while it reads them, before it raises
 # safetensors makes what it reads on the default device, which may be another one.
 _HOST = torch.device("cpu")
-_OPEN_FILES = 32
 _HEADER = 1 << 20  # bytes of a file beside those of its rows, at most
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -78,7 +76,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
     check_estimator(est)
     engine = est._engine
     engine.await_save()
-    with doing("compopt.load()", est.t), engine.lock.writing():
+    with doing("compopt.load()", est.t), engine.writing():
         root = engine.ranks.agree(lambda: open_directory(directory))
         with root.naming():
             for left in reversed(range(RETRIES + 1)):
@@ -153,62 +151,18 @@ def _fill(est: Estimator, source: Checkpoint, content: Mapping[str, Any], rows: 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-# Local rows [start, stop) of the writer, which a file has from its row `offset` on: file, start, stop, offset.
-_Span = tuple[File, int, int, int]
-
-
 def _may_have_rows_of(file: File, table: RowTable) -> bool:
     return (file.first - table.first) % gcd(file.stride, table.stride) == 0
 
 
 def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
-    """Fill this process's rows block by block, in order, whatever ranks wrote them."""
-    opened = lru_cache(_OPEN_FILES)(_open)
-    size = manifest.PIECE_ROWS
-    spans = _spans_by_block(table, found, size)
-    with table.overwriting() as store, _HOST:
-        for number in sorted(spans):
-            first = number * size
-            block = table.layout.zeros(min(size, store.n - first), _HOST)
-            columns = table.layout.unpack(block)
-            for span in spans[number]:
-                _copy(table, span, opened(source.path / span[0].name), columns, first, len(block))
-            table.find_partial(columns)
-            for start, stop in manifest.nonzero_spans(block):  # a sparse table on the disk stays sparse
-                store.write_block(first + start, block[start:stop])
-        opened.cache_clear()
-
-
-def _spans_by_block(table: RowTable, found: list[File], size: int) -> dict[int, list[_Span]]:
-    """Return the spans that have rows of each block of ``size`` local rows, in the order of the manifest."""
-    blocks: dict[int, list[_Span]] = {}
-    for file in found:
-        offset = 0
-        for start, stop in file.spans if _may_have_rows_of(file, table) else ():
-            first, last = ((file.first + file.stride * row - table.first) // table.stride for row in (start, stop - 1))
-            for number in range(max(0, first) // size, last // size + 1):
-                blocks.setdefault(number, []).append((file, start, stop, offset))
-            offset += stop - start
-    return blocks
-
-
-def _copy(table: RowTable, span: _Span, opened: Any, columns: Mapping[str, Tensor], first: int, count: int) -> None:
-    """Copy what a span has of the local rows ``[first, first + count)`` into their columns."""
-    file, start, stop, offset = span
-    begin = table.first + table.stride * first - file.first  # the first row, counted from the writer's first
-    end, stride = begin + table.stride * (count - 1), file.stride
-    low, high = max(start, -(-begin // stride)), min(stop, end // stride + 1)
-    if low >= high:
-        return
-    place: Any = slice(low - begin // stride, high - begin // stride)
-    mine: Any = slice(None)
-    if table.stride != stride:
-        rows = torch.arange(low, high) * stride - begin
-        mine = rows % table.stride == 0
-        place = rows[mine] // table.stride
-    for name, column in columns.items():
-        part = opened.get_slice(name)[low - start + offset : high - start + offset]
-        column[place] = part[mine]
+    """Fill this process's rows from file after file, in the order of the manifest, whatever ranks wrote them."""
+    with table.overwriting(), _HOST:
+        for file in found:
+            if file.spans and _may_have_rows_of(file, table):
+                opened = _open(source.path / file.name)
+                rows = torch.cat([torch.arange(start, stop) for start, stop in file.spans]) * file.stride + file.first
+                table.write(rows, {name: opened.get_tensor(name) for name in table.layout.offsets})
 
 
 def _open(path: Path, framework: str = "pt") -> Any:

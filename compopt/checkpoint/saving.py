@@ -127,7 +127,7 @@ def save(
     engine = est._engine
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
-        with engine.lock.copying(), root.naming():
+        with engine.copying(), root.naming():
             job = _prepare(est, root, keep, incremental, blocking)
             if blocking:
                 return job.run()

@@ -29,22 +29,13 @@ class Range:
     most: Bound | None = None
     samples: bool = False
 
-    def first_outside(
-        self, value: Tensor, n: int | None = None, accepted: Callable[[], Tensor] | None = None
-    ) -> int | None:
-        """Return the place of the first value outside, in the flattened tensor; ``None`` if there is none.
-
-        ``accepted()`` is true where a value outside is accepted too, in the shape of ``value``.
-        """
+    def outside(self, value: Tensor, n: int | None = None) -> Tensor | None:
+        """Return True where a value is outside, in the shape of ``value``; ``None``: it is so nowhere."""
         if not value.numel():
             return None
         if not value.is_complex() and all(bool(self._inside(end, n).all()) for end in torch.aminmax(value)):
             return None  # one pass over large tables
-        outside = ~self._inside(value, n)
-        if accepted is not None:
-            outside &= ~accepted()
-        places = outside.flatten().nonzero()
-        return int(places[0]) if len(places) else None
+        return ~self._inside(value, n)
 
     def _bounds(self, n: int | None) -> list[tuple[str, Callable[..., Any], Bound]]:
         least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)

@@ -176,10 +176,6 @@ class Ranks:
         collectives.refuse_different(table[:, 0].tolist())
         return table
 
-    def gather_host(self, message: Tensor, group: ProcessGroup, what: str) -> Tensor:
-        """Gather small CPU tensors ``(...)`` over another group into ``(K, ...)``."""
-        return message[None] if self.size == 1 else collectives.tell(message, group, self.size, what)
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather small picklable values, by rank; slow."""
         if self.size == 1:

@@ -6,12 +6,13 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
@@ -23,9 +24,6 @@ from compopt.estimator import state_dict as states
 from compopt.estimator.attach import HasOptimizer
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import Groups
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
 
 T = TypeVar("T")
 Hook = Callable[..., Any]
@@ -181,7 +179,7 @@ class Estimator:
         """
         engine = self._engine
         engine.await_save()
-        with doing("add_sample_group()", self.t), engine.lock.writing():
+        with doing("add_sample_group()", self.t), engine.writing():
             new = engine.groups.completed(group)
             engine.forget_prefetched()
             if engine.table is not None:
@@ -215,8 +213,7 @@ class Estimator:
             if engine.attachments.skipped():
                 self.discard()
             with engine.handshake.guard():  # a warning may be an error
-                if engine.forgotten.unsure_of_positions:
-                    engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
                 if engine.forgotten.unsure_of_optimizer:
                     engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
@@ -276,7 +273,7 @@ class Estimator:
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        with doing("read()", self.t), engine.lock.copying():
+        with doing("read()", self.t), engine.copying():
             rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
             batch = engine.reader.look(rows, like)
@@ -379,7 +376,7 @@ class Estimator:
                 return
         self._run("step_pre", (), {})
         # On an accelerator nobody waits for the flag: rows and state keep their values there where it is positive.
-        with engine.lock.writing(), torch.no_grad():
+        with engine.writing(), torch.no_grad():
             if engine.table is not None:
                 engine.table.commit(found_inf)
             for part in engine.parts.values():
@@ -432,7 +429,7 @@ class Estimator:
 
     def between_commits(self) -> AbstractContextManager[None]:
         """Context in which no commit runs and no other thread copies the state."""
-        return self._engine.lock.writing()
+        return self._engine.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
@@ -455,7 +452,7 @@ class Estimator:
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
-        with engine.lock.writing():
+        with engine.writing():
             if engine.table is not None:
                 engine.table.store.to(device)
             engine.device = device
@@ -512,7 +509,7 @@ class Estimator:
         """
         self._begin_saving()
         engine, role = self._facts.open(), self._role
-        with doing("state_dict()", self.t), engine.lock.copying():
+        with doing("state_dict()", self.t), engine.copying():
             state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
         return self._run_replacing("state_dict_post", state)
 
@@ -541,7 +538,7 @@ class Estimator:
         if isinstance(state_dict, Mapping):
             state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
         engine.await_save()
-        with doing("load_state_dict()", self.t), engine.lock.writing():
+        with doing("load_state_dict()", self.t), engine.writing():
             if role is None:
                 states.load_state_dict(engine, state_dict)
             else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from compopt import accelerator, checks
 from compopt.batch import COUNT
@@ -20,7 +22,6 @@ from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.attach import Attachments
 from compopt.estimator.call import Setting
-from compopt.estimator.exclusive import Exclusive
 from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, as_groups, plain
 from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
@@ -28,9 +29,6 @@ from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
 from compopt.stores.layout import Column
 from compopt.stores.table import Placement, RowTable
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
 FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
@@ -186,9 +184,9 @@ class PartHooks(ABC):
             values.dense(f"{name} of {kind}", value, like=expected.get(name))
         self.check_form(state)
         for name, allowed in self.state_values(state).items():
-            place = allowed.first_outside(state[name])
-            if place is not None:
-                found = state[name].flatten()[place].item()
+            outside = allowed.outside(state[name])
+            if outside is not None and outside.any():
+                found = state[name][outside][0].item()
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
@@ -246,7 +244,6 @@ class Engine:
         width: values per column and sample, ``D``.
         device: for rows that are made later.
         t, pending: commits so far; calls whose proposals wait for the next one.
-        lock: held by commits, copies and loads.
     """
 
     def __init__(
@@ -269,12 +266,12 @@ class Engine:
         self.ranks = Ranks(self.placement.process_group)
         self.device = torch.device("cpu")
         self.table: RowTable | None = None
-        self._reader: BatchReader | None = None
         self.t = self.pending = 0
         self.training = True
-        self.lock, self.attachments, self.forgotten = Exclusive(), Attachments(), Forgotten()
-        self.saving: SaveHandle | None = None
-        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
+        self.attachments, self.forgotten = Attachments(), Forgotten()
+        self._reader: BatchReader | None = None
+        self._writing = False
+        self._make_own()
 
     def open(self) -> Self:
         """Make the rows and their reader, once."""
@@ -318,9 +315,34 @@ class Engine:
         if self.saving is not None:
             self.saving.settle()
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Keep writers away, so that a state copied in a thread is of one commit.
+
+        Raises:
+            RuntimeError: this thread itself is in the middle of writing (a signal handler that saves).
+        """
+        with self._lock:
+            if self._writing:
+                raise RuntimeError(
+                    "the estimator is in the middle of a commit, and its state is of none: let a signal handler set a "
+                    "flag, and save after optimizer.step()"
+                )
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep copies and other writers away; the thread that writes may enter it again."""
+        with self._lock:
+            before, self._writing = self._writing, True
+            try:
+                yield
+            finally:
+                self._writing = before
+
     def discard(self) -> None:
         """Drop everything pending."""
-        with self.lock.writing():
+        with self.writing():
             self.pending = 0
             if self.table is not None:
                 self.table.discard()
@@ -328,10 +350,18 @@ class Engine:
                 part.discard_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "handshake": None, "async_checks": None, "saving": None}
+        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._make_own()
+
+    def _make_own(self) -> None:
+        """Make what copies and pickles have of their own."""
+        self._reader = None
+        self._lock, self._writing = threading.RLock(), False
+        self.saving: SaveHandle | None = None
         self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
 

@@ -152,11 +152,6 @@ class Forgotten:
 
         async_checks.watch(idle.to(torch.int32), tell)
 
-    @property
-    def unsure_of_positions(self) -> bool:
-        """True as long as every index was one of positions in the batch."""
-        return self._positions is not None
-
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:

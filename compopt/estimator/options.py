@@ -6,13 +6,16 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 
 from compopt.checks import Directions, Mode
 from compopt.distributed.ranks import ProcessGroup
 from compopt.stores import Offload
+
+if TYPE_CHECKING:
+    from compopt.estimator.score_keeper import ScoreKeeper
 
 
 class PlacementOptions(TypedDict, total=False):
@@ -32,6 +35,7 @@ class CommonOptions(PlacementOptions, total=False):
     directions: Directions
     normalize: bool
     chunk_size: int | None
+    scores: ScoreKeeper | None
 
 
 class Options(CommonOptions, total=False):

@@ -73,7 +73,7 @@ class Stateful:
         est = self.est
         engine = est._engine
         est._begin_saving()
-        with doing("state_dict()", est.t), engine.lock.copying():
+        with doing("state_dict()", est.t), engine.copying():
             about = states.rest(engine)
             parts = {} if engine.table is None else engine.table.share_dict()
         extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
@@ -95,7 +95,7 @@ class Stateful:
         engine = est._engine
         rows = state_dict["rows"]
         parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in rows.items()}
-        with doing("load_state_dict()", est.t), engine.lock.writing():
+        with doing("load_state_dict()", est.t), engine.writing():
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
@@ -23,9 +24,6 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # How each hyper-parameter is checked.
 CHECKS = {

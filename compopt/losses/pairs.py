@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
@@ -20,9 +21,6 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import CompositionalLoss, WithTotal, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class PairLoss(CompositionalLoss):

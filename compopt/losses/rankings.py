@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.batch import Batch
@@ -18,9 +19,6 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
 from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def _grades(relevance: Tensor) -> Tensor:
@@ -75,7 +73,8 @@ class NDCGLoss(ListLoss):
         g_{qi} = E_{j \in S_q} \max(0, \text{margin} - (s_{qi} - s_{qj}))^2
 
     ``S`` are the pairs of a query and a relevant item, ``N_q g_qi`` is a surrogate of the rank of the item, ``Z_q`` the
-    ideal DCG of the items in the batch.
+    ideal DCG of the items in the batch. The form for the top K (K-SONG) is not here: it weighs each pair by whether the
+    item is above a threshold that is learned per query, and so needs rows of queries beside those of pairs.
 
     Args:
         n: number of pairs of a query and a relevant item, or a list of sample groups.

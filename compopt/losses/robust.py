@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
@@ -15,9 +15,6 @@ from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import WithTotal, check_scores, log_mean_exp
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class RobustLoss(WithTotal):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import accelerator, checks, rng
 from compopt.batch import Batch
@@ -20,13 +21,9 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
-from compopt.negatives.chains import Chains
-from compopt.negatives.dataset import DatasetChains
+from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Proposals = Literal["pool", "sweep", "dataset"]
 MOST_SAMPLES = 1 << 31  # of which rng.below chooses

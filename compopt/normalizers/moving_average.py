@@ -195,8 +195,9 @@ class MovingAverageEstimator(Normalizer):
             index: data-set positions, ``(B,)`` integers, best on the CPU.
             previous: ``g_i`` of the same samples at the weights of the step before, as ``log_g``; only with
                 ``domain="linear"``, since a corrected average may be negative.
-            beta: factor of the correction; ``None``: ``1 - gamma``. With ``B`` of ``n`` samples per batch the paper
-                has ``(n - B) / (B (1 - gamma)) + 1 - gamma``.
+            beta: factor of the correction; ``None``: ``1 - gamma``, STORM's, which is the paper's where every sample
+                is in the batch. With ``B`` of ``n`` samples per batch the paper has ``(n - B) / (B (1 - gamma)) + 1 -
+                gamma`` (its letters ``gamma_t`` and ``beta_t`` are ``beta`` and ``gamma`` here).
 
         Returns:
             ``log u_i`` after the update, in the shape of ``log_g``, without a graph; float64 if ``log_g`` or the rows
@@ -215,7 +216,8 @@ class MovingAverageEstimator(Normalizer):
 
         References:
             Jiang et al., Multi-block-Single-probe Variance Reduced Estimator for Coupled Compositional Optimization,
-            NeurIPS 2022 (MSVR).
+            NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
+            Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
         log_u, batch = self._average(log_g, index, previous, beta)
         self._deposit_average(log_u, batch)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import Options, takes_options
+from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 LENGTH = 128  # samples in the memory
 LARGE = 1024  # from here on so many more change little
@@ -139,12 +138,13 @@ def recommended(
     directions: Literal["both", "forward"] = "both",
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
+    keep_scores: bool = False,
 ) -> ContrastiveEstimator:
     """Return the estimator to begin with, which needs no tuning.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples and more, and
-    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Neither keeps anything per sample. Why:
-    ``docs/which.md``.
+    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.
+    Why: ``docs/which.md``.
 
     Args:
         dim: of the features.
@@ -154,12 +154,14 @@ def recommended(
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
         directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
+        keep_scores: keep a row of 48 bytes per sample beside the loss (:class:`~compopt.ScoreKeeper`), from which
+            :mod:`compopt.curation` tells wrong pairs; needs ``n``, and ``index`` in every call. No gradient changes.
 
     Returns:
         The estimator. Communicates nothing here; what its calls do, see there.
 
     Raises:
-        ValueError: dim, n or batch_size < 1, an unknown mode.
+        ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``.
         TypeError: dim, n or batch_size is no integer.
 
     Example:
@@ -172,11 +174,15 @@ def recommended(
     checks.count("dim", dim)
     length = LENGTH if n is None else max(1, min(LENGTH, checks.count("n", n) // 4))
     large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
+    checks.flag("keep_scores", keep_scores)
+    if keep_scores and n is None:
+        raise ValueError("keep_scores=True keeps a row per training sample: give their number, n=len(dataset)")
     options: Options = {
         "mode": mode,
         "directions": directions,
         "chunk_size": chunk_size,
         "process_group": process_group,
+        "scores": ScoreKeeper(n) if keep_scores and n is not None else None,
     }
     if large or directions == "forward":
         return DCLEstimator(TAU, **options)

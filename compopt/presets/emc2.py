@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing_extensions import Unpack
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import Options, takes_options
 from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
 from compopt.temperatures import FixedTemperature
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class EMC2Estimator(ContrastiveEstimator):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
@@ -12,9 +14,6 @@ from compopt.normalizers import MovingAverageEstimator
 from compopt.presets.published import SETTINGS, as_logarithm, by_mode
 from compopt.temperatures import FixedTemperature, TemperatureDual
 from compopt.temperatures.dual import Parametrization
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Reference = Literal["none", "positive"]
 Version = Literal["v0", "v1", "v2", "v3"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
@@ -15,9 +16,6 @@ from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
 from compopt.presets.published import as_logarithm
 from compopt.temperatures import FixedTemperature, TemperatureDual
 from compopt.temperatures.dual import Parametrization
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class NeuCLIPEstimator(ContrastiveEstimator):

@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-from compopt.stores.base import RowAccess, RowStore, Ticket
+from compopt.stores.base import MemoryStore, RowStore
 from compopt.stores.disk import DiskStore
-from compopt.stores.memory import HostStore, MemoryStore
-from compopt.stores.write_behind import WriteBehind
+from compopt.stores.write_behind import RowAccess, Ticket, WriteBehind
 
-__all__ = ["DiskStore", "HostStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
+__all__ = ["DiskStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
 
 Offload = Literal["cpu", "disk"]

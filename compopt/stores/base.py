@@ -1,20 +1,23 @@
-"""The interfaces of every placement: a store holds the rows of one process, an access reads and commits them."""
+"""Stores: they hold the rows of one process, here in one tensor in memory."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import sleep
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.layout import WORD, to_device_words
+from compopt.stores.layout import WORD, word
+
+# What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
+NO_MEMORY = (MemoryError, ValueError, OverflowError, getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError))
 
 
 class RowStore(ABC):
@@ -55,12 +58,6 @@ class RowStore(ABC):
         """Copy successive rows."""
         return self._as_block(self._table[start:stop].clone())
 
-    def write_block(self, start: int, block: Tensor) -> None:
-        """Overwrite successive rows."""
-        if (log := self.undo_log) is not None:
-            log(torch.arange(start, start + len(block), device=self.device))
-        self._table[start : start + len(block)].copy_(self._as_stored(block))
-
     @abstractmethod
     def grow(self, n: int) -> None:
         """Append zero rows until there are ``n``."""
@@ -71,7 +68,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def overwriting(self) -> AbstractContextManager[None]:
-        """Reset all rows to zeros; inside, :meth:`write_block` fills them."""
+        """Reset all rows to zeros; inside, :meth:`scatter` fills them."""
 
     def to(self, device: torch.device) -> None:
         """Follow the features to their device, where the placement allows it."""
@@ -83,9 +80,6 @@ class RowStore(ABC):
     def writable(self) -> bool:
         """True unless this is a forked process and the rows belong to its parent."""
         return True
-
-    def close(self) -> None:
-        """Release what the store holds beside memory (files, mappings)."""
 
     def await_snapshot(self) -> None:
         """Wait until no save reads the rows any more."""
@@ -104,89 +98,99 @@ class RowStore(ABC):
         return rows if rows.dim() == 2 else rows.view(-1, 1)
 
 
-@dataclass(eq=False)
-class Ticket:
-    """Rows under way, see :meth:`RowAccess.prefetch`.
+class MemoryStore(RowStore):
+    """The placements in memory: beside the features (``offload=None``), or on the host (``offload="cpu"``).
 
-    Attributes:
-        access: issued it.
-        rows: their numbers, ``(R,)`` on the CPU.
-        device: where they are wanted.
-        done: taken or dropped.
-        future: of the read ahead; ``None``: rows are read when they are taken.
-        number, settled: the access's counts of commits and of settlements when it was issued.
+    Created on the CPU, where untouched zero pages cost nothing. Beside the features it moves to their device at the
+    first training call. On the host it stays: pinned where a device with streams is there, and then claimed in full at
+    construction.
+
+    Args:
+        n, words: of the table.
+        on_host: stay on the host.
+
+    Raises:
+        MemoryError: so much memory cannot be had.
     """
 
-    access: RowAccess
-    rows: Tensor
-    device: torch.device
-    done: bool = False
-    future: Future[Any] | None = None
-    number: int = 0
-    settled: int = 0
+    def __init__(self, n: int, words: int, on_host: bool = False) -> None:
+        self.n, self.words, self._on_host = n, words, on_host
+        self._table = self._zeros(n, torch.device("cpu"))
 
-    def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``, on the device that was asked for or on this one.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "undo_log": None}  # a copy is not being saved
 
-        Raises:
-            RuntimeError: the ticket was taken or dropped before.
-        """
-        if self.done:
-            raise RuntimeError("these prefetched rows were taken or dropped before; a ticket is good for one take()")
-        self.done = True
-        block = self.access.take(self, self.device if device is None else device)
-        self.future = None
-        return block
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._pins() and not self._table.is_pinned():
+            self._table = self._table.pin_memory()
 
-    def drop(self) -> None:
-        """Give up the rows; a read that has not begun never does."""
-        self.done = True
-        if self.future is not None:
-            self.future.cancel()
-            self.future = None
+    def _pins(self) -> bool:
+        return self._on_host and accelerator.pins()
+
+    def _zeros(self, n: int, device: torch.device) -> Tensor:
+        pinned, kind = self._pins(), word(device)
+        with self._claim(n, device, pinned):
+            if device.type == "cpu" and not pinned:
+                return lazy_zeros(self._shape(n))
+            return torch.zeros(self._shape(n, kind), dtype=kind, device=device, pin_memory=pinned)
+
+    @contextmanager
+    def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
+        """Say how much memory was asked for, and what to do, where it cannot be had."""
+        try:
+            yield
+        except (*NO_MEMORY, RuntimeError) as error:
+            if not pinned and not isinstance(error, NO_MEMORY):
+                raise
+            memory, remedies = f"memory of {device}", 'offload="cpu", offload="disk" with offload_dir='
+            if device.type == "cpu":
+                memory, remedies = f"{'pinned ' if pinned else ''}host memory", 'offload="disk" with offload_dir='
+            raise MemoryError(
+                f"n={n} rows of {self.words * 16} bytes need {n * self.words * 16:,} bytes of {memory}, which cannot "
+                f"be had: use {remedies}, or shard=True on several ranks"
+            ) from error
+
+    def grow(self, n: int) -> None:
+        table = self._zeros(n, self.device)
+        table[: self.n].copy_(self._table)
+        self._table, self.n = table, n
+
+    def shrink(self, n: int) -> None:
+        if len(self._table) > n:
+            self._table = self._table[:n]  # no copy, for which there may be no memory
+        self.n = n
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        if self._table.device.type != "cpu" or self._table.is_pinned():
+            self._table.zero_()
+        else:
+            self._table = torch.empty(0, dtype=WORD, device="cpu")  # give back before asking for more
+            self._table = self._zeros(self.n, torch.device("cpu"))
+        yield
+
+    def to(self, device: torch.device) -> None:
+        if self._on_host or device == self._table.device:
+            return
+        self.await_snapshot()
+        kind = word(device)
+        with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
+            if kind == self._table.dtype:
+                self._table = self._table.to(device)
+                return
+            matrix = self._as_block(self._table)  # viewed where complex128 is known: before the move or after it
+            matrix = matrix.to(device).view(kind) if kind == WORD else matrix.view(kind).to(device)
+            self._table = matrix.view(self._shape(self.n, kind))
 
 
-class RowAccess:
-    """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
+def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
+    """Allocate complex128 zeros on the host whose pages come into being when they are first written.
 
-    Every read sees every commit made before it, also where a subclass reads ahead and writes behind.
+    ``torch.zeros`` would write them all now (seconds for some GB) and in small pages; NumPy asks for huge ones, with
+    which random gathers are 1.5 times and scatters twice as fast. Rows start at cache lines, as torch's do.
     """
-
-    def __init__(self, store: RowStore) -> None:
-        self.store = store
-
-    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
-
-        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
-        """
-        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
-        return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
-
-    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
-        return Ticket(self, rows, device)
-
-    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
-        """Return the rows of a ticket, see :meth:`Ticket.take`."""
-        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
-
-    def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
-        device = self.store.device
-        self.store.scatter(accelerator.to_device(rows, device), to_device_words(block, device))
-
-    def ready(self) -> None:
-        """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
-        self.store.ready()
-
-    def settle(self) -> None:
-        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
-
-        Tickets stay good: those under way read anew when they are taken.
-        """
-
-    def close(self) -> None:
-        """Settle, stop threads, close the store."""
-        self.settle()
-        self.store.close()
+    count = math.prod(shape)
+    memory = np.zeros(count + 3, dtype=np.complex128)
+    skipped = -(memory.ctypes.data // 16) % 4
+    return torch.from_numpy(memory[skipped : skipped + count]).view(shape)

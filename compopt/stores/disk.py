@@ -84,7 +84,7 @@ class DiskStore(RowStore):
         try:
             with files.named(self.path):
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._close_fd = weakref.finalize(self, os.close, self._fd)
+            weakref.finalize(self, os.close, self._fd)
             self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
             if self.stale:
                 self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
@@ -202,7 +202,8 @@ class DiskStore(RowStore):
 
     def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
         """Write zeros to those pages that are holes: nearly as fast as a page fault, faster than posix_fallocate."""
-        holes = np.unique(pages[~self._written[pages]])
+        holes = pages[~self._written[pages]]
+        holes = np.unique(holes[np.diff(holes, prepend=-1) != 0])  # rows in order, as a load has them, share pages
         with files.named(self.path, "no row was written"):
             for page in holes.tolist():
                 done = 0
@@ -213,12 +214,6 @@ class DiskStore(RowStore):
 
     def block(self, start: int, stop: int) -> Tensor:
         return self.gather(torch.arange(start, stop, device="cpu"))
-
-    def write_block(self, start: int, block: Tensor) -> None:
-        self.ready()
-        first, last = start * self._row_bytes // PAGE, -(-(start + len(block)) * self._row_bytes // PAGE)
-        self._make_room(np.arange(first, last))
-        super().write_block(start, block)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -239,13 +234,6 @@ class DiskStore(RowStore):
 
     def shrink(self, n: int) -> None:
         self._map(n)
-
-    def close(self) -> None:
-        """Unmap the file, which stays."""
-        self.await_snapshot()
-        self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
-        self._close_fd()
-        self._release()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

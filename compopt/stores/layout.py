@@ -137,17 +137,14 @@ class RowLayout:
             if allowed is None or column.name not in columns:
                 continue
             value = columns[column.name]
-
-            def accepted(value: Tensor = value, column: Column = column) -> Tensor:
-                """Accept zeros of rows that were never visited, and marks."""
-                found = torch.zeros_like(value, dtype=torch.bool)
-                if never is not None:
-                    found = (value == 0) & (never if never.shape == value.shape else never.any(dim=1, keepdim=True))
-                return found | (value == column.blank) if column.name in self.firsts else found
-
-            place = allowed.first_outside(value, n, accepted)
-            if place is not None:
-                row = place // column.width
+            outside = allowed.outside(value, n)
+            if outside is None:
+                continue
+            if never is not None:
+                outside &= (value != 0) | ~(never if never.shape == value.shape else never.any(dim=1, keepdim=True))
+            if column.name in self.firsts:
+                outside &= value != column.blank
+            for row in outside.any(dim=1).nonzero().flatten()[:1].tolist():
                 raise ValueError(
                     f"column {column.name!r} of the checkpoint must be {allowed.describe(column.dtype, n)}, row "
                     f"{first + row} has {value[row].tolist()}"

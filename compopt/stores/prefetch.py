@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.distributed.collectives import PREFETCH, doing
+from compopt.distributed.collectives import PREFETCH, doing, tell
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores.base import Ticket
 from compopt.stores.table import RowTable
+from compopt.stores.write_behind import Ticket
 
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4
@@ -74,16 +74,19 @@ class Prefetcher:
     def _exchange(self, fetch: Fetch, device: torch.device) -> Ticket:
         """In the thread: learn the global batch, start reading the owned part of it."""
         rows = fetch.rows.flatten()
-        sizes = self._ranks.gather_host(torch.tensor(len(rows), device="cpu"), self._group, PREFETCH).tolist()
+        sizes = self._tell(torch.tensor(len(rows), device="cpu")).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
-        gathered = self._ranks.gather_host(message, self._group, PREFETCH)
+        gathered = self._tell(message)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
         local = self._table.local(everyone[self._table.owned(everyone)])
         with self._issuing:
             if fetch.dropped:
                 raise CancelledError
             return self._table.rows.prefetch(local, device)
+
+    def _tell(self, message: Tensor) -> Tensor:
+        return tell(message, self._group, self._ranks.size, PREFETCH)
 
     def find(self, rows: Tensor | None) -> Fetch | None:
         """Return the read that was started for these rows, if any; those started before it are dropped."""

@@ -16,9 +16,9 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks, Share
-from compopt.stores import DiskStore, HostStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
+from compopt.stores import DiskStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
-from compopt.stores.layout import Column, RowLayout
+from compopt.stores.layout import Column, RowLayout, to_device_words
 from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
@@ -64,7 +64,8 @@ class Placement:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
-            return WriteBehind(HostStore(n, words)) if self.offload == "cpu" else RowAccess(MemoryStore(n, words))
+            store = MemoryStore(n, words, on_host=self.offload == "cpu")
+            return RowAccess(store) if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
@@ -241,13 +242,9 @@ class RowTable:
 
     def _gathered(self, start: int, stop: int) -> Tensor:
         """Collect successive rows of a sharded table from their holders."""
-        bounds = [(self._before(start, rank), self._before(stop, rank)) for rank in range(self.stride)]
-        sizes = [high - low for low, high in bounds]
-        block = self._ranks.gather([self.store.block(*bounds[self.first])], sizes)[0]
-        result = torch.empty_like(block)
-        for rank, part in enumerate(block.split(sizes)):
-            result[(rank - start) % self.stride :: self.stride] = part
-        return result
+        rows, device = torch.arange(start, stop, device="cpu"), self.store.device
+        owned = self.owned(rows)
+        return self.fetch_sharded(rows, device, owned, self.store.gather(self.local(rows[owned]).to(device)))
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
         """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
@@ -282,33 +279,38 @@ class RowTable:
             block = {c.name: columns[c.name][start:stop] for c in self.layout.columns if c.name in columns}
             self.layout.check_values(block, self.n, first + start)
 
+    def write(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Write rows ``(R,)``, given on the CPU, as far as this process holds them; inside :meth:`overwriting`."""
+        if self.sharded:
+            mine = self.owned(rows)
+            rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
+        device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
+        self.find_partial(self.layout.write(block, columns))
+        self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
+
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
-        with self.overwriting() as store:
-            for start, own in self._blocks(columns, store):
-                block = self.layout.zeros(len(own[COUNT]), store.device)
-                self.layout.write(block, own)
-                store.write_block(start, block)
-        self.find_partial(columns)
+        with self.overwriting():
+            for start in range(0, self.n, BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, self.n)
+                own = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
+                self.write(torch.arange(start, stop, device="cpu"), own)
+        if self.sharded:  # of rows elsewhere too
+            self.find_partial(columns)
 
     def load_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
-        ranks, layout = self._ranks, self.layout
+        ranks = self._ranks
         shares = [self.share(rank) for rank in range(ranks.size)]
-        with self.overwriting() as store:
+        with self.overwriting():
             # In each round every rank sends the next piece of its share, so that all have the same work.
             for start in range(0, shares[0].size, BLOCK_ROWS):
                 pieces = [Share(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
-                own = {name: pieces[ranks.rank].of(value) for name, value in parts.items()}
-                packed = layout.zeros(pieces[ranks.rank].size, torch.device("cpu"))
-                layout.write(packed, own)
-                everyone = ranks.gather([packed], [piece.size for piece in pieces])[0]
-                for part, piece, block in zip(shares, pieces, everyone.split([p.size for p in pieces]), strict=True):
-                    first = part.start + piece.start
-                    mine = block[(self.first - first) % self.stride :: self.stride].contiguous()
-                    if len(mine):
-                        self.find_partial(layout.unpack(mine))
-                        store.write_block(self._before(first, self.first), mine)
+                own = [pieces[ranks.rank].of(value) for value in parts.values()]
+                everyone = ranks.gather(own, [piece.size for piece in pieces])
+                places = zip(shares, pieces, strict=True)
+                rows = [torch.arange(s.start + p.start, s.start + p.stop, device="cpu") for s, p in places]
+                self.write(torch.cat(rows), dict(zip(parts, everyone, strict=True)))
         self.agree_partial()
 
     def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
@@ -323,13 +325,15 @@ class RowTable:
         """
         store = self.at_rest()
         with torch.inference_mode(False):
-            for start, own in self._blocks(columns, store):
+            for start in range(0, store.n, BLOCK_ROWS):
+                block = store.block(start, min(start + BLOCK_ROWS, store.n))
+                at = torch.arange(start, start + len(block), device=store.device)
+                rows = at * self.stride + self.first
+                own = {name: value.detach()[rows.to(value.device)].to(store.device) for name, value in columns.items()}
                 visits = own.pop(COUNT)
-                block = store.block(start, start + len(visits))
                 views = self.layout.unpack(block)
                 before = views[COUNT].clone()
                 views[COUNT].copy_(torch.maximum(before, visits))
-                rows = torch.arange(start, start + len(visits), device=visits.device) * self.stride + self.first
                 for name, value in own.items():
                     views[name].copy_(torch.where(visits > 0, value, 0))
                 adapt(rows, views, visits, before)
@@ -337,16 +341,8 @@ class RowTable:
                 for name in others:
                     views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
                 self.find_partial(views)
-                store.write_block(start, block)
+                store.scatter(at, block)
         self.agree_partial()
-
-    def _blocks(self, columns: Mapping[str, Tensor], store: RowStore) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield the rows that this process holds block by block, with the number of the first in the store."""
-        for start in range(0, store.n, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, store.n)
-            at = slice(start * self.stride + self.first, (stop - 1) * self.stride + self.first + 1, self.stride)
-            own = [c.name for c in self.layout.columns if c.name in columns]
-            yield start, {name: columns[name].detach()[at].to(store.device) for name in own}
 
     def find_partial(self, columns: Mapping[str, Tensor]) -> None:
         """Note which columns have marks of a part that was never visited."""

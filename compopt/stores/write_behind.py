@@ -1,4 +1,4 @@
-"""Write-behind: rows on the host or on disk, read ahead of time and written after the step."""
+"""Accesses: they read and commit the rows of a store, at once, or ahead of time and after the step (write-behind)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,83 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.base import RowAccess, RowStore, Ticket
+from compopt.stores.base import RowStore
 from compopt.stores.layout import WORD, to_device_words
 
 # Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
 # Commits that are remembered after they were written: a ticket for which more were made reads anew.
 REMEMBERED = 8
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Rows under way, see :meth:`RowAccess.prefetch`.
+
+    Attributes:
+        access: issued it.
+        rows: their numbers, ``(R,)`` on the CPU.
+        device: where they are wanted.
+        future: of the read ahead; ``None``: rows are read when they are taken.
+        number, settled: the access's counts of commits and of settlements when it was issued.
+    """
+
+    access: RowAccess
+    rows: Tensor
+    device: torch.device
+    future: Future[Any] | None = None
+    number: int = 0
+    settled: int = 0
+
+    def take(self, device: torch.device | None = None) -> Tensor:
+        """Return the rows' committed values as of now, ``(R, words)``, on ``device`` or that of the ticket."""
+        return self.access.take(self, self.device if device is None else device)
+
+    def drop(self) -> None:
+        """Give up the rows; a read that has not begun never does."""
+        if self.future is not None:
+            self.future.cancel()
+
+
+class RowAccess:
+    """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
+
+    Every read sees every commit made before it, also where a subclass reads ahead and writes behind.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
+
+        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
+        """
+        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
+        return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
+
+    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
+        return Ticket(self, rows, device)
+
+    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
+        """Return the rows of a ticket, see :meth:`Ticket.take`."""
+        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
+
+    def commit(self, rows: Tensor, block: Tensor) -> None:
+        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
+        device = self.store.device
+        self.store.scatter(accelerator.to_device(rows, device), to_device_words(block, device))
+
+    def ready(self) -> None:
+        """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
+        self.store.ready()
+
+    def settle(self) -> None:
+        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
+
+        Tickets stay good: those under way read anew when they are taken.
+        """
 
 
 @dataclass(eq=False)
@@ -193,13 +263,6 @@ class WriteBehind(RowAccess):
         with self._changed:
             self._settled += 1  # the caller may write the store: tickets from before read anew
         self.check()
-
-    def close(self) -> None:
-        try:
-            self.settle()
-        finally:
-            self._thread.shutdown()
-            self.store.close()
 
     def check(self) -> None:
         """Raise what went wrong in the thread; start one anew in a forked process."""

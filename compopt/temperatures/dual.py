@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import accelerator, checks
 from compopt import functional as F
@@ -20,9 +21,6 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.state_dict import part_state_dict
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. tau_max and max_grad: its authors' code
 # (LibAUC has other tau_max, 0.7 and 0.05). The paper bounds tau from above in its analysis only (Lemma 1), without a

@@ -18,8 +18,7 @@ NAMED = {
     "what is known on the device first: features that are not finite, a bad index there",
     "contrastive.py": "positions of further candidates",
     "negatives/sampler.py": "positions of a pool of candidates",
-    "stores/write_behind.py": "rows read and committed, and their numbers, on a side stream",
-    "stores/base.py": "few rows in memory, and their numbers, when a ticket is taken",
+    "stores/write_behind.py": "rows read and committed, and their numbers, on a side stream, or when a ticket is taken",
     "stores/snapshot.py": "former values of rows, and their numbers, while a save reads the rows",
     "stores/table.py": "with shards: which of the batch's rows are here",
 }

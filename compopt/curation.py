@@ -1,0 +1,248 @@
+r"""Scores of samples that training keeps anyway: wrong pairs, and how many of them there are.
+
+A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
+
+.. math:: \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{(s_{ij} - s_{ii}) / \tau_i},
+
+the log-normalizer of sample ``i`` relative to its positive. It is large where other samples match the anchor better
+than its own partner does: pairs with a wrong caption, above all. The same quantity, computed afterwards by a trained
+model, is the s-CLIPLoss by which Wang et al. (2024) filter data sets.
+
+Logarithms are in nats. The functions read committed rows: with ``shard=True`` they are collective, otherwise they
+communicate nothing. None of them changes a gradient.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.batch import COUNT
+from compopt.estimator.base import Estimator
+
+READ_ROWS = 1 << 20  # rows that are read at a time
+CHANCE = 0.5  # mean rank of a positive that has nothing to do with its anchor
+
+
+@dataclass(frozen=True)
+class Scores:
+    r"""Facts of every sample, ``(n,)`` each on the CPU; NaN (0 for ``visits``) where it was never visited.
+
+    Attributes:
+        score: :math:`-\log \hat g_i` in nats, alignment less log-normalizer, mean over the directions: the lower, the
+            more likely is the pair wrong.
+        visits: int64, the largest number of any direction.
+        uncertainty: standard error of ``score``; ``None`` for rows that keep no variance.
+        similarity: running mean of :math:`s_{ii}`; ``None`` without a :class:`~compopt.ScoreKeeper`.
+        rank: running mean of the share of negatives above the positive, in [0, 1]; ``None`` where it is not kept.
+        trend: change of ``score`` since earlier scores that were given; ``None`` without.
+    """
+
+    score: Tensor
+    visits: Tensor
+    uncertainty: Tensor | None = None
+    similarity: Tensor | None = None
+    rank: Tensor | None = None
+    trend: Tensor | None = None
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return what is kept, by name."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+
+def scores(est: Estimator, since: Scores | None = None) -> Scores:
+    """Return the score of every sample from committed rows.
+
+    Args:
+        est: with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
+        since: earlier scores of the same estimator, from which ``trend`` is the difference; samples that were added
+            since have NaN.
+
+    Returns:
+        The scores, 8 to 44 bytes per sample of host memory.
+
+    Raises:
+        ValueError: the rows hold no log-normalizer relative to the positive (``reference="none"``), ``since`` has more
+            samples.
+
+    Communicates: with ``shard=True`` it is collective, as :meth:`~compopt.Estimator.read`.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ISogCLREstimator(n=16, mode="unimodal")
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> est(z1.requires_grad_(), z2, torch.arange(8)).backward()
+        >>> est.step()
+        >>> int(compopt.curation.scores(est).score.isfinite().sum())
+        8
+    """
+    rows = _read(est)
+    seen = rows[COUNT] > 0
+    value = {name: _mean(x, seen) for name, x in rows.items() if name != COUNT}
+    kept = "log_g" in rows
+    uncertainty = None
+    if kept:
+        rate = torch.tensor([group["rate"] for group in est.sample_groups], dtype=torch.float64)
+        rate = rate.repeat_interleave(torch.tensor([group["n"] for group in est.sample_groups]))
+        directions = rows["log_g_var"].shape[1]
+        # equal weights have n effective visits, weights that fade at rate r have 2 / r - 1 in the long run
+        effective = torch.minimum(rows[COUNT].double(), 2 / rate - 1) * directions
+        uncertainty = (value["log_g_var"] / effective).sqrt()
+    score = -value["log_g" if kept else "log_u"]
+    return Scores(score, rows[COUNT], uncertainty, value.get("similarity"), value.get("rank"), _change(score, since))
+
+
+def check_rows(est: Estimator) -> None:
+    """Refuse rows that do not tell how an anchor's normalizer compares with its positive, with a ``ValueError``."""
+    kept = [column.name for columns in est._facts.columns().values() for column in columns]
+    references = {group.get("reference") for group in est.sample_groups}
+    if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
+        raise ValueError(
+            f"the rows of {type(est).__name__} ({', '.join(kept) or 'none'}) do not tell how an anchor's normalizer "
+            f'compares with its positive; build it with scores=compopt.ScoreKeeper(n), or with reference="positive"'
+        )
+
+
+def _read(est: Estimator) -> dict[str, Tensor]:
+    """Return the columns of all samples on the CPU."""
+    check_rows(est)
+    rows: list[dict[str, Tensor]] = []
+    for start in range(0, est.n or 1, READ_ROWS):
+        index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
+        rows.append({name: x.cpu() for name, x in est.read(index).items()})
+    return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+
+
+def _mean(column: Tensor, seen: Tensor) -> Tensor:
+    return torch.where(seen, column.double().mean(1), torch.nan)
+
+
+def _change(score: Tensor, since: Scores | None) -> Tensor | None:
+    if since is None:
+        return None
+    new = len(score) - len(since.score)
+    if new < 0:
+        raise ValueError(f"since= has {len(since.score)} samples, the estimator {len(score)}")
+    return score - torch.nn.functional.pad(since.score, (0, new), value=torch.nan)
+
+
+def wrong_share(found: Scores) -> float:
+    r"""Estimate the share of pairs whose partner has nothing to do with the anchor.
+
+    The positive of such a pair is like any other candidate, so that its rank among them is uniform in [0, 1], while
+    that of a right pair is near 0. Half of the wrong pairs are expected above 1/2, and (nearly) no right one:
+
+    .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac12
+
+    the estimator that Storey (2002) uses for the share of true null hypotheses. A model that memorises wrong pairs
+    moves their ranks down, so that the share is then estimated too low; it is best asked after the first epochs.
+
+    Args:
+        found: of :func:`scores`, with ranks.
+
+    Returns:
+        A number in [0, 1], of the samples that were visited; 0 if none was.
+
+    Raises:
+        ValueError: ranks are not kept.
+
+    References:
+        Storey, A direct approach to false discovery rates, JRSS B 2002.
+
+    Example:
+        >>> import torch, compopt
+        >>> rank = torch.cat([torch.zeros(80), torch.linspace(0, 1, 20)])
+        >>> found = compopt.curation.Scores(-rank, torch.ones(100, dtype=torch.int64), rank=rank)
+        >>> compopt.curation.wrong_share(found)
+        0.2
+    """
+    if found.rank is None:
+        raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
+    seen = found.visits > 0
+    above = (found.rank > CHANCE) & seen
+    return min(1.0, 2 * int(above.sum()) / max(1, int(seen.sum())))
+
+
+def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
+    """Return the samples whose pairs are most likely wrong, the worst first.
+
+    Args:
+        est: an estimator, as of :func:`scores`, or what that returned.
+        share: of the visited samples, in [0, 1]; ``None``: :func:`wrong_share` of them.
+
+    Returns:
+        Data-set positions, int64, on the CPU. Samples that were never visited are not among them.
+
+    Raises:
+        ValueError: ``share`` outside [0, 1]; not given, and ranks are not kept; whatever :func:`scores` raises.
+
+    Communicates: as :func:`scores`.
+
+    Example:
+        >>> import torch, compopt
+        >>> found = compopt.curation.Scores(torch.tensor([0.5, -3.0, 1.0, 0.0]), torch.ones(4, dtype=torch.int64))
+        >>> compopt.curation.suspects(found, share=0.5).tolist()
+        [1, 3]
+    """
+    found = est if isinstance(est, Scores) else scores(est)
+    if share is None:
+        share = wrong_share(found)
+    elif not 0 <= checks.number("share", share) <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    count = round(share * int((found.visits > 0).sum()))
+    order = torch.argsort(torch.where(found.visits > 0, found.score, torch.inf), stable=True)
+    return order[:count]
+
+
+def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -> None:
+    """Write scores to a file, one line per sample.
+
+    Args:
+        found: of :func:`scores`.
+        path: ``.csv``; ``.npy`` (a structured array); ``.parquet`` (needs pyarrow).
+        keys: a name for each sample, written as column ``key`` (such as ``__key__`` of tar shards).
+
+    Raises:
+        ValueError: another suffix, another number of keys.
+        ImportError: pyarrow is not installed.
+    """
+    path, columns = Path(path), {name: value.numpy() for name, value in found.columns().items()}
+    if keys is not None:
+        if len(keys) != len(found.score):
+            raise ValueError(f"keys must have an entry for each of {len(found.score)} samples, got {len(keys)}")
+        columns = {"key": np.asarray(keys, dtype=str), **columns}
+    columns = {"index": np.arange(len(found.score)), **columns}
+    writers = {".csv": _write_csv, ".npy": _write_npy, ".parquet": _write_parquet}
+    if path.suffix not in writers:
+        raise ValueError(f"path must end with {', '.join(writers)}, got {str(path)!r}")
+    writers[path.suffix](path, columns)
+
+
+def _write_csv(path: Path, columns: Mapping[str, np.ndarray]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def _write_npy(path: Path, columns: Mapping[str, np.ndarray]) -> None:
+    table = np.empty(len(columns["index"]), dtype=[(name, value.dtype) for name, value in columns.items()])
+    for name, value in columns.items():
+        table[name] = value
+    np.save(path, table)
+
+
+def _write_parquet(path: Path, columns: Mapping[str, np.ndarray]) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("export to .parquet needs pyarrow; install it, or write .csv or .npy") from error
+    pyarrow.parquet.write_table(pyarrow.table(dict(columns)), path)

@@ -1,0 +1,140 @@
+"""Sampler that leaves out the samples whose rows tell of a wrong pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from compopt import checks, curation, rng
+from compopt.distributed.ranks import ProcessGroup, Ranks
+from compopt.estimator.base import Estimator
+
+
+class ScoredSampler(Sampler[int]):
+    r"""Random order of the samples, without those that :func:`compopt.curation.suspects` finds, anew in every epoch.
+
+    Give it to a ``DataLoader`` as ``sampler=``. During the first ``warm_up`` epochs all samples come; then the share of
+    wrong pairs is estimated. Each later epoch leaves out that share, the worst by the rows as they are when it begins,
+    but for a random part of them, so that a sample whose rows improve comes back.
+
+    Args:
+        est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (then with ``share``).
+        warm_up: epochs with all samples. One is too short for the rows to tell how many pairs are wrong, and after many
+            a model knows wrong pairs by heart (``benchmarks/results/curation.md``).
+        share: of the visited samples that are left out, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` when
+            the warm-up ends.
+        returning: part of the suspects that comes all the same, in [0, 1].
+        seed: of the orders, together with the epoch.
+        process_group: the ranks that divide each epoch; ``None``: the default group, if ``torch.distributed`` is
+            initialised. Each takes every K-th sample of one order, which is cut to a multiple of K.
+
+    Attributes:
+        epoch: number of the next epoch.
+        share: as given, or as it was estimated.
+        left_out: positions that the newest epoch left out, ``(m,)`` int64, the worst first.
+
+    State: the epoch, the share and what the epoch leaves out. An order is a function of these, so that a run that
+    stopped inside an epoch repeats its order and skips what it has had, as with
+    ``torch.utils.data.DistributedSampler`` (for example by ``accelerate.skip_first_batches``).
+
+    Communicates: with ``shard=True`` each iteration reads the rows of all ranks; nothing otherwise.
+
+    Raises:
+        ValueError: ``share`` or ``returning`` outside its range; rows that tell nothing, see
+            :func:`compopt.curation.scores`.
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.recommended(16, n=100, keep_scores=True)
+        >>> sampler = compopt.samplers.ScoredSampler(est)
+        >>> len(list(sampler)), sampler.epoch
+        (100, 1)
+    """
+
+    def __init__(
+        self,
+        est: Estimator,
+        warm_up: int = 2,
+        share: float | None = None,
+        returning: float = 0.05,
+        seed: int = 0,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.est, self.warm_up, self.seed = est, checks.whole("warm_up", warm_up), checks.whole("seed", seed)
+        for name, value in (("share", share), ("returning", returning)):
+            if value is not None and not 0 <= checks.number(name, value) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+        if share == 1:
+            raise ValueError("share=1 leaves out all samples; give less")
+        curation.check_rows(est)
+        self.share, self.returning = share, returning
+        self._ranks = Ranks(process_group)
+        self.epoch = 0
+        self.left_out = torch.zeros(0, dtype=torch.int64)
+        self._known: int | None = None  # epoch whose samples to leave out are known already
+
+    def __len__(self) -> int:
+        """Return the number of samples of the newest epoch on this rank; the next one may have others."""
+        return (self._n - len(self.left_out)) // self._ranks.size
+
+    @property
+    def _n(self) -> int:
+        assert self.est.n is not None
+        return self.est.n
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch
+        if self._known != epoch:
+            self.left_out, self._known = self._choose(epoch), epoch
+        self.epoch = epoch + 1
+        order = self._permutation(self._n, epoch)
+        if len(self.left_out):
+            out = torch.zeros(self._n, dtype=torch.bool)
+            out[self.left_out] = True
+            order = order[~out[order]]
+        size, rank = self._ranks.size, self._ranks.rank
+        yield from order[: len(order) // size * size][rank::size].tolist()
+
+    def _choose(self, epoch: int) -> Tensor:
+        """Return what an epoch leaves out."""
+        if epoch < self.warm_up:
+            return torch.zeros(0, dtype=torch.int64)
+        found = curation.scores(self.est)
+        if self.share is None:
+            self.share = curation.wrong_share(found)
+        suspects = curation.suspects(found, self.share)
+        back = self._permutation(len(suspects), epoch, 1)[: round(self.returning * len(suspects))]
+        stays = torch.ones(len(suspects), dtype=torch.bool)
+        stays[back] = False
+        return suspects[stays]
+
+    def _permutation(self, count: int, *counters: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rng.fold(self.seed, *counters) >> 1)
+        return torch.randperm(count, generator=generator, device="cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, of an epoch that is under way: the next iteration repeats its order.
+
+        Between two epochs, that is after an iteration has ended and before the next has begun, set :attr:`epoch` of
+        the loaded sampler one higher, as with ``DistributedSampler.set_epoch``.
+        """
+        return {
+            "epoch": max(0, self.epoch - 1),
+            "share": self.share,
+            "left_out": self.left_out.clone(),
+            "known": self._known is not None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the epoch of the state."""
+        self.epoch, self.left_out = int(state_dict["epoch"]), state_dict["left_out"].clone()
+        self.share = state_dict["share"]
+        self._known = self.epoch if state_dict["known"] else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch."""
+        self.epoch = checks.whole("epoch", epoch)

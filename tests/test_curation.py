@@ -1,0 +1,301 @@
+"""Scores of samples: rows beside any loss, and what they tell."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import compopt
+from compopt import curation
+from tests.helpers import batches, near, run, snapshot
+from tests.pool import the_pool
+
+N, D, RATE = 13, 4, 0.3
+BUILDERS = {
+    "dcl": lambda **o: compopt.DCLEstimator(0.2, **o),
+    "memory": lambda **o: compopt.MemoryEstimator(D, 8, **o),
+    "isogclr": lambda **o: compopt.ISogCLREstimator(N, rho=0.4, **o),
+    "emc2": lambda **o: compopt.EMC2Estimator(N, **o),
+    "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=4, restart_every=None, updates=2, **o),
+}
+
+
+def build(name, mode, scores=True, **options):
+    keeper = compopt.ScoreKeeper(N, rate=RATE) if scores else None
+    directions = {"mode": mode} if mode != "forward" else {"directions": "forward"}
+    return BUILDERS[name](**directions, dtype=torch.float64, scores=keeper, **options)
+
+
+class Moments:
+    """Running moments of one sample and direction, by loops over the visits."""
+
+    def __init__(self):
+        self.visits, self.mean, self.var = 0, None, None
+
+    def see(self, x):
+        self.visits += 1
+        rate = max(RATE, 1 / self.visits)
+        if self.visits == 1:
+            self.mean, self.var = x, 0 * x
+            return
+        change = x - self.mean
+        self.mean, self.var = self.mean + rate * change, (1 - rate) * (self.var + rate * change**2)
+
+
+def observed(z, index, tau, mode):
+    """What one call shows of each sample: dictionary by name of (B, D), written with loops."""
+    z = [normalize(each, dim=1) for each in z]
+    sides = [(0, [1]), (1, [0])] if mode != "unimodal" else [(0, [0, 1]), (1, [1, 0])]
+    shown = {"log_g": [], "similarity": [], "rank": []}
+    for one, others in sides[: 1 if mode == "forward" else 2]:
+        columns = {name: [] for name in shown}
+        for i, anchor in enumerate(z[one]):
+            positive = anchor @ z[1 - one][i]
+            negatives = torch.stack([z[k][j] for k in others for j in range(len(index)) if index[j] != index[i]])
+            s = negatives @ anchor
+            columns["log_g"].append(((s - positive) / tau).exp().mean().log())
+            columns["similarity"].append(positive)
+            columns["rank"].append((s > positive).double().mean())
+        for name, values in columns.items():
+            shown[name].append(torch.stack(values))
+    stacked = {name: torch.stack(values, dim=1) for name, values in shown.items()}
+    return {name: x.mean(1, keepdim=True) for name, x in stacked.items()} if mode == "unimodal" else stacked
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal", "forward"])
+def test_running_moments_equal_their_definition(mode):
+    est = build("dcl", mode)
+    width = 2 if mode == "bimodal" else 1
+    known = {name: [[Moments() for _ in range(width)] for _ in range(N)] for name in ("log_g", "similarity", "rank")}
+    for z1, z2, index in batches(N, steps=12, seed=3, repeats=False):
+        run(est, z1, z2, index)
+        est.step()
+        for name, values in observed((z1, z2), index, 0.2, mode).items():
+            for row, value in zip(index.tolist(), values, strict=True):
+                for moments, x in zip(known[name][row], value, strict=True):
+                    moments.see(x)
+    rows = est.read(torch.arange(N))
+    for name, table in known.items():
+        for row, sides in enumerate(table):
+            for side, moments in enumerate(sides):
+                if moments.visits:
+                    near(rows[name][row, side], moments.mean, 1e-9, what=name)
+                if moments.visits and name != "rank":
+                    near(rows[f"{name}_var"][row, side], moments.var, 1e-8, atol=1e-12, what=name)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_no_result_depends_on_scores(name, mode):
+    if name == "neuclip" and mode == "unimodal":
+        pytest.skip("the same path as bimodal")
+    kept, plain = build(name, mode), build(name, mode, scores=False)
+    for batch in batches(N, steps=4, seed=5):
+        assert all(torch.equal(a, b) for a, b in zip(run(kept, *batch), run(plain, *batch), strict=True))
+        kept.step(), plain.step()
+
+
+def test_a_row_takes_48_bytes():
+    est = compopt.recommended(D, n=N, keep_scores=True)
+    assert est._engine.table.layout.row_bytes == 48
+
+
+@pytest.mark.parametrize("name", ["dcl", "isogclr"])
+def test_resumed_rows_are_the_same_bits(name, tmp_path):
+    data = batches(N, steps=6, seed=7)
+    whole, first = build(name, "bimodal"), build(name, "bimodal")
+    for number, batch in enumerate(data):
+        run(whole, *batch), whole.step()
+        if number < 3:
+            run(first, *batch), first.step()
+    compopt.save(first, tmp_path / "rows")
+    again = build(name, "bimodal")
+    compopt.load(again, tmp_path / "rows")
+    for batch in data[3:]:
+        run(again, *batch), again.step()
+    for key, value in snapshot(whole, N).items():
+        assert torch.equal(snapshot(again, N)[key], value), key
+    with pytest.raises(ValueError, match="scores"):
+        build(name, "bimodal", scores=False).load_state_dict(whole.state_dict())
+
+
+def on_ranks(group, mode, shard):
+    est = build("dcl", mode, shard=shard, process_group=group)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size(group)
+    for z1, z2, index in batches(N, steps=4, batch=8, seed=9):
+        mine = torch.arange(8).tensor_split([1, 5, 6][: size - 1])[rank]
+        run(est, z1[mine], z2[mine], index[mine])
+        est.step()
+    return snapshot(est, N), curation.scores(est)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mode", "shard"), [("bimodal", True), ("unimodal", False)])
+def test_ranks_keep_what_one_process_does(mode, shard):
+    wanted, found = the_pool().run(on_ranks, 1, mode, shard)[0]
+    for answer, scores in the_pool().run(on_ranks, 3, mode, shard):
+        for name, value in wanted.items():
+            near(answer[name].double(), value.double(), 1e-9, what=name)
+        near(scores.score.nan_to_num(), found.score.nan_to_num(), 1e-9)
+
+
+# -- what rows tell ------------------------------------------------------------------------------------------------
+
+
+def made(score, rank=None, visits=None):
+    score = torch.as_tensor(score, dtype=torch.float64)
+    visits = torch.ones(len(score), dtype=torch.int64) if visits is None else torch.as_tensor(visits)
+    return curation.Scores(score, visits, rank=None if rank is None else torch.as_tensor(rank, dtype=torch.float64))
+
+
+def test_suspects_are_the_lowest_scores_of_visited_samples():
+    found = made([0.0, -5.0, float("nan"), -1.0, 3.0], visits=[1, 2, 0, 1, 1])
+    assert curation.suspects(found, 0.5).tolist() == [1, 3]
+    assert curation.suspects(found, 1.0).tolist() == [1, 3, 0, 4]
+    assert curation.suspects(found, 0.0).tolist() == []
+    with pytest.raises(ValueError, match="share must be in"):
+        curation.suspects(found, 1.5)
+    with pytest.raises(ValueError, match="rank=True"):
+        curation.suspects(found)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
+def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
+    g = torch.Generator().manual_seed(1)
+    wrong = torch.rand(20_000, generator=g) < share
+    rank = torch.where(wrong, torch.rand(20_000, generator=g), 0.2 * torch.rand(20_000, generator=g))
+    assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
+
+
+def test_rows_separate_shuffled_pairs():
+    """A fixed pair of views of noisy clusters; a fifth of the pairs is shuffled."""
+    g = torch.Generator().manual_seed(0)
+    z1 = torch.randn(200, 16, generator=g)
+    z2 = z1 + 0.5 * torch.randn(200, 16, generator=g)
+    wrong = torch.arange(200) < 40
+    z2[:40] = z2[:40].roll(1, 0)
+    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(200))
+    for _ in range(3):
+        for index in torch.randperm(200, generator=g).split(50):
+            run(est, z1[index], z2[index], index)
+            est.step()
+    found = curation.scores(est)
+    assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
+    assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of 40 wrong partners happen to be alike
+    assert (found.uncertainty >= 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
+
+
+def test_trend_is_the_change_since_earlier_scores():
+    est, data = build("dcl", "bimodal"), batches(N, steps=8, seed=2)
+    for batch in data[:4]:
+        run(est, *batch), est.step()
+    before = curation.scores(est)
+    for batch in data[4:]:
+        run(est, *batch), est.step()
+    est.add_sample_group({"n": 2})
+    after = curation.scores(est, since=before)
+    known = before.visits > 0
+    near(after.trend[:N][known], (after.score[:N] - before.score)[known])
+    assert after.trend[N:].isnan().all() and len(after.score) == N + 2
+    with pytest.raises(ValueError, match="since= has 15"):
+        curation.scores(build("dcl", "bimodal"), since=after)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npy", ".parquet"])
+def test_export(suffix, tmp_path):
+    found, path = made([0.5, -1.0], [0.1, 0.9]), tmp_path / f"scores{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    curation.export(found, path, keys=["a", "b"])
+    if suffix == ".csv":
+        rows = list(csv.DictReader(path.open()))
+        assert [row["key"] for row in rows] == ["a", "b"] and float(rows[1]["score"]) == -1.0
+    elif suffix == ".npy":
+        assert np.load(path)["rank"].tolist() == [0.1, 0.9]
+    else:
+        import pyarrow.parquet
+
+        assert pyarrow.parquet.read_table(path).column("visits").to_pylist() == [1, 1]
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="ScoreKeeper"):
+        curation.scores(compopt.SogCLREstimator(N))
+    with pytest.raises(ValueError, match="none"):
+        curation.scores(compopt.DCLEstimator())
+    with pytest.raises(ValueError, match="rate"):
+        compopt.ScoreKeeper(N, rate=0.0)
+    with pytest.raises(TypeError, match="rank"):
+        compopt.ScoreKeeper(N, rank=1)
+    with pytest.raises(TypeError, match="scores must be a ScoreKeeper"):
+        compopt.DCLEstimator(scores=compopt.FixedTemperature(0.1))
+    with pytest.raises(ValueError, match="n=len"):
+        compopt.recommended(D, keep_scores=True)
+    with pytest.raises(ValueError, match="already part"):
+        keeper = compopt.ScoreKeeper(N)
+        compopt.DCLEstimator(scores=keeper), compopt.DCLEstimator(scores=keeper)
+    with pytest.raises(ValueError, match="must end with"):
+        curation.export(made([0.0]), tmp_path / "scores.txt")
+    with pytest.raises(ValueError, match="keys must have"):
+        curation.export(made([0.0]), tmp_path / "scores.csv", keys=["a", "b"])
+
+
+# -- the sampler ---------------------------------------------------------------------------------------------------
+
+
+def trained(n=40, wrong=10, **options):
+    """An estimator whose rows tell that the first pairs are wrong."""
+    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(n), **options)
+    z1 = normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(4)), dim=1)
+    z2 = z1.clone()
+    z2[:wrong] = z1[:wrong].roll(1, 0)
+    for _ in range(3):
+        run(est, z1, z2, torch.arange(n))
+        est.step()
+    return est
+
+
+def test_the_sampler_leaves_suspects_out_after_the_warm_up():
+    est = trained()
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=1, returning=0.2, share=0.25)
+    first, second, third = list(sampler), list(sampler), list(sampler)
+    assert sorted(first) == list(range(40)) and first != list(range(40))
+    assert len(second) == len(sampler) == 32 and set(range(10, 40)) < set(second)
+    assert set(second) != set(third) or second != third
+
+
+def test_a_loaded_sampler_repeats_its_epoch():
+    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, share=0.25)
+    list(sampler)
+    under_way = iter(sampler)
+    begun = [next(under_way) for _ in range(5)]
+    state = sampler.state_dict()
+    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25)  # whose rows tell something else
+    again.load_state_dict(state)
+    order = list(again)
+    assert order == begun + list(under_way) and list(again) != order and again.epoch == 3
+
+
+def divided(group, shard):
+    torch.manual_seed(0)
+    est = trained(process_group=group, shard=shard)
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, process_group=group)
+    return list(sampler), sampler.left_out
+
+
+@pytest.mark.distributed
+def test_ranks_divide_an_epoch():
+    parts = the_pool().run(divided, 3, True)
+    samples = sum((part for part, _ in parts), [])
+    assert {len(part) for part, _ in parts} == {10} and len(set(samples)) == 30
+    assert all(torch.equal(out, parts[0][1]) for _, out in parts) and not set(samples) & set(parts[0][1].tolist())
+
+
+def test_the_sampler_refuses():
+    with pytest.raises(ValueError, match="ScoreKeeper"):
+        compopt.samplers.ScoredSampler(compopt.SogCLREstimator(N))
+    for name, value in (("share", 1.0), ("share", -0.1), ("returning", 2.0)):
+        with pytest.raises(ValueError, match=name):
+            compopt.samplers.ScoredSampler(trained(), **{name: value})
