@@ -42,7 +42,7 @@ def provenance() -> str:
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
-    ROOT / "docs" / "which.md": (variants, small_batch, overview, small_sets),
+    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, small_sets),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

@@ -139,7 +139,7 @@ def wrong_share(found: Scores) -> float:
     The positive of such a pair is like any other candidate, so that its rank among them is uniform in [0, 1], while
     that of a right pair is near 0. Half of the wrong pairs are expected above 1/2, and (nearly) no right one:
 
-    .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac12
+    .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac{1}{2}
 
     the estimator that Storey (2002) uses for the share of true null hypotheses. A model that memorises wrong pairs
     moves their ranks down, so that the share is then estimated too low; it is best asked after the first epochs.

@@ -49,6 +49,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["State", "Communication", "Shapes"]
 
+highlight_language = "none"  # of blocks that name none: commands, trees of folders
 html_theme = "furo"  # a search box, light and dark, and no font or script from elsewhere
 html_title = f"compopt {release}"
 html_static_path = ["static"]

@@ -1,4 +1,4 @@
-"""The drawings of docs/concepts: python docs/drawings.py writes them as SVG.
+"""The drawings of docs/concepts: python docs/drawings.py writes them as SVG. Results come from a table of a page.
 
 Each drawing brings its own background, light or dark as the reader's system is, so that it can be read on any page.
 """
@@ -20,6 +20,7 @@ STYLE = """
     .push { stroke: #bc4c00; fill: #bc4c00 }
     .state { fill: #ddf4ff; stroke: #0969da }
     .soft { stroke: #d0d7de; stroke-width: 1; fill: none }
+    .ours { stroke: #0969da; fill: #0969da }
     @media (prefers-color-scheme: dark) {
       .card { fill: #16191d; stroke: #3d444d }
       text { fill: #e6edf3 }
@@ -30,6 +31,7 @@ STYLE = """
       .push { stroke: #e0823d; fill: #e0823d }
       .state { fill: #0b2a4a; stroke: #539bf5 }
       .soft { stroke: #3d444d }
+      .ours { stroke: #539bf5; fill: #539bf5 }
     }
 """
 
@@ -188,8 +190,53 @@ def alone_or_part() -> str:
     return svg(760, 380, "Alone, or as a part", description, parts)
 
 
+LOSSES = {"InfoNCE": "push", "DCL": "pull", "recommended": "ours"}
+
+
+def recalls() -> dict[str, dict[str, list[float]]]:
+    """Data set -> loss -> mean recall by batch size, from the first table of evidence.md that the result files make."""
+    page = (FOLDER.parent / "evidence.md").read_text()
+    table = page.split("<!-- python -m benchmarks.summary -->")[1].split("<!-- end -->")[0]
+    found: dict[str, dict[str, list[float]]] = {}
+    for line in table.strip().splitlines()[2:]:
+        task, loss, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found.setdefault(task, {})[loss] = [float(cell.split()[0]) for cell in cells]
+    return found
+
+
+def panel(left: float, title: str, losses: dict[str, list[float]]) -> str:
+    """Recall by batch size of the losses on one data set; the axis ends at the least and the largest value."""
+    values = [value for line in losses.values() for value in line]
+    low, high = min(values), max(values)
+    y = {value: 230 - 150 * (value - low) / (high - low) for value in values}
+    drawn = [text(left + 80, 64, title, "title")]
+    drawn += [text(left - 6, y[value] + 5, f"{value:.0f}", "small", "end") for value in (low, high)]
+    drawn.append(f'<path class="soft" d="M{left} 70V240H{left + 165}"/>')
+    places = [left + 10 + 36 * i for i in range(5)]
+    drawn += [text(x, 258, batch, "small") for x, batch in zip(places, ("8", "16", "64", "256", "1k"), strict=True)]
+    for loss, line in losses.items():
+        points = " ".join(f"{x},{y[value]:.1f}" for x, value in zip(places, line, strict=True))
+        drawn.append(f'<polyline class="{LOSSES[loss]}" points="{points}" style="fill: none; stroke-width: 2.5"/>')
+        drawn += [dot(x, round(y[value], 1), LOSSES[loss], 4) for x, value in zip(places, line, strict=True)]
+    return "".join(drawn)
+
+
+def recall_by_batch() -> str:
+    """The default, and two losses that are tuned, at every batch size."""
+    parts = [panel(45 + 200 * i, task, losses) for i, (task, losses) in enumerate(recalls().items())]
+    names = ("InfoNCE, tuned", "DCL, tuned", "recommended, not tuned")
+    for x, kind, words in zip((150, 320, 460), LOSSES.values(), names, strict=True):
+        parts += [dot(x, 28, kind, 5), text(x + 12, 33, words, "", "start")]
+    parts.append(text(420, 282, "batch size; recall in per cent", "small"))
+    description = (
+        "Four panels, one per data set: recall at batch sizes 8 to 1,024 of InfoNCE, DCL and compopt.recommended. At "
+        "batch 8 and 16 recommended is highest in every panel. At 256 and 1,024 it is level with DCL or below it."
+    )
+    return svg(840, 296, "Recall by batch size", description, parts)
+
+
 def main() -> None:
-    for draw in (pair_weights, read_deposit_commit, alone_or_part):
+    for draw in (pair_weights, read_deposit_commit, alone_or_part, recall_by_batch):
         (FOLDER / f"{draw.__name__}.svg").write_text(draw())
 
 

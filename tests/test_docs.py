@@ -91,7 +91,20 @@ def test_the_drawings_are_what_their_script_draws():
     drawings = sorted((ROOT / "docs" / "concepts").glob("*.svg"))
     before = [drawing.read_text() for drawing in drawings]
     subprocess.run([sys.executable, ROOT / "docs" / "drawings.py"], check=True)
-    assert len(drawings) == 3 and [drawing.read_text() for drawing in drawings] == before
+    assert len(drawings) == 4 and [drawing.read_text() for drawing in drawings] == before
+
+
+def test_the_notebook_of_a_page_has_its_blocks(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    executed = importlib.import_module("extensions.executed")
+    pages = [page for page in PAGES if page.read_text().startswith("---\nexecuted: true\n---")]
+    for page in pages:
+        cells = executed.notebook(page.read_text())["cells"]
+        code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+        assert code == [block.strip() for block in blocks(page, "python")]
+        assert not any("executed: true" in cell["source"] or "<!---" in cell["source"] for cell in cells)
+    assert len(pages) == 5
 
 
 def test_every_picture_has_a_text_alternative():

@@ -1,14 +1,16 @@
 """Pages that say ``executed: true`` in their front matter: the build runs their Python and shows what it prints.
 
 A page is one program: its blocks share their names, and run in a folder of their own. An exception is a warning, and
-``make docs`` makes warnings errors.
+``make docs`` makes warnings errors. Each of these pages is also written as a notebook, which the page links to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import re
 import tempfile
 import traceback
 from pathlib import Path
@@ -39,9 +41,30 @@ def run(blocks: list[nodes.literal_block], page: str) -> None:
             block.parent.insert(block.parent.index(block) + 1, output)
 
 
+def notebook(page: str) -> dict[str, Any]:
+    """A Markdown page as a notebook without outputs: its Python blocks are cells, and so is the text between them."""
+    page = re.sub(r"\A---.*?---\n|<!---.*?-->", "", page, flags=re.S)
+    cells = []
+    for at, part in enumerate(re.split(r"^```python\n(.*?)^```\n", page, flags=re.S | re.M)):
+        code = {"cell_type": "code", "execution_count": None, "outputs": []} if at % 2 else {"cell_type": "markdown"}
+        cells.append({**code, "metadata": {}, "source": part.strip()})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+
+
+def offer(app: Any, doctree: nodes.document) -> None:
+    """Write the notebook beside the page, and link to it below the title."""
+    path = Path(app.outdir) / f"{app.env.docname}.ipynb"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(notebook(Path(app.env.doc2path(app.env.docname)).read_text()), indent=1))
+    link = nodes.reference("", "Download this page as a Jupyter notebook", refuri=path.name)
+    next(doctree.findall(nodes.section)).insert(1, nodes.paragraph("", "", link, nodes.Text(".")))
+
+
 def execute(app: Any, doctree: nodes.document) -> None:
     if not app.env.metadata[app.env.docname].get("executed"):
         return
+    offer(app, doctree)
     blocks = [node for node in doctree.findall(nodes.literal_block) if node.get("language") == "python"]
     before = Path.cwd()
     os.environ.setdefault("COMPOPT_CACHE", str(before / ".cache"))  # data that was drawn once

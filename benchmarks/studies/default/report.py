@@ -41,7 +41,6 @@ OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
 FIRST = {
     "InfoNCE": "InfoNCE",
     "DCL: InfoNCE without the positive in the denominator": "DCL",
-    "SogCLR": "SogCLR",
     "MoCo with DCL: momentum encoder, queue tuned": "MoCo, DCL",
     "`compopt.recommended`, not tuned": DEFAULT,
 }
