@@ -1,11 +1,11 @@
-"""CLIP on tar shards: any open_clip model, any estimator, one process or many. One file to copy.
+"""CLIP on tar shards, with all checks: the loop of ``clip_webdataset.py`` on accelerate, with every estimator.
 
     python -m recipes.make_shards --out runs/glyphs
-    python -m recipes.clip_webdataset --shards runs/glyphs/train --model recipes/clip/tiny.json
-    torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --offload disk --shard --prefetch
-    torchrun --nnodes 2 ... -m recipes.clip_webdataset --shards ... --offload disk --offload-dir /local/rows
-    torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --deepspeed-config recipes/deepspeed/zero2.json
-    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_webdataset --shards ...
+    python -m recipes.clip_trainer --shards runs/glyphs/train --model recipes/clip/tiny.json
+    torchrun --nproc_per_node 2 -m recipes.clip_trainer --shards ... --offload disk --shard --prefetch
+    torchrun --nnodes 2 ... -m recipes.clip_trainer --shards ... --offload disk --offload-dir /local/rows
+    torchrun --nproc_per_node 2 -m recipes.clip_trainer --shards ... --deepspeed-config recipes/deepspeed/zero2.json
+    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_trainer --shards ...
 
 --output is one folder that all nodes share, and holds one run; --offload-dir is a folder on each node's own disk.
 --resume continues, in the middle of an epoch too: with as many processes and workers to the same bits, with others so
@@ -17,12 +17,11 @@ import argparse
 import ast
 import hashlib
 import inspect
-import io
 import json
 import math
+import os
 import shutil
 import socket
-import time
 import weakref
 from itertools import islice
 from pathlib import Path
@@ -30,38 +29,27 @@ from pathlib import Path
 import open_clip
 import torch
 import webdataset as wds
-from PIL import Image
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import compopt
-from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
+from compopt.data import ShardIndex, shard_list
 from compopt.data.shard_files import check_files
 from compopt.files import Claim
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
 from compopt.integrations.open_clip.rows import open_index
-from compopt.rng import fold
 from recipes import checkpoints, launch, tars
+from recipes.clip_webdataset import IMAGES, Decode, Loop, flags, hold_scale, parameter_groups, write
 from recipes.tasks import retrieval
+from recipes.uploads import Uploads
 
-IMAGES = ("jpg", "png", "jpeg", "webp")
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
 LOOK = 16  # samples of a shard that are looked at before training
+STOPPED = 75  # exit status of a run that was told to stop, saved, and can go on: EX_TEMPFAIL
 MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
-
-
-def load_indices(args):
-    """Return what gives samples their rows, and how many samples each shard has; counted once if nothing says it."""
-    path = args.sizes or args.output / "shards.json"
-    if args.sizes and not path.exists():
-        raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
-    launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
-    sizes = ShardIndex.load(path)
-    return (open_index(args.index) if args.index else sizes), sizes
 
 
 def count_samples(shards, path):
@@ -85,39 +73,6 @@ def look(flag, shard):
     return samples
 
 
-class Decode:
-    """From samples of a tar to tensors; what cannot be decoded is left out and counted, None if too few are left."""
-
-    def __init__(self, preprocess, tokenizer, seed=0, least=1):
-        self.preprocess, self.tokenizer, self.seed, self.least = preprocess, tokenizer, seed, least
-        self.epoch, self.lost = 0, 0
-
-    def __call__(self, samples):
-        with torch.random.fork_rng(devices=[]):
-            pairs = [pair for sample in samples if (pair := self.pair(sample)) is not None]
-        enough = len(pairs) >= self.least
-        self.lost += len(samples) - len(pairs) * enough
-        if not enough:
-            return None
-        images, texts, rows = zip(*pairs, strict=True)
-        return torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows)
-
-    def counted(self, batch):
-        """A batch, and the number of samples that were lost since the one before."""
-        lost, self.lost = self.lost, 0
-        return *batch, lost
-
-    def pair(self, sample):
-        torch.manual_seed(fold(self.seed, self.epoch, sample["index"]))  # augmented alike after a resume
-        image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
-        text = sample.get("txt", b"").decode(errors="replace").strip()
-        try:
-            image = self.preprocess(Image.open(io.BytesIO(image)).convert("RGB"))
-        except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):
-            return None
-        return (image, text, sample["index"]) if text else None
-
-
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +88,7 @@ def model_config(model):
 
 
 def build_model(args):
-    """Name, configuration, model and both transforms."""
+    """Return the name in open_clip, the model, and both transforms."""
     name, config = model_config(args.model)
     if "multimodal_cfg" in config:
         raise SystemExit(f"--model {name} is a CoCa, whose loss is generative too; take a CLIP configuration")
@@ -143,7 +98,7 @@ def build_model(args):
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
     model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
-    return name, config, model, transforms
+    return name, model, *transforms
 
 
 def read_options(args):
@@ -175,6 +130,22 @@ def rows_folder(args):
     return args.output / "rows"
 
 
+def link(source, target):
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def set_scale(model, group):
+    """Learn the model's logit_scale, or keep it at the temperature of the estimator's sample group."""
+    if group is None:  # DeepSpeed cannot send parameters without a dimension
+        model.logit_scale = torch.nn.Parameter(model.logit_scale.detach().reshape(1))
+    else:
+        hold_scale(model, float(group.get("tau", group.get("tau_init", 0.07))))
+
+
 def required(parameter):
     return parameter.default is inspect.Parameter.empty
 
@@ -196,64 +167,30 @@ def build_estimator(args, options, n, dim):
     return est
 
 
-def set_scale(model, group):
-    """Learn the model's logit_scale, or keep it at the temperature of the estimator's sample group."""
-    if group is None:  # DeepSpeed cannot send parameters without a dimension
-        model.logit_scale = torch.nn.Parameter(model.logit_scale.detach().reshape(1))
-        return
-    tau = float(group.get("tau", group.get("tau_init", 0.07)))
-    del model.logit_scale  # DDP waits for the gradient of a parameter; the state dict shows no difference
-    model.register_buffer("logit_scale", torch.tensor(math.log(1 / tau)))
-
-
-def parameter_groups(model, est, weight_decay):
-    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
-    return [
-        {"params": [p for name, p in named if name in plain] + list(est.parameters()), "weight_decay": 0.0},
-        {"params": [p for name, p in named if name not in plain], "weight_decay": weight_decay},
-    ]
-
-
-def learning_rate(args, progress):
-    """Linear warm-up, then a cosine to zero; ``progress`` goes from 0 to 1."""
-    if progress < args.warmup:
-        return args.lr * progress / args.warmup
-    return args.lr * 0.5 * (1 + math.cos(math.pi * (progress - args.warmup) / (1 - args.warmup)))
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """A model and an estimator in training, and their place in the data."""
+class Trainer(Loop):
+    """The loop on accelerate, which refuses at once what would go wrong later."""
 
-    def __init__(self, args):
-        self.args, self.step, self.lost = args, 0, 0
-        torch.manual_seed(args.seed)
-        args.output.mkdir(parents=True, exist_ok=True)
+    def start(self):
+        args = self.args
         tracking = {"log_with": args.log_with, "project_dir": args.output}
         self.accelerator = launch.accelerator(
             args.device, args.accumulate, args.precision, args.deepspeed_config, **tracking
         )
-        self.device = self.accelerator.device
         self._check_output()
-        index, sizes = load_indices(args)
-        stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
-        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
-        self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
-        if len(self.batches.shards) < len(sizes):
-            self.accelerator.print(f"{len(self.batches.shards)} of the {len(sizes)} shards of its index are read")
-        self._build(index)
+        return self.accelerator.device
 
     def _check_output(self):
         """A folder holds one run: a new one does not begin beside another's state, nor in its rows."""
         args = self.args
-        rows = rows_folder(args)
+        rows, states = rows_folder(args), args.output / "state"
         launch.check_shared(args.output)
         launch.on_main(self._claim)
-        found = launch.from_main(checkpoints.latest(args.output / "state"))
+        if isinstance(args.resume, str):
+            launch.on_main(lambda: checkpoints.fetch(args.resume, states))
+        found = launch.from_main(checkpoints.latest(states))
         if found is not None and not args.resume:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
         if args.val_shards and not shard_list(args.val_shards):
@@ -274,32 +211,48 @@ class Trainer:
             raise SystemExit(f"--output: {error}") from None
         weakref.finalize(self, claim.release)
 
-    def _build(self, index):
-        """Build the parts: the estimator after the process group, attached after ``prepare``."""
+    def load_indices(self):
+        """Return what gives samples their rows, and the sizes of all shards; counted once if nothing says them."""
         args = self.args
-        self.name, self.config, model, (preprocess, self.preprocess_val) = build_model(args)
-        self.tokenizer = open_clip.get_tokenizer(self.name)
-        least = min(2, args.batch_size)  # one alone has no negative
-        self.decode = self.batches.decode = Decode(preprocess, self.tokenizer, args.seed, least)
+        path = args.sizes or args.output / "shards.json"
+        if args.sizes and not path.exists():
+            raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
+        launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
+        sizes = ShardIndex.load(path)
+        if (read := len(shard_list(args.shards))) < len(sizes):
+            self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
+        return (open_index(args.index) if args.index else sizes), sizes
+
+    def build_model(self):
+        return build_model(self.args)
+
+    def build_estimator(self):
         launch.on_main(self._check_data)
-        options = read_options(args)
-        torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
-        self.est = build_estimator(args, options, index.n, self.config["embed_dim"]).to(self.device)
-        self.est.data_fingerprint = index.fingerprint
-        self._check_run(index, options)
+        options, config = read_options(self.args), open_clip.get_model_config(self.name)
+        est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
+        self._check_run(est, config, options)
+        return est
+
+    def prepare(self, model):
+        args, accelerator = self.args, self.accelerator
         set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
-        launch.check_learned(self.accelerator, list(self.est.parameters()), args.estimator)
-        launch.set_micro_batch(self.accelerator, args.batch_size)
-        if args.grad_clip and launch.uses_deepspeed(self.accelerator):
+        launch.check_learned(accelerator, list(self.est.parameters()), args.estimator)
+        launch.set_micro_batch(accelerator, args.batch_size)
+        if args.grad_clip and launch.uses_deepspeed(accelerator):
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        integration.attach(self.est, self.optimizer, self.accelerator)
-        integration.register_for_checkpointing(self.est, self.accelerator)
-        self.accelerator.register_for_checkpointing(self)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        integration.attach(self.est, self.optimizer, accelerator)
+        rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
+        accelerator.register_for_checkpointing(self)
         if args.log_with:
-            self.accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
+            accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
+        beside = [args.output / "run.json", args.output / "shards.json"]
+        uploads = launch.is_main() and args.upload
+        self.pulse = launch.Pulse()
+        self.uploads = Uploads(args.upload, args.output, beside, args.keep) if uploads else None
+        self.states = checkpoints.States(accelerator, args.output / "state", rows, args.keep, self.uploads)
 
     def _check_data(self):
         """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
@@ -313,16 +266,16 @@ class Trainer:
                     f"sample has a picture ({', '.join(IMAGES)}) and a caption (txt)"
                 )
 
-    def _check_run(self, index, options):
+    def _check_run(self, est, config, options):
         """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
         args, kind = self.args, self.accelerator.distributed_type.value
         sharded = kind in ("FSDP", "DEEPSPEED")
-        built = [type(self.est).__name__] if args.estimator == "recommended" else []  # by the batch's size
+        built = [type(est).__name__] if args.estimator == "recommended" else []  # by the batch's size
         mine = {
-            "model": self.config,
+            "model": config,
             "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}, *built],
             "learn-scale": args.learn_scale,
-            "index": index.fingerprint,
+            "index": self.index.fingerprint,
             "shards and samples": [len(self.batches.shards), self.batches.n],
             "seed": args.seed,
             "accumulate": args.accumulate,
@@ -351,70 +304,54 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         self.step, self.lost = state["step"], state["lost"]
 
-    @property
-    def samples(self):
-        """Samples that all processes have trained on."""
-        return self.batches.epoch * self.batches.n + self.batches.samples_seen
-
     def train(self):
-        """Train to the last epoch, from the newest state if asked to."""
         args = self.args
-        if args.resume:
-            checkpoints.load(self.accelerator, args.output / "state")
-            self.accelerator.step = 0  # a state lies between windows, and --accumulate may be another now
-        if METHODS[args.estimator].decays:  # FastCLIP's gamma falls in the first half
-            self._decay_gamma()
-        while self.batches.epoch < args.epochs and self._epoch():
-            epoch = self.batches.epoch + 1
-            self.batches.set_epoch(epoch)
-            self._export(epoch)
-            checkpoints.save(self.accelerator, args.output / "state")
-            if args.val_shards:
-                self._report({f"val/{name}": value for name, value in self.evaluate().items()})
+        with launch.stop_signals() as self.signals:
+            super().train()
+            self.states.finish()
         self.accelerator.end_training()
+        if left := launch.from_main(self.uploads and self.uploads.finish()):
+            missing = ", ".join(f"{path} ({why})" for path, why in left.items())
+            raise SystemExit(f"--upload: {args.upload} lacks {missing}; the files in {args.output} are complete")
+        if self.told:
+            raise SystemExit(STOPPED)
 
-    def _decay_gamma(self):
-        steps = self.args.epochs * (self.batches.layout.batches(self.batches.n) // self.args.accumulate)
-        schedule = compopt.schedules.CosineGamma(self.est, max(1, steps // 2))
-        schedule.load_state_dict({"t": self.est.t})
-        self.est.register_step_post_hook(lambda *_: schedule.step())
+    def begin(self):
+        if self.args.resume:
+            checkpoints.load(self.accelerator, self.args.output / "state")
+            self.accelerator.step = 0  # a state lies between windows, and --accumulate may be another now
+        if METHODS[self.args.estimator].decays:  # FastCLIP's gamma falls in the first half
+            steps = self.args.epochs * (self.batches.layout.batches(self.batches.n) // self.args.accumulate)
+            schedule = compopt.schedules.CosineGamma(self.est, max(1, steps // 2))
+            schedule.load_state_dict({"t": self.est.t})
+            self.est.register_step_post_hook(lambda *_: schedule.step())
 
-    def _epoch(self):
-        """Train the rest of the epoch, but for a last part of a window; return False if --max-steps ended it."""
-        args, batches = self.args, self.batches
-        windows = len(batches) // args.accumulate
-        self.decode.epoch = batches.epoch
-        workers = {"num_workers": args.workers, "pin_memory": compopt.accelerator.has_streams(self.device)}
-        loader = DataLoader(batches, batch_size=None, collate_fn=self.decode.counted, **workers)
-        loader = iter(self.est.prefetch(loader, index=2) if args.prefetch else loader)
-        total = len(batches) + batches.done
-        bar = tqdm(total=total, initial=batches.done, unit="batch", disable=not launch.is_main() or args.quiet)
-        started, first = time.perf_counter(), self.samples
-        for number in range(windows):
-            if args.max_steps is not None and self.step >= args.max_steps:
-                checkpoints.save(self.accelerator, args.output / "state")
-                return False
-            window = [next(loader) for _ in range(args.accumulate)]
-            batches.advance(args.accumulate)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(args, self.samples / (args.epochs * batches.n))
-            loss = (self._cached if args.gradient_cache else self._accumulated)(window)
-            self.step += 1
-            self.lost += sum(lost for *_, lost in window)
-            bar.update(args.accumulate)
-            if self.step % args.log_every == 0 or number + 1 == windows:
-                rate = (self.samples - first) / (time.perf_counter() - started)
-                self._report({"loss": loss.item(), "samples_per_second": rate, **self._metrics()}, bar)
-            if args.save_every and self.step % args.save_every == 0 and number + 1 < windows:
-                checkpoints.save(self.accelerator, args.output / "state")
-        bar.close()
-        if self.lost and launch.is_main():
+    def run_epoch(self):
+        ended = super().run_epoch()
+        self.bar.close()
+        if ended and self.lost and launch.is_main():
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
-        return True
+        return ended
+
+    def loader(self):
+        batches = self.batches
+        loader = super().loader(worker_init_fn=launch.leave_signals_to_parent)
+        loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
+        total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
+        self.bar = tqdm(loader, total=total, initial=batches.done, unit="batch", disable=quiet)
+        return self.bar
+
+    def stops(self):
+        """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
+        self.told = bool(self.pulse.beat(len(self.signals))[:, 0].any())
+        return self.told or super().stops()
+
+    def update(self, window):
+        return (self._cached if self.args.gradient_cache else self._accumulated)(window)
 
     def _forward(self, images, texts, number):
         """Features of a micro-batch, and the model's own temperature if it is to be learned."""
-        torch.manual_seed(fold(self.args.seed, self.step, number, launch.rank()))  # dropout is the same the second time
+        torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))  # dropout: the same a second time
         dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
         z1, z2, scale, *_ = self.model(images.to(self.device, dtype), texts.to(self.device))
         return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
@@ -461,36 +398,46 @@ class Trainer:
                 self._update(surrogate * len(window))  # accelerate divides it
         return loss.detach()
 
-    def _metrics(self):
-        values = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
-        return {**values, "lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
-
-    def _report(self, values, bar=None):
-        self.accelerator.log(values, step=self.step)
-        if bar is None:
-            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
-        else:
-            bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['samples_per_second']:.0f} samples/s")
+    def report(self, values):
+        estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
+        place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
+        self.accelerator.log({**values, **estimator, **place}, step=self.step)
+        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['samples_per_second']:.0f} samples/s")
 
     # -- results -----------------------------------------------------------------------------------------------
 
+    def save(self):
+        self.states.save(self.step)
+
+    def end_epoch(self, epoch):
+        self._export(epoch)
+        self.states.save(self.step, lambda state: self._link_rows(state, epoch))
+        if self.args.val_shards:
+            values = {f"val/{name}": value for name, value in self.evaluate().items()}
+            self.accelerator.log(values, step=self.step)
+            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
     def _export(self, epoch):
-        """``epoch_K.pt`` for open_clip and its tools, ``epoch_K.compopt/`` for the rows; on all processes."""
-        folder = self.args.output
-        with checkpoints.writing(folder / f"epoch_{epoch}.compopt", folder / "state"):
-            compopt.save(self.est, folder / f"epoch_{epoch}.compopt")
-        weights = self.accelerator.get_state_dict(self.model)
+        """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
+        weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
-            checkpoint = {"epoch": epoch, "name": self.name, "state_dict": weights}
-            temporary = folder / f"epoch_{epoch}.partial"
             try:
-                with checkpoints.writing(folder / f"epoch_{epoch}.pt", folder / "state"):
-                    torch.save(checkpoint, temporary)
-                    temporary.replace(folder / f"epoch_{epoch}.pt")
+                with checkpoints.writing(path, self.args.output / "state"):
+                    write({"epoch": epoch, "name": self.name, "state_dict": weights}, path)
             finally:
-                temporary.unlink(missing_ok=True)
+                path.with_suffix(".partial").unlink(missing_ok=True)
         launch.barrier()
+
+    def _link_rows(self, state, epoch):
+        """Let ``epoch_K.compopt/`` have the rows of a state, which are not written twice; return what was exported."""
+        target = self.args.output / f"epoch_{epoch}.compopt"
+        partial = target.with_suffix(".partial")
+        for folder in (partial, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(state / "compopt", partial, copy_function=link)
+        partial.replace(target)
+        return [target.with_suffix(".pt"), target]
 
     @torch.no_grad()
     def evaluate(self):
@@ -525,25 +472,17 @@ def option(text):
 
 
 def parse(argv=None):
-    root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    root = flags(__doc__, "runs/clip")
     add = root.add_argument
-    add("--shards", required=True, help="folder or pattern of tar shards, or their URLs")
     add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
     add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
     add("--val-shards", help="held-out shards for recall after every epoch")
     add("--val-samples", type=int, default=2000)
-    add("--model", default="ViT-B-32", help="name or JSON file of an open_clip model")
-    add("--pretrained", help="weights to begin with, as open_clip's")
     add("--estimator", choices=sorted(METHODS), default="sogclr")
     add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
-    add("--epochs", type=int, default=2)
-    add("--batch-size", type=int, default=64)
     add("--accumulate", type=int, default=1, help="micro-batches per update")
     add("--gradient-cache", action="store_true", help="all of them are each other's negatives")
-    add("--lr", type=float, default=1e-3)
-    add("--warmup", type=float, default=0.05, help="share of the training")
-    add("--weight-decay", type=float, default=0.1)
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
     add("--grad-checkpointing", action="store_true")
@@ -554,15 +493,16 @@ def parse(argv=None):
     add("--deepspeed-config", type=Path)
     device = compopt.accelerator.available() or "cpu"
     add("--device", type=torch.device, default=device, help=f"here {device}: the accelerator, if there is one")
-    add("--workers", type=int, default=2)
-    add("--shuffle", type=int, default=2000, help="samples that each worker shuffles together")
-    add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("runs/clip"), help="a folder that all nodes share")
-    add("--resume", action="store_true")
-    add("--save-every", type=int, default=0, metavar="STEPS", help="also within an epoch")
-    add("--max-steps", type=int, metavar="STEPS", help="stop there; --resume continues")
+    add(
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="URL",
+        help="from the newest state in OUTPUT, or at URL",
+    )
+    add("--keep", type=int, default=2, help="states that stay")
+    add("--upload", metavar="URL", help="copy states and models there meanwhile: s3://bucket/run")
     add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")
-    add("--log-every", type=int, default=10, metavar="STEPS")
     add("--quiet", action="store_true", help="no progress bar")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     return root.parse_args(argv)

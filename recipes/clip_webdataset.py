@@ -68,17 +68,6 @@ def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def model_config(model):
-    """Return name and configuration of an open_clip model, by name or from a JSON file."""
-    if model.endswith(".json"):
-        open_clip.add_model_config(Path(model))
-        model = Path(model).stem
-    config = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
-    if config is None:
-        raise SystemExit(f"--model {model}: open_clip has no such configuration; open_clip.list_models() lists them")
-    return model, config
-
-
 def hold_scale(model, tau):
     """Keep the model's ``logit_scale`` at a temperature; it is no parameter, so that DDP waits for no gradient."""
     del model.logit_scale
@@ -113,8 +102,7 @@ class Loop:
         stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), self.index)
         options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
         self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
-        self.name, self.config = model_config(args.model)
-        model, preprocess, self.preprocess_val = self.build_model()
+        self.name, model, preprocess, self.preprocess_val = self.build_model()
         self.tokenizer = open_clip.get_tokenizer(self.name)
         least = min(2, args.batch_size)  # one alone has no negative
         self.decode = self.batches.decode = Decode(preprocess, self.tokenizer, args.seed, least)
@@ -143,8 +131,12 @@ class Loop:
         return (index := ShardIndex.load(path)), index
 
     def build_model(self):
-        """Return the model and both transforms."""
-        return open_clip.create_model_and_transforms(self.name, pretrained=self.args.pretrained)
+        """Return the name in open_clip, the model, and both transforms."""
+        name = self.args.model
+        if name.endswith(".json"):
+            open_clip.add_model_config(path := Path(name))
+            name = path.stem
+        return name, *open_clip.create_model_and_transforms(name, pretrained=self.args.pretrained)
 
     def build_estimator(self):
         """Return the method; it is built after the process group."""
@@ -165,8 +157,7 @@ class Loop:
 
     def train(self):
         """Train to the last epoch, from the newest state if asked to."""
-        if self.args.resume:
-            self.load()
+        self.begin()
         while self.batches.epoch < self.args.epochs and self.run_epoch():
             self.batches.set_epoch(self.batches.epoch + 1)
             self.end_epoch(self.batches.epoch)
@@ -180,6 +171,7 @@ class Loop:
         started, first = time.perf_counter(), self.samples
         for left in reversed(range(windows)):
             if self.stops():
+                self.save()
                 return False
             window = [next(loader) for _ in range(args.accumulate)]
             batches.advance(args.accumulate)
@@ -196,14 +188,12 @@ class Loop:
         return True
 
     def stops(self):
-        """Return whether to save and end before the next step."""
-        if reached := self.args.max_steps is not None and self.step >= self.args.max_steps:
-            self.save()
-        return reached
+        """Return whether the run is to end before the next step."""
+        return self.args.max_steps is not None and self.step >= self.args.max_steps
 
-    def loader(self):
+    def loader(self, **options):
         """Return the batches that are left of the epoch: images, texts, rows and the number of lost samples."""
-        options = {"num_workers": self.args.workers, "pin_memory": self.device.type != "cpu"}
+        options |= {"num_workers": self.args.workers, "pin_memory": compopt.accelerator.has_streams(self.device)}
         return DataLoader(self.batches, batch_size=None, collate_fn=self.decode.counted, **options)
 
     def rate(self, progress):
@@ -245,9 +235,10 @@ class Loop:
         if rank() == 0:
             write({**state, "rows": rows.name, "step": self.step, "lost": self.lost}, self.args.output / "state.pt")
 
-    def load(self):
-        """Continue from the newest state, if there is one."""
-        if not (path := self.args.output / "state.pt").exists():
+    def begin(self):
+        """Continue from the newest state, if asked to and there is one."""
+        path = self.args.output / "state.pt"
+        if not (self.args.resume and path.exists()):
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         for name, part in {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}.items():

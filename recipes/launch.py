@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import secrets
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -101,6 +102,46 @@ def on_main(function: Callable[[], Any]) -> Any:
     if failed:
         raise SystemExit(1)  # the main process says why
     return result
+
+
+class Pulse:
+    """What each process tells all others once per step; it travels while the step runs, and nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._told: list[torch.Tensor] = []
+        self._work: dist.Work | None = None
+
+    def beat(self, *values: float) -> torch.Tensor:
+        """Tell numbers; return those of the call before, the same on all ranks: (ranks, k), empty at the first."""
+        if self._work is not None:
+            self._work.wait()
+        before, mine = self._told, torch.tensor(values, dtype=torch.float64)
+        self._told = [torch.empty_like(mine) for _ in range(world_size())]
+        if self._group is None:
+            self._told = [mine]
+        else:
+            self._work = dist.all_gather(self._told, mine, group=self._group, async_op=True)
+        return torch.stack(before) if before else mine.new_empty(0, len(values))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGTERM and SIGUSR1 are appended instead of ending this process."""
+    got: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, _: got.append(number)) for number in numbers]
+    try:
+        yield got
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def leave_signals_to_parent(_: int) -> None:
+    """Let a loader's worker live as long as its process, which ends it after a last save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def check_shared(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""recipes/clip_webdataset.py: an interrupted run ends where a whole one does, in every way of starting it."""
+"""recipes/clip_trainer.py: an interrupted run ends where a whole one does, in every way of starting it."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ from PIL import Image
 open_clip = pytest.importorskip("open_clip")
 
 import compopt  # noqa: E402
-from recipes import clip_webdataset as recipe  # noqa: E402
+from recipes import clip_trainer as recipe  # noqa: E402
 from tests.launching import environment  # noqa: E402
 from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
 from tests.pool import free_port  # noqa: E402
@@ -357,7 +357,7 @@ def test_rows_of_a_run_that_was_killed_before_its_first_state_are_no_obstacle(gi
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recipe.Trainer, "_epoch", killed)
+        patch.setattr(recipe.Trainer, "run_epoch", killed)
         recipe.main(arguments(given, tmp_path, "--offload", "disk"))
     assert list((tmp_path / "rows").iterdir())
     train(given, tmp_path, "--offload", "disk", "--resume")
@@ -455,7 +455,7 @@ def test_a_remote_shard_that_cannot_be_reached_is_named(given, tmp_path, flag):
 
 
 def test_pictures_are_augmented_anew_in_every_epoch_and_alike_after_a_resume(given):
-    name, _, _, (preprocess, _) = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
+    name, _, preprocess, _ = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
     picture = {"png": next(given[0].glob("*.tar")).name.encode(), "txt": b"red", "index": 3}
     with io.BytesIO() as file:
         Image.fromarray(image_of(3)).save(file, "png")
@@ -494,14 +494,14 @@ def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_th
 
 def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, monkeypatch):
     """One alone has no negative: the estimator would end the run."""
-    original = recipe.ShardBatches._read
+    original = compopt.data.ShardBatches._read
 
     def read(self, spans):
         yield from (
             sample if number % 4 == 0 or number > 20 else None for number, sample in enumerate(original(self, spans))
         )
 
-    monkeypatch.setattr(recipe.ShardBatches, "_read", read)
+    monkeypatch.setattr(compopt.data.ShardBatches, "_read", read)
     train(given, tmp_path, "--epochs", "1", "--shuffle", "1")
     assert (tmp_path / "epoch_1.pt").exists()
 
@@ -539,11 +539,11 @@ def whole(given, tmp_path_factory):
 
 
 FULL = {
-    "model": (recipe.checkpoints, "save", lambda: files_up_to(1_000_000)),
-    "optimizer": (recipe.checkpoints, "save", lambda: files_up_to(5_000_000)),
-    "rows of a state": (recipe.checkpoints, "save", lambda: failing(recipe.integration, "save")),
-    "pointer": (recipe.checkpoints, "save", lambda: failing(recipe.checkpoints.os, "fsync")),
-    "exported rows": (recipe.Trainer, "_export", lambda: failing(recipe.compopt, "save")),
+    "model": (recipe.checkpoints.States, "save", lambda: files_up_to(1_000_000)),
+    "optimizer": (recipe.checkpoints.States, "save", lambda: files_up_to(5_000_000)),
+    "rows of a state": (recipe.checkpoints.States, "save", lambda: failing(recipe.integration, "save")),
+    "pointer": (recipe.checkpoints.States, "_complete", lambda: failing(recipe.checkpoints.os, "fsync")),
+    "exported rows": (recipe.Trainer, "_link_rows", lambda: failing(recipe.shutil, "copytree")),
     "exported model": (recipe.Trainer, "_export", lambda: files_up_to(1_000_000)),
 }
 
@@ -576,7 +576,7 @@ def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):
 # -- several processes, each way of starting them ----------------------------------------------------------------------
 
 
-def launch(processes, given, output, *more, check=True, module="recipes.clip_webdataset"):
+def launch(processes, given, output, *more, check=True, module="recipes.clip_trainer"):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--standalone", "-m", module, *arguments(given, output, *more)]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
@@ -594,7 +594,7 @@ def test_two_processes(given, tmp_path, way, request):
     if way.startswith("zero"):
         request.getfixturevalue("deepspeed_compiled")
         more += ["--deepspeed-config", f"recipes/deepspeed/{way}.json"]
-    module = "tests.open_clip.fsdp" if way == "fsdp2" else "recipes.clip_webdataset"
+    module = "tests.open_clip.fsdp" if way == "fsdp2" else "recipes.clip_trainer"
     launch(2, given, tmp_path / "whole", *more, module=module)
     launch(2, given, tmp_path / "stopped", *more, "--max-steps", "7", module=module)
     launch(2, given, tmp_path / "stopped", *more, "--resume", module=module)
@@ -631,7 +631,7 @@ def on_two_nodes(given, outputs, disks, *more):
     for node, (output, disk) in enumerate(zip(outputs, disks, strict=True)):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node)]
         command += ["--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", port]
-        command += ["-m", "recipes.clip_webdataset", *arguments(given, output, *more, "--batch-size", "2")]
+        command += ["-m", "recipes.clip_trainer", *arguments(given, output, *more, "--batch-size", "2")]
         command += ["--offload", "disk", "--offload-dir", str(disk)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         agents.append(subprocess.Popen(command, env=environment(), start_new_session=True, **pipes))
