@@ -6,6 +6,7 @@ from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
+from compopt.gradient_cache import gradient_cache
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import (
@@ -58,6 +59,7 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "gradient_cache",
     "integrations",
     "load",
     "losses",
