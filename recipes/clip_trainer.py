@@ -162,8 +162,6 @@ def build_estimator(args, options, n, dim):
     est = method.preset(**options, **given, **rows)
     if args.learn_scale and est.temperature.learns:
         raise SystemExit(f"--learn-scale: {args.estimator} with these options learns temperatures of its own")
-    if list(est.parameters()) and args.gradient_cache and args.precision == "fp16":
-        raise SystemExit("--precision fp16: its scaler does not reach what the estimator learns in a --gradient-cache")
     return est
 
 
@@ -176,9 +174,8 @@ class Trainer(Loop):
     def start(self):
         args = self.args
         tracking = {"log_with": args.log_with, "project_dir": args.output}
-        self.accelerator = launch.accelerator(
-            args.device, args.accumulate, args.precision, args.deepspeed_config, **tracking
-        )
+        windows = 1 if args.gradient_cache else args.accumulate
+        self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
         self._check_output()
         return self.accelerator.device
 
@@ -349,17 +346,15 @@ class Trainer(Loop):
     def update(self, window):
         return (self._cached if self.args.gradient_cache else self._accumulated)(window)
 
-    def _forward(self, images, texts, number):
-        """Features of a micro-batch, and the model's own temperature if it is to be learned."""
-        torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))  # dropout: the same a second time
-        dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
-        z1, z2, scale, *_ = self.model(images.to(self.device, dtype), texts.to(self.device))
+    def encode(self, model, part):
+        """Return features, and the model's own temperature if it is to be learned."""
+        dtype = next(model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
+        z1, z2, scale, *_ = model(part[0].to(self.device, dtype), part[1].to(self.device))
         return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
 
-    def _update(self, loss):
-        """Backward; after the window's last micro-batch the step, in which the attached estimator commits."""
+    def _take_step(self):
+        """After the window's last micro-batch the attached estimator commits; before, nothing happens."""
         accelerator = self.accelerator
-        accelerator.backward(loss)
         if accelerator.sync_gradients and self.args.grad_clip:
             accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
         self.optimizer.step()
@@ -372,31 +367,24 @@ class Trainer(Loop):
         """Each micro-batch has a loss of its own, with its own negatives; their gradients are averaged."""
         total = 0.0
         for number, (images, texts, index, _) in enumerate(window):
+            torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))
             with self.accelerator.accumulate(self.model):
-                z1, z2, *tau = self._forward(images, texts, number)
+                z1, z2, *tau = self.encode(self.model, (images, texts))
                 loss = self.est(z1, z2, index, tau=tau[0] if tau else None)
-                self._update(loss)
+                self.accelerator.backward(loss)
+                self._take_step()
             total += loss.detach() / len(window)
         return total
 
     def _cached(self, window):
         """One loss over the window, all of whose samples are negatives, in the memory of a micro-batch."""
-        with torch.no_grad():
-            outputs = [self._forward(*micro[:2], number) for number, micro in enumerate(window)]
-        z1, z2 = (torch.cat(part).requires_grad_() for part in list(zip(*outputs, strict=True))[:2])
-        leaves = [z1, z2, *(tau.detach().requires_grad_() for tau in outputs[0][2:])]
-        index = torch.cat([index for _, _, index, _ in window])
-        loss = self.est(z1, z2, index, tau=leaves[2] if leaves[2:] else None)
-        loss.backward()  # reaches the features, and the estimator's own parameters
-        sizes = [len(images) for images, *_ in window]
-        shares = [leaf.grad / len(window) for leaf in leaves[2:]]  # DDP wants a gradient from every micro-batch
-        pieces = zip(z1.grad.split(sizes), z2.grad.split(sizes), strict=True)
-        for number, (micro, gradients) in enumerate(zip(window, pieces, strict=True)):
-            with self.accelerator.accumulate(self.model):
-                z = self._forward(*micro[:2], number)
-                surrogate = sum((a * b).sum() for a, b in zip(z, (*gradients, *shares), strict=True))
-                self._update(surrogate * len(window))  # accelerate divides it
-        return loss.detach()
+        *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
+        torch.manual_seed(hash((self.args.seed, self.step, launch.rank())))
+        options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
+        backward = self.accelerator.backward
+        loss = compopt.gradient_cache(self.est, self.model, tuple(part), index, backward=backward, **options)
+        self._take_step()
+        return loss
 
     def report(self, values):
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
@@ -452,7 +440,7 @@ class Trainer(Loop):
             number += len(batch)
             if (decoded := decode(batch)) is None:
                 continue
-            z1, z2, *_ = self._forward(*decoded[:2], 0)
+            z1, z2, *_ = self.encode(self.model, decoded[:2])
             features.append((z1.float(), z2.float()))
             captions.append(decoded[1])
         self.model.train()
@@ -481,8 +469,7 @@ def parse(argv=None):
     add("--estimator", choices=sorted(METHODS), default="sogclr")
     add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
-    add("--accumulate", type=int, default=1, help="micro-batches per update")
-    add("--gradient-cache", action="store_true", help="all of them are each other's negatives")
+    add("--gradient-cache", action="store_true", help="samples of all --accumulate batches are negatives")
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
     add("--grad-checkpointing", action="store_true")

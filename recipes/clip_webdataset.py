@@ -113,10 +113,10 @@ class Loop:
 
     def start(self):
         """Join the processes that torchrun started; return this one's device."""
-        device = compopt.accelerator.available() or torch.device("cpu")
-        if device.type != "cpu":
-            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
-            torch.accelerator.set_device_index(device)
+        device = torch.device("cpu")
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+            device = torch.accelerator.current_accelerator()
         if "RANK" in os.environ:
             dist.init_process_group()
         return device
@@ -193,7 +193,7 @@ class Loop:
 
     def loader(self, **options):
         """Return the batches that are left of the epoch: images, texts, rows and the number of lost samples."""
-        options |= {"num_workers": self.args.workers, "pin_memory": compopt.accelerator.has_streams(self.device)}
+        options |= {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda"}
         return DataLoader(self.batches, batch_size=None, collate_fn=self.decode.counted, **options)
 
     def rate(self, progress):
@@ -203,14 +203,23 @@ class Loop:
             return progress / warmup
         return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
 
-    def update(self, window):
-        """Take a step on a list of one batch; return the loss."""
-        ((images, texts, index, _),) = window
-        torch.manual_seed(hash((self.args.seed, self.step, rank())))  # dropout is the same after a resume
+    def encode(self, model, part):
+        """Return the features of images and texts."""
+        images, texts = (inputs.to(self.device, non_blocking=True) for inputs in part)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
-            z1, z2, *_ = self.model(images.to(self.device), texts.to(self.device))
-        loss = self.est(z1, z2, index)
-        loss.backward()
+            z1, z2, *_ = model(images, texts)
+        return z1, z2
+
+    def update(self, window):
+        """Take a step on a window of batches, all of whose samples are negatives of each other; return the loss."""
+        *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
+        torch.manual_seed(hash((self.args.seed, self.step, rank())))  # dropout is the same after a resume
+        if len(window) == 1:
+            loss = self.est(*self.encode(self.model, part), index)
+            loss.backward()
+        else:  # in the memory of one batch
+            options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
+            loss = compopt.gradient_cache(self.est, self.model, tuple(part), index, **options)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -256,6 +265,7 @@ def flags(description, output):
     add("--pretrained", help="weights to begin with, as open_clip's")
     add("--epochs", type=int, default=2)
     add("--batch-size", type=int, default=64, help="of one process")
+    add("--accumulate", type=int, default=1, help="batches per update")
     add("--lr", type=float, default=1e-3)
     add("--warmup", type=float, default=0.05, help="share of the training")
     add("--weight-decay", type=float, default=0.1)
@@ -275,7 +285,6 @@ def main(argv=None):
     root.add_argument("--tau", type=float, default=0.07)
     root.add_argument("--precision", choices=("no", "bf16"), default="no")
     root.add_argument("--resume", action="store_true")
-    root.set_defaults(accumulate=1)
     Loop(root.parse_args(argv)).train()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -576,7 +576,7 @@ def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):
 # -- several processes, each way of starting them ----------------------------------------------------------------------
 
 
-def launch(processes, given, output, *more, check=True, module="recipes.clip_trainer"):
+def launch(processes, given, output, *more, check=True, module="recipes.clip_trainer", arguments=arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--standalone", "-m", module, *arguments(given, output, *more)]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
