@@ -11,7 +11,7 @@ open_clip = pytest.importorskip("open_clip")
 import compopt  # noqa: E402
 from recipes import clip_trainer, clip_webdataset  # noqa: E402
 from tests.open_clip.data import write_model, write_pairs  # noqa: E402
-from tests.open_clip.test_clip_trainer import N, SIZES, launch, rows, same, weights  # noqa: E402
+from tests.open_clip.test_clip_trainer import SIZES, N, launch, rows, same, weights  # noqa: E402
 
 
 @pytest.fixture(scope="module")
