@@ -332,7 +332,7 @@ class Trainer(Loop):
 
     def loader(self):
         batches = self.batches
-        loader = super().loader(worker_init_fn=launch.leave_signals_to_parent)
+        loader = super().loader(worker_init_fn=launch.leave_group)
         loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
         self.bar = tqdm(loader, total=total, initial=batches.done, unit="batch", disable=quiet)

@@ -138,10 +138,9 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def leave_signals_to_parent(_: int) -> None:
-    """Let a loader's worker live as long as its process, which ends it after a last save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+def leave_group(_: int) -> None:
+    """Let a loader's worker not get the signals that torchrun sends to the group of its process, which still saves."""
+    os.setpgid(0, 0)
 
 
 def check_shared(folder: Path) -> None:

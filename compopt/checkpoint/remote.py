@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +130,7 @@ class Remote(Directory):
             self._make(path.rpartition("/")[0])
             self._store.put_file(str(local), path)
 
-    def find(self, local: Path) -> list[Path]:
+    def find(self, local: Path) -> Sequence[Path]:
         """Return the files below a directory of the store, as paths below the local one."""
         with self._named(local) as path:
             self._store.invalidate_cache(path)
