@@ -174,6 +174,7 @@ class Trainer(Loop):
     def start(self):
         args = self.args
         tracking = {"log_with": args.log_with, "project_dir": args.output}
+        self.told = False  # to stop, by a signal
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
         self._check_output()
@@ -302,16 +303,15 @@ class Trainer(Loop):
         self.step, self.lost = state["step"], state["lost"]
 
     def train(self):
-        args = self.args
         with launch.stop_signals() as self.signals:
             super().train()
             self.states.finish()
         self.accelerator.end_training()
-        if left := launch.from_main(self.uploads and self.uploads.finish()):
-            missing = ", ".join(f"{path} ({why})" for path, why in left.items())
-            raise SystemExit(f"--upload: {args.upload} lacks {missing}; the files in {args.output} are complete")
         if self.told:
             raise SystemExit(STOPPED)
+        if self.uploads and (left := self.uploads.finish()):
+            missing = ", ".join(f"{path} ({why})" for path, why in left.items())
+            raise SystemExit(f"--upload: the store lacks {missing}; the files in {self.args.output} are complete")
 
     def begin(self):
         if self.args.resume:

@@ -1,4 +1,4 @@
-"""recipes/clip_trainer.py on several nodes: agents of torchrun with disks of their own, which are lost and come back."""
+"""recipes/clip_trainer.py on several nodes: agents of torchrun with disks of their own, which are lost."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from tests.open_clip.test_clip_trainer import arguments, given, rows, same, weig
 from tests.pool import free_port
 
 pytestmark = pytest.mark.launch
-WAIT = 240.0
+WAIT = 120.0
 EPOCHS = 4
 LONG = ("--epochs", str(EPOCHS), "--save-every", "3", "--shard", "--workers", "1")
 
@@ -126,7 +126,7 @@ def test_a_node_is_lost_and_two_or_one_or_three_go_on(given, tmp_path, undisturb
 
 
 def test_a_day(given, tmp_path, undisturbed):  # noqa: F811
-    """A node is told to stop, another one is lost, the disk is full, uploads fail; the bits are those of a quiet day."""
+    """A node is told to stop, one is lost, the disk is full, uploads fail; the bits are those of a quiet day."""
     output, disks = tmp_path / "out", disks_of(tmp_path, 2)
     (tmp_path / "file").touch()
     nowhere, store = f"file://{tmp_path}/file/run", f"file://{tmp_path}/store"
@@ -155,3 +155,48 @@ def test_a_day(given, tmp_path, undisturbed):  # noqa: F811
     same(rows(output, EPOCHS), undisturbed[1])
     same(weights(tmp_path / "store", EPOCHS), undisturbed[0])
     same(rows(tmp_path / "store", EPOCHS), undisturbed[1])
+
+
+STAND_INS = {
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$CALLS"; fi',
+    "srun": """
+        while [[ "$1" == --* ]]; do shift; done
+        for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NTASKS=2 "$@" & tasks+=($!); done
+        trap 'kill -USR1 "${tasks[@]}"' USR1  # --signal=USR1@600
+        worst=0
+        for task in "${tasks[@]}"; do
+            while wait "$task"; status=$?; kill -0 "$task" 2> /dev/null; do :; done
+            [ $status -le $worst ] || worst=$status
+        done
+        exit $worst""",
+}
+
+
+def test_slurm_requeues_a_job_whose_time_is_over(given, tmp_path, undisturbed):  # noqa: F811
+    """The script itself, with stand-ins for what only a cluster has."""
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    output, calls = tmp_path / "out", tmp_path / "calls"
+    path = os.pathsep.join((str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]))
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "node", "CALLS": str(calls), "PATH": path}
+    more = ("--batch-size", "2", *LONG, "--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
+    command = ["bash", "recipes/slurm/clip.sbatch", *arguments(given, output, *more)]
+
+    def job():
+        return subprocess.Popen(command, env=environment(**slurm), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    with job() as first:
+        deadline = time.monotonic() + WAIT
+        while not (output / "state" / "latest").exists():
+            assert time.monotonic() < deadline and first.poll() is None, first.stdout.read()
+            time.sleep(0.01)
+        (srun,) = psutil.Process(first.pid).children()
+        srun.send_signal(signal.SIGUSR1)
+        assert first.wait(WAIT) == recipe.STOPPED, first.stdout.read()
+    assert calls.read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
+    with job() as second:
+        assert second.wait(WAIT) == 0, second.stdout.read()
+    assert len(calls.read_text().splitlines()) == 1  # the end is no reason to requeue
+    same(weights(output, EPOCHS), undisturbed[0])
+    same(rows(output, EPOCHS), undisturbed[1])
