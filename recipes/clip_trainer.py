@@ -29,6 +29,7 @@ from pathlib import Path
 import open_clip
 import torch
 import webdataset as wds
+from accelerate import DistributedDataParallelKwargs
 from tqdm import tqdm
 
 import compopt
@@ -94,11 +95,29 @@ def build_model(args):
         raise SystemExit(f"--model {name} is a CoCa, whose loss is generative too; take a CLIP configuration")
     if config.get("init_logit_bias") is not None:
         raise SystemExit(f"--model {name} has a logit_bias, which is of SigLIP's loss; take a configuration without it")
-    model, *transforms = open_clip.create_model_and_transforms(name, pretrained=args.pretrained)
+    size = args.force_image_size
+    size = size[0] if size and not size[1:] else size
+    forced = {"force_patch_dropout": args.force_patch_dropout, "force_image_size": size}
+    forced |= {"pretrained": args.pretrained, "aug_cfg": dict(args.aug_cfg)}
+    model, *transforms = open_clip.create_model_and_transforms(name, **forced)
+    lock_towers(model, args)
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
+    if args.use_bn_sync:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.compile:
+        model.compile(backend=args.compile)  # in place: the names of its parameters stay
     model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
     return name, model, *transforms
+
+
+def lock_towers(model, args):
+    """Freeze towers but for their last groups of layers, as open_clip's flags of the same names do."""
+    if args.lock_image:
+        statistics = args.lock_image_freeze_bn_stats
+        model.lock_image_tower(unlocked_groups=args.lock_image_unlocked_groups, freeze_bn_stats=statistics)
+    if args.lock_text:
+        model.lock_text_tower(unlocked_layers=args.lock_text_unlocked_layers)
 
 
 def read_options(args):
@@ -174,6 +193,8 @@ class Trainer(Loop):
     def start(self):
         args = self.args
         tracking = {"log_with": args.log_with, "project_dir": args.output}
+        if args.ddp_static_graph:
+            tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
         self.told = False  # to stop, by a signal
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
@@ -239,7 +260,7 @@ class Trainer(Loop):
         if args.grad_clip and launch.uses_deepspeed(accelerator):
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         integration.attach(self.est, self.optimizer, accelerator)
         rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
@@ -254,7 +275,7 @@ class Trainer(Loop):
 
     def _check_data(self):
         """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
-        self.batches.read.check(self.batches.shards)
+        self.batches.read.check(shard_list(self.args.shards))
         decode = Decode(self.preprocess_val, self.tokenizer)
         for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
             some = [look(flag, shard) for shard in (*shards[:1], *shards[-1:])]
@@ -337,6 +358,16 @@ class Trainer(Loop):
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
         self.bar = tqdm(loader, total=total, initial=batches.done, unit="batch", disable=quiet)
         return self.bar
+
+    def rate(self, progress):
+        args = self.args
+        cooldown = args.epochs_cooldown / args.epochs if args.lr_scheduler == "const-cooldown" else 0.0
+        if args.lr_scheduler == "cosine" or progress < args.warmup:
+            return super().rate(progress)
+        if progress <= 1 - cooldown:
+            return 1.0
+        end = args.lr_cooldown_end / args.lr
+        return end + (1 - end) * ((1 - progress) / cooldown) ** args.lr_cooldown_power
 
     def stops(self):
         """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
@@ -462,6 +493,7 @@ def option(text):
 def parse(argv=None):
     root = flags(__doc__, "runs/clip")
     add = root.add_argument
+    add("--upsample", type=int, nargs="*", metavar="K", help="an epoch reads each source of --shards so often")
     add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
     add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
     add("--val-shards", help="held-out shards for recall after every epoch")
@@ -469,6 +501,23 @@ def parse(argv=None):
     add("--estimator", choices=sorted(METHODS), default="sogclr")
     add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
+    add("--beta1", type=float, default=0.9)
+    add("--beta2", type=float, default=0.98)
+    add("--eps", type=float, default=1e-6)
+    add("--lr-scheduler", choices=("cosine", "const", "const-cooldown"), default="cosine", help="after the warm-up")
+    add("--epochs-cooldown", type=float, default=0.0, help="of const-cooldown: how long the rate falls at the end")
+    add("--lr-cooldown-end", type=float, default=0.0, help="the rate it falls to")
+    add("--lr-cooldown-power", type=float, default=1.0, help="1: linearly")
+    for tower, parts in ("image", "groups"), ("text", "layers"):
+        add(f"--lock-{tower}", action="store_true", help="do not train this tower")
+        add(f"--lock-{tower}-unlocked-{parts}", type=int, default=0, metavar="K", help="but for its last K")
+    add("--lock-image-freeze-bn-stats", action="store_true")
+    add("--force-patch-dropout", type=float, help="share of the patches that training leaves out; 0: none")
+    add("--force-image-size", type=int, nargs="+")
+    add("--aug-cfg", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="open_clip's: scale=(0.5,1.0)")
+    add("--use-bn-sync", action="store_true", help="batch normalisation over all processes")
+    add("--ddp-static-graph", action="store_true")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of the model")
     add("--gradient-cache", action="store_true", help="samples of all --accumulate batches are negatives")
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
@@ -492,7 +541,12 @@ def parse(argv=None):
     add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")
     add("--quiet", action="store_true", help="no progress bar")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
-    return root.parse_args(argv)
+    args = root.parse_args(argv)
+    if args.upsample:
+        if len(args.upsample) != len(args.shards):
+            raise SystemExit(f"--upsample: {len(args.upsample)} factors for {len(args.shards)} sources of --shards")
+        args.repeats = [k for k, part in zip(args.upsample, args.shards, strict=True) for _ in shard_list(part)]
+    return args
 
 
 def main(argv=None):

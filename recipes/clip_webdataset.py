@@ -100,7 +100,7 @@ class Loop:
         self.device = self.start()
         self.index, sizes = self.load_indices()
         stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), self.index)
-        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
+        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed, "repeats": args.repeats}
         self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
         self.name, model, preprocess, self.preprocess_val = self.build_model()
         self.tokenizer = open_clip.get_tokenizer(self.name)
@@ -260,7 +260,7 @@ def flags(description, output):
     """Return a parser with the flags of the loop."""
     root = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = root.add_argument
-    add("--shards", required=True, help="folder or pattern of tar shards, or their URLs")
+    add("--shards", required=True, nargs="+", help="folders or patterns of tar shards, or their URLs")
     add("--model", default="ViT-B-32", help="name or JSON file of an open_clip model")
     add("--pretrained", help="weights to begin with, as open_clip's")
     add("--epochs", type=int, default=2)
@@ -276,6 +276,7 @@ def flags(description, output):
     add("--save-every", type=int, default=0, metavar="STEPS", help="also within an epoch")
     add("--max-steps", type=int, metavar="STEPS", help="stop there; --resume continues")
     add("--log-every", type=int, default=10, metavar="STEPS")
+    root.set_defaults(repeats=None)
     return root
 
 

@@ -23,7 +23,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,7 @@ def accelerator(
     mixed_precision: str,
     deepspeed: Path | None,
     timeout: float = TIMEOUT,
+    handlers: Sequence[Any] = (),
     **options: Any,
 ) -> Accelerator:
     """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
@@ -208,7 +209,7 @@ def accelerator(
     if deepspeed is not None and known is None:  # later accelerators find this plugin, and accept no other
         config = {**json.loads(deepspeed.read_text()), "gradient_accumulation_steps": accumulate}
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-    made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+    made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group), *handlers], **options)
     check_processes(made)
     return made
 
