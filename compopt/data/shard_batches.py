@@ -135,8 +135,9 @@ class ShardBatches(IterableDataset[Any]):
     Communicates nothing: the order is a function of seed, epoch, ranks and workers.
 
     Raises:
-        ValueError: a shard occurs twice, has no size or number of ``repeats``, or is another file than the one whose size is known; too few
-            samples for one batch on every rank. While reading: a shard has more samples than ``sizes`` says.
+        ValueError: a shard occurs twice, has no size, or is another file than the one whose size is known; too few
+            samples for one batch on every rank; ``repeats`` of another number of shards. While reading: a shard has
+            more samples than ``sizes`` says.
         FileNotFoundError: there is no shard; a local one is missing or empty.
         TypeError: a number that is no integer.
         RuntimeError: while reading: another number of workers; workers that persist; nothing is left of a worker's

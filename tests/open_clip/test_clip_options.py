@@ -1,4 +1,4 @@
-"""Options of recipes/clip_trainer.py that open_clip's trainer has too: what they change, beside open_clip's own code."""
+"""Options of recipes/clip_trainer.py that open_clip's trainer has too, and what they change."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ pytest.importorskip("open_clip")
 
 from open_clip_train import scheduler
 
+import compopt
 from recipes import clip_trainer as recipe
 from tests.open_clip.data import write_model, write_pairs
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, train, weights  # noqa: F401
@@ -83,9 +84,8 @@ def test_optimizer_and_compiled_model(given, tmp_path):  # noqa: F811
     train(given, tmp_path / "compiled", "--epochs", "1", *more)
     same(weights(tmp_path / "compiled", 1), weights(tmp_path / "eager", 1))
     train(given, tmp_path / "default", "--epochs", "1")
-    assert not torch.equal(
-        weights(tmp_path / "default", 1)["visual.proj"], weights(tmp_path / "eager", 1)["visual.proj"]
-    )
+    eager, default = (weights(tmp_path / name, 1)["visual.proj"] for name in ("eager", "default"))
+    assert not torch.equal(eager, default)
 
 
 def test_batch_normalisation_over_all_processes(tmp_path):
@@ -101,8 +101,6 @@ def test_several_sources(given, tmp_path):  # noqa: F811
     other = write_pairs(tmp_path / "other", [6, 4], first=40)
     both = ("--shards", str(given[0]), str(other), "--upsample", "1", "3", "--index", "keys:50")
     train(given, tmp_path / "out", *both, "--epochs", "1", "--batch-size", "5")
-    import compopt
-
     est = compopt.SogCLREstimator(50)
     compopt.load(est, tmp_path / "out" / "epoch_1.compopt")
     count = est.read(torch.arange(50))["count"]
