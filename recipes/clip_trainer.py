@@ -22,6 +22,7 @@ import math
 import os
 import shutil
 import socket
+import time
 import weakref
 from itertools import islice
 from pathlib import Path
@@ -40,12 +41,13 @@ from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
 from compopt.integrations.open_clip.rows import open_index
 from recipes import checkpoints, launch, tars
+from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
 from recipes.clip_webdataset import IMAGES, Decode, Loop, flags, hold_scale, parameter_groups, write
-from recipes.tasks import retrieval
 from recipes.uploads import Uploads
 
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
 LOOK = 16  # samples of a shard that are looked at before training
+TEST_FILES = (NAMES, TEMPLATES, "test")
 STOPPED = 75  # exit status of a run that was told to stop, saved, and can go on: EX_TEMPFAIL
 MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
@@ -195,7 +197,7 @@ class Trainer(Loop):
         tracking = {"log_with": args.log_with, "project_dir": args.output}
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
-        self.told = False  # to stop, by a signal
+        self.told, self.gradient_norm = False, math.nan  # to stop, by a signal; of the last report's step
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
         self._check_output()
@@ -215,6 +217,8 @@ class Trainer(Loop):
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
         check_files(shard_list(args.val_shards or []))
+        if args.zero_shot and (missing := [name for name in TEST_FILES if not (args.zero_shot / name).exists()]):
+            raise SystemExit(f"--zero-shot: {args.zero_shot} lacks {', '.join(missing)}")
         if found is None and rows and launch.is_local_main():
             shutil.rmtree(rows, ignore_errors=True)  # of a run that was killed before its first state
         if found is None and args.resume:
@@ -325,7 +329,11 @@ class Trainer(Loop):
 
     def train(self):
         with launch.stop_signals() as self.signals:
-            super().train()
+            if self.args.evaluate:
+                self.begin()
+                self.evaluate()
+            else:
+                super().train()
             self.states.finish()
         self.accelerator.end_training()
         if self.told:
@@ -356,7 +364,8 @@ class Trainer(Loop):
         loader = super().loader(worker_init_fn=launch.leave_group)
         loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
-        self.bar = tqdm(loader, total=total, initial=batches.done, unit="batch", disable=quiet)
+        self.began, self.waited, self.paces = time.perf_counter(), 0.0, []
+        self.bar = tqdm(self._timed(loader), total=total, initial=batches.done, unit="batch", disable=quiet)
         return self.bar
 
     def rate(self, progress):
@@ -371,8 +380,42 @@ class Trainer(Loop):
 
     def stops(self):
         """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
-        self.told = bool(self.pulse.beat(len(self.signals))[:, 0].any())
+        now = time.perf_counter()
+        told = self.pulse.beat(len(self.signals), self.waited, now - self.began)
+        self.began, self.waited = now, 0.0
+        self.told, self.paces = bool(told[:, 0].any()), [*self.paces, told[:, 1:]]
         return self.told or super().stops()
+
+    def _timed(self, loader):
+        """Yield batches, and note how long they were waited for."""
+        loader = iter(loader)
+        while True:
+            started = time.perf_counter()
+            batch = next(loader, None)
+            self.waited += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def _pace(self):
+        """Return means over the steps since the last report; of the wait for data also the longest of a rank."""
+        steps = [paces for paces in self.paces[1:] if len(paces)]  # the first one has the start in it
+        self.paces = []
+        if not steps:
+            return {}
+        data, step = torch.stack(steps).mean(dim=0).unbind(dim=1)
+        slowest = {"data_seconds_slowest": data.max().item(), "slowest_rank": int(data.argmax())}
+        return {"data_seconds": data.mean().item(), "step_seconds": step.mean().item(), **slowest}
+
+    def _gradient_norm(self):
+        """Norm of all gradients before they are clipped."""
+        if launch.uses_deepspeed(self.accelerator):
+            return float(self.model.get_global_grad_norm() or math.nan)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        scaler = self.accelerator.scaler
+        return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
 
     def update(self, window):
         return (self._cached if self.args.gradient_cache else self._accumulated)(window)
@@ -380,12 +423,16 @@ class Trainer(Loop):
     def encode(self, model, part):
         """Return features, and the model's own temperature if it is to be learned."""
         dtype = next(model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
-        z1, z2, scale, *_ = model(part[0].to(self.device, dtype), part[1].to(self.device))
+        images, texts = part
+        images = images if images is None else images.to(self.device, dtype)
+        z1, z2, scale, *_ = model(images, texts.to(self.device))
         return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
 
     def _take_step(self):
         """After the window's last micro-batch the attached estimator commits; before, nothing happens."""
         accelerator = self.accelerator
+        if accelerator.sync_gradients and (self.step + 1) % self.args.log_every == 0:
+            self.gradient_norm = self._gradient_norm()
         if accelerator.sync_gradients and self.args.grad_clip:
             accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
         self.optimizer.step()
@@ -419,9 +466,16 @@ class Trainer(Loop):
 
     def report(self, values):
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
+        for name in ("effective_negatives",):  # the others are of the global batch
+            own = launch.from_all(estimator[f"estimator/{name}"])
+            estimator[f"estimator/{name}"] = sum(own) / len(own)
         place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
-        self.accelerator.log({**values, **estimator, **place}, step=self.step)
-        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['samples_per_second']:.0f} samples/s")
+        place["samples_per_second_per_process"] = values["samples_per_second"] / launch.world_size()
+        place["gradient_norm"] = self.gradient_norm
+        self.accelerator.log({**values, **estimator, **place, **self._pace()}, step=self.step)
+        info_nce = estimator["estimator/info_nce"]
+        told = f"loss {values['loss']:.3f}, InfoNCE {info_nce:.3f}, {values['samples_per_second']:.0f} samples/s"
+        self.bar.set_postfix_str(told)
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -431,10 +485,7 @@ class Trainer(Loop):
     def end_epoch(self, epoch):
         self._export(epoch)
         self.states.save(self.step, lambda state: self._link_rows(state, epoch))
-        if self.args.val_shards:
-            values = {f"val/{name}": value for name, value in self.evaluate().items()}
-            self.accelerator.log(values, step=self.step)
-            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        self.evaluate()
 
     def _export(self, epoch):
         """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
@@ -460,26 +511,18 @@ class Trainer(Loop):
 
     @torch.no_grad()
     def evaluate(self):
-        """Recall at 1 among the first pairs of --val-shards; every process does the same."""
-        decode = Decode(self.preprocess_val, self.tokenizer)
-        read = wds.tarfile_to_samples(handler=wds.warn_and_continue)
-        shards = shard_list(self.args.val_shards)
-        samples = ({**sample, "index": 0} for sample in read({"url": shard} for shard in shards))
-        features, captions, number = [], [], 0
+        """Measure the model on --val-shards and --zero-shot, and tell what was found."""
+        args = self.args
         self.model.eval()
-        while number < self.args.val_samples and (batch := list(islice(samples, 256))):
-            number += len(batch)
-            if (decoded := decode(batch)) is None:
-                continue
-            z1, z2, *_ = self.encode(self.model, decoded[:2])
-            features.append((z1.float(), z2.float()))
-            captions.append(decoded[1])
+        decode = Decode(self.preprocess_val, self.tokenizer)
+        measure = Evaluation(lambda *part: self.encode(self.model, part), decode)
+        found = measure.recall(args.val_shards, args.val_samples) if args.val_shards else {}
+        found |= measure.zero_shot(args.zero_shot) if args.zero_shot else {}
         self.model.train()
-        z1, z2 = (torch.cat(z) for z in zip(*features, strict=True))
-        _, right = torch.cat(captions).unique(dim=0, return_inverse=True)
-        first = torch.stack([(right == label).nonzero()[0, 0] for label in range(int(right.max()) + 1)])
-        found = retrieval(z1, z2[first], right.to(z1.device))
-        return {"image_to_text": found.image_to_text, "text_to_image": found.text_to_image, "lost": decode.lost}
+        values = {f"val/{name}": value for name, value in found.items()}
+        if values:
+            self.accelerator.log(values, step=self.step)
+            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
 
 def option(text):
@@ -497,7 +540,9 @@ def parse(argv=None):
     add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
     add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
     add("--val-shards", help="held-out shards for recall after every epoch")
-    add("--val-samples", type=int, default=2000)
+    add("--val-samples", type=int, default=2000, help="the first ones of them")
+    add("--zero-shot", type=Path, metavar="FOLDER", help="a test set in clip-benchmark's form, classified too")
+    add("--evaluate", action="store_true", help="do this alone, with --pretrained or --resume")
     add("--estimator", choices=sorted(METHODS), default="sogclr")
     add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
