@@ -31,6 +31,7 @@ import open_clip
 import torch
 import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
+from accelerate.tracking import get_available_trackers
 from tqdm import tqdm
 
 import compopt
@@ -194,6 +195,8 @@ class Trainer(Loop):
 
     def start(self):
         args = self.args
+        if args.log_with not in (None, "all", *map(str, get_available_trackers())):
+            raise SystemExit(f"--log-with {args.log_with}: it is not installed: pip install {args.log_with}")
         tracking = {"log_with": args.log_with, "project_dir": args.output}
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
@@ -466,9 +469,8 @@ class Trainer(Loop):
 
     def report(self, values):
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
-        for name in ("effective_negatives",):  # the others are of the global batch
-            own = launch.from_all(estimator[f"estimator/{name}"])
-            estimator[f"estimator/{name}"] = sum(own) / len(own)
+        own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
+        estimator["estimator/effective_negatives"] = sum(own) / len(own)
         place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
         place["samples_per_second_per_process"] = values["samples_per_second"] / launch.world_size()
         place["gradient_norm"] = self.gradient_norm

@@ -228,7 +228,34 @@ def test_metrics_reach_a_tracker(given, tmp_path):
     events = EventAccumulator(str(tmp_path / "clip"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [5, 10, 15, 20]
-    assert {"lr", "samples_per_second"} <= set(events.Tags()["scalars"])
+    told = {
+        "lr",
+        "samples_per_second",
+        "samples_per_second_per_process",
+        "data_seconds",
+        "step_seconds",
+        "slowest_rank",
+    }
+    told |= {"gradient_norm", "estimator/info_nce", "estimator/effective_negatives", "estimator/tau_median"}
+    assert told <= set(events.Tags()["scalars"])
+    last = {name: events.Scalars(name)[-1].value for name in told}
+    assert 0 < last["data_seconds"] < last["step_seconds"] and last["gradient_norm"] > 0 and last["slowest_rank"] == 0
+
+
+def test_metrics_reach_wandb_without_a_network(given, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    train(given, tmp_path / "out", "--log-with", "wandb", "--log-every", "5", "--epochs", "1")
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    assert b"gradient_norm" in content and b"estimator/info_nce" in content
+
+
+def test_a_tracker_that_is_not_there_is_named(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "get_available_trackers", list)
+    with pytest.raises(SystemExit, match="--log-with wandb: .* pip install wandb"):
+        recipe.main(arguments(given, tmp_path, "--log-with", "wandb"))
 
 
 @pytest.mark.parametrize(
