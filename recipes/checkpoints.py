@@ -58,7 +58,7 @@ def _write(accelerator: Accelerator, target: Path) -> None:
 
 
 class States:
-    """States of a run, a folder per step, of which the newest stay; rows are written while training goes on.
+    """States of a run, whose names ascend, of which the newest stay; rows are written while training goes on.
 
     A thread of the main process waits for the rows, makes the state the latest, removes older ones and hands it to
     the uploads. What goes wrong there is raised by the next ``save`` or ``finish``, and ends the run on all ranks.
@@ -70,9 +70,9 @@ class States:
         self._threads = ThreadPoolExecutor(1, "state") if launch.is_main() else None
         self._before: Future[None] | None = None
 
-    def save(self, step: int, then: Callable[[Path], list[Path]] = lambda state: []) -> None:
-        """On all ranks: write a state; ``then(state)`` makes further files once its rows are there."""
-        target = self._folder / f"step-{step:09d}"
+    def save(self, name: str, then: Callable[[Path], list[Path]]) -> None:
+        """On all ranks: write a state, unless it is there; ``then(state)`` makes further files once rows are there."""
+        target = self._folder / name
         self.finish()
         if launch.from_main(latest(self._folder)) == target:
             return

@@ -217,6 +217,8 @@ class Trainer(Loop):
         found = launch.from_main(checkpoints.latest(states))
         if found is not None and not args.resume:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
+        if args.evaluate and not (args.val_shards or args.zero_shot):
+            raise SystemExit("--evaluate: on what? give --val-shards or --zero-shot")
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
         check_files(shard_list(args.val_shards or []))
@@ -254,7 +256,7 @@ class Trainer(Loop):
 
     def build_estimator(self):
         launch.on_main(self._check_data)
-        options, config = read_options(self.args), open_clip.get_model_config(self.name)
+        options, (_, config) = read_options(self.args), model_config(self.args.model)
         est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
         self._check_run(est, config, options)
         return est
@@ -358,13 +360,15 @@ class Trainer(Loop):
     def run_epoch(self):
         ended = super().run_epoch()
         self.bar.close()
+        self.bar = None  # the loader's workers end
         if ended and self.lost and launch.is_main():
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
         return ended
 
     def loader(self):
         batches = self.batches
-        loader = super().loader(worker_init_fn=launch.leave_group)
+        pinned = compopt.accelerator.has_streams(self.device)
+        loader = super().loader(worker_init_fn=launch.leave_group, pin_memory=pinned)
         loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
         self.began, self.waited, self.paces = time.perf_counter(), 0.0, []
@@ -481,12 +485,12 @@ class Trainer(Loop):
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def save(self):
-        self.states.save(self.step)
+    def save(self, then=lambda state: []):
+        self.states.save(f"step-{self.step:09d}-epoch-{self.batches.epoch:04d}", then)
 
     def end_epoch(self, epoch):
         self._export(epoch)
-        self.states.save(self.step, lambda state: self._link_rows(state, epoch))
+        self.save(lambda state: self._link_rows(state, epoch))
         self.evaluate()
 
     def _export(self, epoch):

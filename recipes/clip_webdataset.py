@@ -193,7 +193,7 @@ class Loop:
 
     def loader(self, **options):
         """Return the batches that are left of the epoch: images, texts, rows and the number of lost samples."""
-        options |= {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda"}
+        options = {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda", **options}
         return DataLoader(self.batches, batch_size=None, collate_fn=self.decode.counted, **options)
 
     def rate(self, progress):

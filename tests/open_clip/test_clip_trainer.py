@@ -644,6 +644,14 @@ def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tm
     torch.testing.assert_close(two["logit_scale"], one["logit_scale"], rtol=1e-2, atol=1e-2)  # other batches, same rate
 
 
+def test_a_rest_of_an_epoch_that_is_no_window_ends_it(given, tmp_path):
+    """Its state has the step of the one before, and its own place."""
+    train(given, tmp_path, "--epochs", "1", "--max-steps", "9")
+    train(given, tmp_path, "--epochs", "1", "--resume", "--batch-size", "8")
+    assert int(rows(tmp_path, 1)["count"].sum()) == 36
+    assert (tmp_path / "state" / "latest").read_text() == "step-000000009-epoch-0001"
+
+
 @pytest.mark.launch
 def test_one_process_takes_up_what_two_have_left(given, tmp_path):
     launch(2, given, tmp_path, "--batch-size", "2", "--max-steps", "13")

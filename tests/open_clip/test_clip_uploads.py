@@ -41,9 +41,9 @@ def states(folder):
 
 def test_the_newest_states_stay_here_and_in_the_store(given, tmp_path, url):  # noqa: F811
     train(given, tmp_path, "--save-every", "2", "--keep", "3", "--upload", url)
-    assert states(tmp_path) == [f"step-{step:09d}" for step in (16, 18, 20)]
+    assert states(tmp_path) == [f"step-{step:09d}-epoch-000{step // 20 + 1}" for step in (16, 18, 20)]
     there = names(url, "state")
-    assert "step-000000020" in there and len(there) <= 3
+    assert "step-000000020-epoch-0002" in there and len(there) <= 3
     exported = {f"epoch_{epoch}.{kind}" for epoch in (1, 2) for kind in ("pt", "compopt")}
     assert names(url) == {*exported, "state", "run.json", "shards.json"}
     (checkpoint,) = (tmp_path / "epoch_2.compopt").iterdir()
@@ -69,7 +69,7 @@ def test_nothing_in_the_store_is_a_run_that_begins(given, tmp_path, url, capsys)
 
 def test_an_upload_that_was_cut_off_is_no_state(given, tmp_path, url, whole):  # noqa: F811
     train(given, tmp_path / "here", "--save-every", "2", "--max-steps", "4", "--upload", url)
-    store, path = fsspec.url_to_fs(f"{url}/state/step-000000004/{uploads.COMPLETE}")
+    store, path = fsspec.url_to_fs(f"{url}/state/step-000000004-epoch-0000/{uploads.COMPLETE}")
     store.rm(path)
     train(given, tmp_path / "there", "--resume", url)
     same(weights(tmp_path / "there"), whole[0])
@@ -90,7 +90,7 @@ def test_uploads_that_fail_are_tried_again(given, tmp_path, url, whole, monkeypa
     train(given, tmp_path, "--save-every", "2", "--upload", url)
     said = capsys.readouterr().out
     assert ("is not in the store" in said) == (failures > 2) and not left
-    assert "step-000000020" in names(url, "state") and {"epoch_1.pt", "epoch_2.pt"} <= names(url)
+    assert "step-000000020-epoch-0002" in names(url, "state") and {"epoch_1.pt", "epoch_2.pt"} <= names(url)
     same(weights(tmp_path), whole[0])
 
 
@@ -118,7 +118,7 @@ def test_a_signal_saves_and_ends_the_run(given, tmp_path, whole, monkeypatch, nu
         patch.setattr(recipe.Trainer, "update", update)
         recipe.main(arguments(given, tmp_path, "--workers", "1"))
     assert end.value.code == recipe.STOPPED
-    assert states(tmp_path) == ["step-000000008"]
+    assert states(tmp_path) == ["step-000000008-epoch-0000"]
     train(given, tmp_path, "--resume")
     assert set(rows(tmp_path)["count"].tolist()) == {2}
     assert signal.getsignal(number) == signal.SIG_DFL
