@@ -59,7 +59,9 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     return amp.attach(est, optimizer, getattr(accelerator, "scaler", None))
 
 
-def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "compopt", blocking: bool = True) -> Rows:
+def register_for_checkpointing(
+    est: Estimator, accelerator: Any, name: str = "compopt", blocking: bool = True
+) -> _CheckpointEntry:
     """Let ``accelerator.save_state`` and ``load_state`` carry the estimator, every rank's rows included.
 
     accelerate writes what is registered with its own method of this name on the main process only, and gives that to
@@ -91,14 +93,14 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         >>> folder = accelerator.save_state(tempfile.mkdtemp())
         >>> accelerator.load_state(folder)
     """
-    rows = Rows(est, name, blocking)
+    rows = _CheckpointEntry(est, name, blocking)
     accelerator.register_save_state_pre_hook(rows.save)
     accelerator.register_load_state_pre_hook(rows.locate)
     accelerator.register_for_checkpointing(rows)
     return rows
 
 
-class Rows:
+class _CheckpointEntry:
     """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it."""
 
     def __init__(self, est: Estimator, name: str, blocking: bool) -> None:
