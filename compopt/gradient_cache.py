@@ -69,9 +69,9 @@ def gradient_cache(
             wrappers and frozen parameters are found in modules and their methods. A tower none of whose parameters
             requires a gradient is encoded once.
         batch: the inputs; a tuple, or a list, for towers. A tuple is passed as ``model(*part)``, a mapping as
-            ``model(**part)``, anything else as ``model(part)``. Tensors are cut along their first dimension, at any
-            depth of tuples, mappings and lists of tensors; other lists hold one entry per sample; the rest (numbers,
-            strings, 0-d tensors, ``None``) goes to every micro-batch.
+            ``model(**part)``, anything else as ``model(part)``. Tensors, along their first dimension,
+            and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
+            (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
         index, index2, group, tau, labels, extra, extra_index, anchors: as in a call of ``est``. A ``tau`` or ``extra``
             that requires a gradient gets it, with the last micro-batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
@@ -275,7 +275,7 @@ def _outputs(model: Any, encode: Encode | None, part: Any) -> list[Tensor]:
 def _apply(model: Any, part: Any) -> Any:
     if isinstance(part, Mapping):
         return model(**part)
-    return model(*part) if _is_structure(part) else model(part)
+    return model(*part) if isinstance(part, tuple) else model(part)
 
 
 def _arrange(columns: list[_Column]) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
@@ -296,27 +296,27 @@ def _one(name: str, made: Tensor | None, given: Any) -> Any:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def _is_structure(inputs: Any) -> bool:
-    """Return True for tuples, and for lists of tensors, which a loader makes of them."""
-    return isinstance(inputs, tuple) or (isinstance(inputs, list) and all(isinstance(x, Tensor) for x in inputs))
-
-
 def _cut(inputs: Any, at: slice) -> Any:
     """Return the samples of a micro-batch."""
     if isinstance(inputs, Mapping):
         return {key: _cut(value, at) for key, value in inputs.items()}
-    if _is_structure(inputs):
+    if isinstance(inputs, tuple):
         return tuple(_cut(value, at) for value in inputs)
-    return inputs[at] if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim()) else inputs
+    return inputs[at] if _is_column(inputs) else inputs
+
+
+def _is_column(inputs: Any) -> bool:
+    """Return True for what has an entry per sample."""
+    return isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0)
 
 
 def _lengths(inputs: Any) -> set[int]:
     """Return the numbers of samples that tensors and lists have."""
     if isinstance(inputs, Mapping):
-        return set().union(*map(_lengths, inputs.values()))
-    if _is_structure(inputs):
+        inputs = tuple(inputs.values())
+    if isinstance(inputs, tuple):
         return set().union(*map(_lengths, inputs))
-    return {len(inputs)} if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim()) else set()
+    return {len(inputs)} if _is_column(inputs) else set()
 
 
 def _split(inputs: Any, size: Sizes) -> list[Any]:
@@ -402,9 +402,17 @@ def _without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
             elif hasattr(wrapper, SYNC):
                 stack.callback(getattr(wrapper, SYNC), True)
                 getattr(wrapper, SYNC)(False)
-            else:
+            elif not _meets_its_static_graph(wrapper):
                 stack.enter_context(wrapper.no_sync())
         yield
+
+
+def _meets_its_static_graph(wrapper: Any) -> bool:
+    """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
+
+    What has been averaged is averaged again with the rest, and stays as it is.
+    """
+    return getattr(wrapper, "static_graph", False) and not wrapper._static_graph_delay_allreduce_enqueued
 
 
 def _pad(est: ContrastiveEstimator, towers: list[_Tower]) -> None:

@@ -1,0 +1,361 @@
+"""compopt.gradient_cache: the gradients of the whole batch at once, in every framework."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from tests.pool import the_pool
+from tests.trainers import fresh_accelerate
+
+N, D, LR = 60, 6, 64.0  # a large rate: gradients are read from what a step has changed
+ESTIMATORS = {
+    "infonce": lambda **o: compopt.InfoNCEEstimator(0.3, **o),
+    "clip": lambda **o: compopt.InfoNCEEstimator(0.3, learn_tau=True, multiply_tau=False, **o),
+    "sogclr": lambda **o: compopt.SogCLREstimator(N, tau=0.3, **o),
+    "isogclr": lambda **o: compopt.ISogCLREstimator(N, rho=0.5, **o),
+    "fastclip-v0": lambda **o: compopt.FastCLIPEstimator(N, "v0", **o),
+    "fastclip-v3": lambda **o: compopt.FastCLIPEstimator(N, "v3", rho=0.5, **o),
+    "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=16, lr=0.1, updates=2, **o),
+    "emc2": lambda **o: compopt.EMC2Estimator(N, tau=0.3, **o),
+    "memory": lambda **o: compopt.MemoryEstimator(D, 40, **o),
+}
+
+
+class Encoders(nn.Module):
+    """Two encoders and a temperature."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = tower(5, dtype), tower(4, dtype)
+        self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
+
+    def forward(self, x1, x2, x3=None):
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale  # DDP wants every parameter to be used
+        return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
+
+
+def tower(width, dtype):
+    with torch.random.fork_rng():
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, D)).to(dtype)
+
+
+def two(model, part):
+    return model(*part)[:2]
+
+
+def named(model, part):
+    return model(part["x1"], torch.stack(part["nested"][0]))[:2]
+
+
+def with_tau(model, part):
+    return model(*part)
+
+
+def stacked(model, part):
+    return torch.stack(two(model, part))
+
+
+# The arguments of a call for each way to call; `model` is "model" or names of towers.
+FEATURES = {
+    "pair": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two},
+    "mapping": lambda x1, x2, x3, i: {"model": "model", "batch": {"x1": x1, "nested": ([*x2], "a")}, "encode": named},
+    "tau": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": with_tau},
+    "labels": lambda x1, x2, x3, i: {
+        "model": "model", "batch": (x1, x2), "encode": two, "labels": i % 7, "index2": i // 2,
+    },
+    "views": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": stacked},
+    "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "extra_index": (i + 1) % N},
+    "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
+    "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
+    "frozen": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2)},
+}  # fmt: skip
+
+
+def data(rank, shares, dtype):
+    """Inputs of one rank, whose samples follow those of the ranks before it."""
+    g = torch.Generator().manual_seed(1)
+    at = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    inputs = (torch.randn(sum(shares), k, generator=g, dtype=torch.float64).to(dtype)[at] for k in (5, 4, 4))
+    return *inputs, torch.randperm(N, generator=g)[: sum(shares)][at]
+
+
+def whole(est, model, batch, index, encode=None, backward=None, micro_batch_size=None, **call):
+    """One forward and one backward through everything."""
+    if isinstance(model, tuple):
+        outputs = [own(part) for own, part in zip(model, batch, strict=True)]
+    else:
+        outputs = model(*batch) if encode is None else encode(model, batch)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if outputs[-1].dim() == 0:
+        call["tau"] = outputs.pop()
+    if len(outputs) == 3:
+        call["extra"] = outputs.pop()
+    loss = est(outputs[0], outputs[1] if outputs[1:] else None, index, **call)
+    loss.backward()
+    return loss.detach()
+
+
+# frameworks: how each wraps a module, back-propagates and takes a step --------------------------------------------
+
+
+class Plain:
+    """No framework."""
+
+    dtype, backward, scale = torch.float64, None, 1.0
+
+    def __init__(self):
+        self.optimizers = []
+
+    def wrap(self, module):
+        """Return what the trainer calls."""
+        wrapped = self.distribute(module)
+        self.optimizers.append(torch.optim.SGD(module.parameters(), lr=LR))
+        return wrapped
+
+    def distribute(self, module):
+        return module
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def weights(self, module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+class DDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module)
+
+
+class StaticDDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module, static_graph=True)
+
+
+class FSDP2(Plain):
+    def distribute(self, module):
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        return fully_shard(module)
+
+    def weights(self, module):
+        return [
+            p.full_tensor().detach().clone() if hasattr(p, "full_tensor") else p.clone() for p in module.parameters()
+        ]
+
+
+class Accelerate(Plain):
+    def __init__(self):
+        from accelerate import Accelerator
+
+        super().__init__()
+        self.accelerator = Accelerator(cpu=True)
+        self.backward = self.accelerator.backward
+
+    def distribute(self, module):
+        return self.accelerator.prepare(module)
+
+
+class Scaler(DDP):
+    """Mixed precision's scaled gradients."""
+
+    scale = 1024.0
+
+    def __init__(self):
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+
+
+class ZeRO0(Plain):
+    """DeepSpeed, an engine for every wrapped module."""
+
+    dtype = torch.float32
+
+    def __init__(self):
+        super().__init__()
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        self.config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": int(type(self).__name__[-1])},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+
+    def wrap(self, module):
+        import deepspeed
+
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        self.optimizers.append(deepspeed.initialize(model=module, optimizer=optimizer, config=self.config)[0])
+        return self.optimizers[-1]
+
+    def weights(self, module):
+        import deepspeed
+
+        parameters = list(module.parameters())
+        gathered = deepspeed.zero.GatheredParameters(parameters) if hasattr(parameters[0], "ds_id") else nullcontext()
+        with gathered:
+            return [p.detach().clone() for p in parameters]
+
+
+class ZeRO1(ZeRO0):
+    pass
+
+
+class ZeRO2(ZeRO0):
+    pass
+
+
+class ZeRO3(ZeRO0):
+    pass
+
+
+class AccelerateZeRO2(ZeRO0):
+    """The step happens inside of accelerator.backward."""
+
+    def wrap(self, module):
+        from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            patch.setenv("ACCELERATE_USE_CPU", "false")
+            plugin = DeepSpeedPlugin(zero_stage=self.config["zero_optimization"]["stage"])
+            plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=4, zero_allow_untested_optimizer=True)
+            handlers = [InitProcessGroupKwargs(backend="gloo")]
+            accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+            engine, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=LR))
+        self.backward = accelerator.backward
+        return engine
+
+
+class AccelerateZeRO3(AccelerateZeRO2):
+    pass
+
+
+FRAMEWORKS = {each.__name__: each for each in [
+    Plain, DDP, StaticDDP, FSDP2, Accelerate, Scaler, ZeRO0, ZeRO1, ZeRO2, ZeRO3, AccelerateZeRO2, AccelerateZeRO3,
+]}  # fmt: skip
+SHARES = {1: (16,), 2: (11, 5), 3: (9, 5, 2)}
+
+
+def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1):
+    """Loss, gradients of all parameters, committed rows, and how often gradients were reduced."""
+    made, rank = FRAMEWORKS[framework](), dist.get_rank() if ranks > 1 else 0
+    model = Encoders(made.dtype)
+    *inputs, index = data(rank, SHARES[ranks], made.dtype)
+    call = {"micro_batch_size": 3, **FEATURES[feature](*inputs, index)}
+    names = call.pop("model")
+    model.first.requires_grad_(feature != "frozen")
+    parts = {"model": model} if names == "model" else {"first": model.first, "second": model.second}
+    trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
+    owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
+    before = [made.weights(part) for part in trained.values()]
+    est = ESTIMATORS[kind](**({"mode": "unimodal"} if feature == "views" else {}))
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        given = owns["model"] if names == "model" else tuple(owns[name] for name in names)
+        loss = run(est, given, index=index, backward=made.backward, **call)
+    reduced = sum(e.count for e in profile.key_averages() if e.key == "gloo:all_reduce")
+    learned = [p.grad / made.scale for p in est.parameters()]
+    made.step()
+    after = [made.weights(part) for part in trained.values()]
+    gradients = [(w - v) / LR for own, new in zip(before, after, strict=True) for w, v in zip(own, new, strict=True)]
+    est.step()
+    return loss, [*gradients, *learned], est.read(torch.arange(N)) if est.n else {}, reduced
+
+
+def on_ranks(group, *case):
+    with fresh_accelerate():
+        return outcome(*case)
+
+
+def assert_like_one_process(results, case, tolerance):
+    """Everything equals one process without a cache."""
+    loss, gradients, rows, _ = outcome("Plain", *case, 1, run=whole)
+    for found_loss, found, found_rows, _ in results:
+        torch.testing.assert_close(found_loss.double(), loss.double(), rtol=tolerance, atol=tolerance)
+        for a, b in zip(found, gradients, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm() + 1e-14
+        for name, column in rows.items():
+            torch.testing.assert_close(found_rows[name], column, rtol=1e-5, atol=1e-5)
+
+
+# one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_way_to_call(feature):
+    assert_like_one_process([outcome("Plain", "sogclr", feature, 1)], ("sogclr", feature), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_every_estimator(kind):
+    assert_like_one_process([outcome("Plain", kind, "pair", 1)], (kind, "pair"), 1e-6 if "memory" in kind else 1e-10)
+
+
+# ranks -----------------------------------------------------------------------------------------------------------
+
+ONCE = {"DDP": 1, "Accelerate": 1, "Scaler": 1, "StaticDDP": 3, "FSDP2": 5}  # 5 sharded modules; static: 2 at first
+
+
+def cases():
+    """Frameworks x features, x estimators, x ranks."""
+    torch_only = ["DDP", "FSDP2", "Accelerate", "Scaler"]
+    found = [(framework, "sogclr", feature, 2) for framework in torch_only for feature in FEATURES]
+    found += [(framework, kind, "pair", 2) for framework in ("DDP", "FSDP2") for kind in ESTIMATORS if kind != "sogclr"]
+    found += [(framework, "isogclr", feature, 3) for framework in torch_only for feature in ("pair", "negatives")]
+    return [*found, ("StaticDDP", "sogclr", "pair", 2)]
+
+
+DAILY = [("DDP", "clip", "pair", 2), ("FSDP2", "sogclr", "tau", 2)]
+
+
+@pytest.mark.distributed
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id="-".join(map(str, c)), marks=[] if c in DAILY else pytest.mark.full) for c in cases()]
+)
+def test_frameworks_of_torch(case):
+    """Ranks with unequal numbers of micro-batches equal one process, and reduce as often as for one batch."""
+    framework, kind, feature, ranks = case
+    results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
+    assert_like_one_process(results, (kind, feature), 1e-6 if "memory" in kind else 1e-10)
+    if feature in ("pair", "tau") and kind in ("sogclr", "clip"):
+        assert {reduced for *_, reduced in results} == {ONCE[framework]}
+
+
+def deepspeed_cases():
+    stages = [f"ZeRO{stage}" for stage in range(4)]
+    found = [(stage, "sogclr", feature, 2) for stage in stages for feature in ("pair", "tau", "negatives", "frozen")]
+    found += [("ZeRO3", kind, "pair", 2) for kind in ESTIMATORS if kind != "sogclr"]
+    found += [("ZeRO3", "isogclr", "negatives", 3)]
+    return found + [(f"Accelerate{stage}", "sogclr", "pair", 2) for stage in ("ZeRO2", "ZeRO3")]
+
+
+@pytest.mark.launch
+@pytest.mark.distributed
+@pytest.mark.covering(all=True)
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("case", deepspeed_cases(), ids=lambda case: "-".join(map(str, case)))
+def test_deepspeed(case):
+    _, kind, feature, ranks = case
+    results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
+    assert_like_one_process(results, (kind, feature), 2e-6)
