@@ -30,8 +30,8 @@ from benchmarks.report import environment, finish, quartiles, spread, table
 
 SCALE = 14.0
 ABOUT = """One step without the optimizer's: a batch of {batch} image-text pairs, micro-batches of {size}, a ViT and a
-text transformer of open_clip with {parameters:.1f} million parameters, float32, one thread. *Time* is the median (and the
-quartiles) of {repeats} steps after a first one. *Memory* is the highest anonymous memory of the process during the
+text transformer of open_clip with {parameters:.1f} million parameters, float32, one thread. *Time* is the median (and
+the quartiles) of {repeats} steps after a first one. *Memory* is the highest anonymous memory of the process during the
 steps beyond that before them, which includes the gradients. *Error* is the relative distance of all gradients of the
 towers from those of the whole batch in float64, and *of the scale* that of the learned temperature's.
 sentence-transformers has no learned temperature."""
