@@ -140,33 +140,33 @@ def _back_propagate(
     own = {id(column.leaf) for column in columns}
     others = [x for x in others if x.requires_grad and id(x) not in own]
     leaves = [*(column.leaf for column in columns), *others]
-    if not leaves:
-        raise ValueError(
-            "nothing requires a gradient: neither a parameter of model, nor tau, extra, or est.parameters()"
-        )
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
     for column, gradient in zip(columns, gradients, strict=False):
         column.gradient = gradient
     shared = [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
     jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
     final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
+    ran = False
     for k, (tower, number) in enumerate(jobs):
         held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
         with _without_reduction(held):
             pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
-            _run(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
+            ran |= _run(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
     if not jobs:
-        _run(with_gradients(loss.detach().clone(), shared), [], [], backward)
+        ran = _run(with_gradients(loss.detach().clone(), shared), [], [], backward)
+    if not ran:
+        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
 
 
-def _run(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> None:
-    """Back-propagate a micro-batch by the framework's own method."""
+def _run(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
+    """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
     if not value.requires_grad:  # a tower of which nobody could tell that it is frozen
-        return
+        return False
     engine = next((wrapper for wrapper in wrappers if hasattr(wrapper, BOUNDARY)), None)
     if engine is not None and (backward is None or engine in held):
         backward = engine.backward  # accelerate's would also take the step
     (backward or Tensor.backward)(value)
+    return True
 
 
 # -- towers and micro-batches ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import compopt
 from tests.pool import the_pool
@@ -269,7 +270,7 @@ def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1
     trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
     owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
     before = [made.weights(part) for part in trained.values()]
-    est = ESTIMATORS[kind](**({"mode": "unimodal"} if feature == "views" else {}))
+    est = ESTIMATORS[kind](dtype=torch.float64, **({"mode": "unimodal"} if feature == "views" else {}))
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         given = owns["model"] if names == "model" else tuple(owns[name] for name in names)
         loss = run(est, given, index=index, backward=made.backward, **call)
@@ -308,7 +309,7 @@ def test_every_way_to_call(feature):
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_every_estimator(kind):
-    assert_like_one_process([outcome("Plain", kind, "pair", 1)], (kind, "pair"), 1e-6 if "memory" in kind else 1e-10)
+    assert_like_one_process([outcome("Plain", kind, "pair", 1)], (kind, "pair"), 1e-10)
 
 
 # ranks -----------------------------------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def test_frameworks_of_torch(case):
     """Ranks with unequal numbers of micro-batches equal one process, and reduce as often as for one batch."""
     framework, kind, feature, ranks = case
     results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
-    assert_like_one_process(results, (kind, feature), 1e-6 if "memory" in kind else 1e-10)
+    assert_like_one_process(results, (kind, feature), 1e-10)
     if feature in ("pair", "tau") and kind in ("sogclr", "clip"):
         assert {reduced for *_, reduced in results} == {ONCE[framework]}
 
@@ -359,3 +360,214 @@ def test_deepspeed(case):
     _, kind, feature, ranks = case
     results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
     assert_like_one_process(results, (kind, feature), 2e-6)
+
+
+def run_windows(group, framework):
+    """Two calls for one update, of which the second reduces."""
+    made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
+    if framework.startswith("ZeRO"):
+        made.config["gradient_accumulation_steps"] = 2
+    module = Encoders(made.dtype)
+    model, before = made.wrap(module), made.weights(module)
+    for last in (False, True):
+        *inputs, index = data(dist.get_rank(), SHARES[2], made.dtype)
+        call = {"encode": two, "micro_batch_size": 3, "reduce": last or framework.startswith("ZeRO")}
+        compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, **call)
+        if framework.startswith("ZeRO") or last:
+            made.step()
+    deposits = est.pending
+    return [(w - v) / LR for w, v in zip(before, made.weights(module), strict=True)], deposits
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("DDP", marks=pytest.mark.full),
+        pytest.param("FSDP2", marks=pytest.mark.full),
+        *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(1, 4)),
+    ],
+)
+@pytest.mark.distributed
+def test_several_calls_for_one_update(framework, request):
+    if framework.startswith("ZeRO"):
+        request.getfixturevalue("deepspeed_compiled")
+    model, est = Encoders(torch.float64), compopt.SogCLREstimator(N, tau=0.3)
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    for last in (False, True):
+        whole(est, model, (inputs[0] + last, inputs[1]), index, encode=two)
+    share = 2 if framework.startswith("ZeRO") else 1  # an engine divides by its accumulation steps
+    for gradients, deposits in the_pool(2, timeout=120).run(run_windows, 2, framework):
+        assert deposits == 2
+        for a, p in zip(gradients, model.parameters(), strict=True):
+            assert (a * share - p.grad).norm() <= 2e-6 * p.grad.norm() + 1e-14
+
+
+# what models do --------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A tower with dropout, and perhaps layers that are checkpointed or normalise by their batch."""
+
+    def __init__(self, checkpointed=None, norm=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(5, 8), norm or nn.Identity(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, D))
+        self.layers.double()
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed is None:
+            return self.layers(x)
+        return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.checkpointed)
+
+
+def one_graph(est, tower, x, size):
+    """One backward pass through all micro-batches, encoded one after another."""
+    z1, z2 = (torch.cat([tower(part) for part in x.split(size)]) for _ in range(2))
+    loss = est(z1, z2, torch.arange(len(x)))
+    loss.backward()
+    return loss.detach(), [p.grad for p in tower.parameters()]
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_both_passes_draw_the_same_random_numbers(checkpointed):
+    x, (loss, expected) = torch.randn(11, 5).double(), (None, None)
+    torch.manual_seed(1)
+    loss, expected = one_graph(compopt.DCLEstimator(), Noisy(), x, 4)
+    after = torch.rand(1)
+    tower = Noisy(checkpointed)
+    found = compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), micro_batch_size=4)
+    assert torch.equal(torch.rand(1), after) and torch.equal(found, loss)
+    for p, gradient in zip(tower.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_batch_normalisation_is_refused_or_updated_once():
+    x, call = torch.randn(12, 5).double(), {"micro_batch_size": 4}
+    expected, tower = (Noisy(norm=nn.BatchNorm1d(8).double()) for _ in range(2))
+    one_graph(compopt.DCLEstimator(), expected, x, 4)
+    with pytest.raises(ValueError, match="BatchNorm1d in training mode.*update_once"):
+        compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), **call)
+    compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), batch_norm="update_once", **call)
+    buffers = dict(expected.named_buffers())
+    assert buffers.keys() == dict(tower.named_buffers()).keys() and len(buffers) == 3
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in tower.named_buffers())
+    compopt.gradient_cache(compopt.DCLEstimator(), (tower.eval(), tower), (x, x), **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Weights that the first pass casts without a graph get gradients in the second, from a scaled loss too."""
+    *inputs, index = data(0, SHARES[1], torch.float32)
+    cached, expected = Encoders(torch.float32), Encoders(torch.float32)
+    with torch.autocast("cpu", dtype):
+        whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+        call = {"encode": two, "micro_batch_size": 3, "backward": lambda loss: (loss * 2**16).backward()}
+        compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, **call)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        assert (p.grad / 2**16 - q.grad).norm() <= 0.02 * q.grad.norm()
+
+
+def test_parameters_that_are_frozen_in_part():
+    """As adapters do: only some layers of a tower learn."""
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected = Encoders(torch.float64), Encoders(torch.float64)
+    for model in (cached, expected):
+        model.first[0].requires_grad_(False)
+        model.second.requires_grad_(False)
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected = Encoders(torch.float64), Encoders(torch.float64)
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    compiled = torch.compile(cached, backend="aot_eager")
+    compopt.gradient_cache(compopt.DCLEstimator(), compiled, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# the rest of the arguments ---------------------------------------------------------------------------------------
+
+
+def test_a_frozen_tower_is_encoded_once_and_others_twice():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    model, calls = Encoders(torch.float64), {"first": 0, "second": 0}
+    for name in calls:
+        getattr(model, name).register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    model.first.requires_grad_(False)
+    towers = (model.first, model.second.forward)  # a method, of which only a hook on what it calls would tell
+    compopt.gradient_cache(compopt.DCLEstimator(), towers, tuple(inputs[:2]), index, micro_batch_size=4)
+    assert calls == {"first": 4, "second": 0} and model.second[0].weight.grad is not None
+
+
+def test_temperatures_that_are_tensors_and_features_that_are_given():
+    x1, x2, x3, index = data(0, SHARES[1], torch.float64)
+    results = []
+    for run, size in ((whole, {}), (compopt.gradient_cache, {"micro_batch_size": 5})):
+        model, scale = Encoders(torch.float64), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        call = {"encode": two, "tau": 1 / scale, "extra": model.second(x3)}
+        run(compopt.DCLEstimator(), model, (x1, x2), index, **call, **size)
+        results.append([scale.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_from_a_budget_of_tokens():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected, seen = Encoders(torch.float64), Encoders(torch.float64), []
+
+    def encode(model, part):
+        seen.append(len(part[0]))
+        return two(model, part)
+
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    sizes = {"micro_batch_size": lambda part: [1, len(part[0]) - 3, 2]}
+    compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, encode=encode, **sizes)
+    assert seen == [1, 13, 2, 1, 13, 2]
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_without_gradients_it_returns_the_loss():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    est, model = compopt.SogCLREstimator(N), Encoders(torch.float64)
+    with torch.no_grad():
+        loss = compopt.gradient_cache(est, model, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    assert loss.isfinite() and est.pending == 0 and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be a positive integer, got 0"),
+        ({"micro_batch_size": lambda x: [3, 4]}, ValueError, r"sum up to 16 samples, got \[3, 4\]"),
+        ({"micro_batch_size": (3, 4)}, TypeError, r"must be a positive integer, got \(3, 4\)"),
+        ({"micro_batch_size": (3, 4, 5), "model": (None, None)}, TypeError, "one size or 2, one for each tower"),
+        ({"batch_norm": "keep"}, ValueError, "batch_norm must be one of 'refuse', 'update_once', got 'keep'"),
+        ({"reduce": 1}, TypeError, "reduce must be True or False"),
+        ({"batch": (torch.ones(4, 5), torch.ones(3, 4))}, ValueError, "one entry per sample"),
+        ({"model": [nn.Linear(5, D)] * 3}, TypeError, "3 towers.*as many inputs"),
+        ({"encode": lambda model, part: "z"}, TypeError, "tensor or a tuple of them, got str; give encode="),
+        ({"encode": None}, ValueError, "0-d tensor; give encode="),
+        ({"encode": with_tau, "tau": 0.1}, ValueError, "tau comes from model and as tau="),
+        ({"encode": lambda model, part: model(*part)[2:]}, ValueError, "z1, z2 and perhaps extra and tau, got 1"),
+        (
+            {"encode": lambda model, part: part[0].split(2, 1)[:2], "model": None},
+            ValueError,
+            "nothing requires a gradient",
+        ),
+        ({"model": Encoders(torch.float64).requires_grad_(False)}, ValueError, "nothing requires a gradient"),
+    ],
+)
+def test_mistakes_are_named(change, error, message):
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    call = {"model": Encoders(torch.float64), "batch": tuple(inputs[:2]), "encode": two, "micro_batch_size": 3}
+    with pytest.raises(error, match=message):
+        compopt.gradient_cache(compopt.DCLEstimator(), index=index, **{**call, **change})
