@@ -580,13 +580,7 @@ def parse(argv=None):
     add("--deepspeed-config", type=Path)
     device = compopt.accelerator.available() or "cpu"
     add("--device", type=torch.device, default=device, help=f"here {device}: the accelerator, if there is one")
-    add(
-        "--resume",
-        nargs="?",
-        const=True,
-        metavar="URL",
-        help="from the newest state in OUTPUT, or at URL",
-    )
+    add("--resume", nargs="?", const=True, metavar="URL", help="from the newest state in OUTPUT, or at URL")
     add("--keep", type=int, default=2, help="states that stay")
     add("--upload", metavar="URL", help="copy states and models there meanwhile: s3://bucket/run")
     add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")

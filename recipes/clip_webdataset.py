@@ -149,6 +149,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.98), eps=1e-6)
         self.model = DistributedDataParallel(model) if dist.is_initialized() else model
         self.est.attach(self.optimizer)
+        self.parts = {"model": model, "optimizer": self.optimizer, "batches": self.batches}
 
     @property
     def samples(self):
@@ -232,15 +233,14 @@ class Loop:
         """Write the model for open_clip and its tools, the rows beside it, and the state."""
         compopt.save(self.est, self.args.output / f"epoch_{epoch}.compopt")
         if rank() == 0:
-            weights = getattr(self.model, "module", self.model).state_dict()
-            write({"epoch": epoch, "name": self.name, "state_dict": weights}, self.args.output / f"epoch_{epoch}.pt")
+            checkpoint = {"epoch": epoch, "name": self.name, "state_dict": self.parts["model"].state_dict()}
+            write(checkpoint, self.args.output / f"epoch_{epoch}.pt")
         self.save()
 
     def save(self):
         """Write rows, then the state that names them; a kill leaves the former state, whose rows are kept."""
         rows = compopt.save(self.est, self.args.output / "rows", keep=2)
-        parts = {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}
-        state = {name: part.state_dict() for name, part in parts.items()}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
         if rank() == 0:
             write({**state, "rows": rows.name, "step": self.step, "lost": self.lost}, self.args.output / "state.pt")
 
@@ -250,7 +250,7 @@ class Loop:
         if not (self.args.resume and path.exists()):
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
-        for name, part in {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         compopt.load(self.est, self.args.output / "rows" / state["rows"])
         self.step, self.lost = state["step"], state["lost"]

@@ -76,4 +76,7 @@ def test_two_processes_of_the_loop(given, tmp_path):
     same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
     assert int(rows(tmp_path / "whole")["count"].sum()) == 2 * (N - 1)
+    run(tmp_path / "moved", *more, "--max-steps", "3")
+    train(given, tmp_path / "moved", "--batch-size", "8", "--resume")  # one process goes on
+    assert int(rows(tmp_path / "moved")["count"].sum()) == 2 * (N - 1)
     assert torch.isfinite(rows(tmp_path / "whole")["log_u"]).sum() >= N - 1
