@@ -84,6 +84,7 @@ class States:
     def finish(self) -> None:
         """On all ranks: wait for the state before, and raise what went wrong."""
         launch.on_main(lambda: self._before and self._before.result())
+        self._rows.wait()  # this process's thread too, before its process group may go
 
     def _complete(self, target: Path, then: Callable[[Path], list[Path]]) -> None:
         with writing(target, self._folder):
