@@ -255,7 +255,7 @@ def save_and_resume(group, folder, blocking):
     return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_accelerate_checkpoints_carry_every_rank_s_rows(tmp_path, blocking):
     assert ours(save_and_resume, str(tmp_path / "state"), blocking) == [True, True]
 
