@@ -105,7 +105,7 @@ class Tower(nn.Module):
 
 
 def grad_cache(model: Any, images: Tensor, texts: Tensor, size: int) -> None:
-    from gradcache import GradCache
+    from gradcache.grad_cache import GradCache
 
     def loss(z1: Tensor, z2: Tensor) -> Tensor:
         return clip_loss(z1, z2, model.logit_scale.exp())
