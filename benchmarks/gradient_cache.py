@@ -105,6 +105,9 @@ class Tower(nn.Module):
 
 
 def grad_cache(model: Any, images: Tensor, texts: Tensor, size: int) -> None:
+    import gradcache
+
+    sys.modules.setdefault("grad_cache", gradcache)  # version 0.0.1 imports itself by another name than it has
     from gradcache.grad_cache import GradCache
 
     def loss(z1: Tensor, z2: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Encoders(nn.Module):
         self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
 
     def forward(self, x1, x2, x3=None):
-        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale  # DDP wants every parameter to be used
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP wants every parameter to be used
         return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
 
 
