@@ -136,14 +136,7 @@ def _back_propagate(
     reduce: bool,
 ) -> None:
     """Give all micro-batches, and with the last one other tensors, their gradients."""
-    columns = [column for tower in towers for column in tower.columns if column.leaf.requires_grad]
-    own = {id(column.leaf) for column in columns}
-    others = [x for x in others if x.requires_grad and id(x) not in own]
-    leaves = [*(column.leaf for column in columns), *others]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    for column, gradient in zip(columns, gradients, strict=False):
-        column.gradient = gradient
-    shared = [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
+    shared = _differentiate(loss, [column for tower in towers for column in tower.columns], others)
     jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
     final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
     ran = False
@@ -156,6 +149,18 @@ def _back_propagate(
         ran = _run(with_gradients(loss.detach().clone(), shared), [], [], backward)
     if not ran:
         raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
+
+
+def _differentiate(loss: Tensor, columns: list[_Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Give columns their gradients; return pairs of the other tensors and theirs."""
+    columns = [column for column in columns if column.leaf.requires_grad]
+    own = {id(column.leaf) for column in columns}
+    others = [x for x in others if x.requires_grad and id(x) not in own]
+    leaves = [*(column.leaf for column in columns), *others]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    for column, gradient in zip(columns, gradients, strict=False):
+        column.gradient = gradient
+    return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
 
 
 def _run(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
@@ -200,6 +205,9 @@ class _Tower:
         call: from the inputs of a micro-batch to outputs.
         module: what ``call`` runs, if that is known.
         parts: inputs of the micro-batches.
+        trained: it is encoded again, for gradients.
+        wrappers: the modules in it that reduce gradients.
+        count: number of its micro-batches, with those that only keep other ranks company.
         devices: accelerators that may draw random numbers.
     """
 

@@ -39,7 +39,7 @@ class Encoders(nn.Module):
         self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
 
     def forward(self, x1, x2, x3=None):
-        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale  # DDP wants every parameter to be used
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP wants every parameter to be used
         return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
 
 
@@ -199,6 +199,7 @@ class ZeRO0(Plain):
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": {"stage": int(type(self).__name__[-1])},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # not the default
             "steps_per_print": 10**9,
         }
 
@@ -359,7 +360,7 @@ def deepspeed_cases():
 def test_deepspeed(case):
     _, kind, feature, ranks = case
     results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
-    assert_like_one_process(results, (kind, feature), 2e-6)
+    assert_like_one_process(results, (kind, feature), 1e-5 if kind == "neuclip" else 2e-6)  # a network in float32
 
 
 def run_windows(group, framework):
