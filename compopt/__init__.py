@@ -7,6 +7,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.score_keeper import ScoreKeeper
+from compopt.gradient_cache import gradient_cache
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import (
@@ -61,6 +62,7 @@ __all__ = [
     "data",
     "diagnostics",
     "functional",
+    "gradient_cache",
     "integrations",
     "load",
     "losses",

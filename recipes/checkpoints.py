@@ -1,22 +1,25 @@
-"""Checkpoints of a run: accelerate's, in two folders that take turns, so that a kill leaves one complete."""
+"""Checkpoints of a run: accelerate's, of which a kill leaves the newest complete, and copies of them in a store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from recipes import launch
+from recipes.uploads import COMPLETE, Uploads, download
 
 POINTER = "latest"
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint in ``folder``, None before the first."""
+    """Return the complete checkpoint in ``folder``, None before the first."""
     pointer = folder / POINTER
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
@@ -38,16 +41,66 @@ def save(accelerator: Accelerator, folder: Path) -> None:
     current = launch.from_main(latest(folder))  # a network's cache may show other nodes an older one
     target = folder / ("b" if current == folder / "a" else "a")
     with writing(target, folder):
-        if launch.is_main():
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        launch.barrier()
-        accelerator.save_state(os.fspath(target))
-        launch.barrier()
+        _write(accelerator, target)
         if launch.is_main():
             _sync(target)
-            _point(folder, target.name)
+            point(folder, target.name)
     launch.barrier()
+
+
+def _write(accelerator: Accelerator, target: Path) -> None:
+    if launch.is_main():
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+    launch.barrier()
+    accelerator.save_state(os.fspath(target))
+    launch.barrier()
+
+
+class States:
+    """States of a run, whose names ascend, of which the newest stay; rows are written while training goes on.
+
+    A thread of the main process waits for the rows, makes the state the latest, removes older ones and hands it to
+    the uploads. What goes wrong there is raised by the next ``save`` or ``finish``, and ends the run on all ranks.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, rows: Any, keep: int, uploads: Uploads | None) -> None:
+        self._accelerator, self._folder, self._rows = accelerator, folder, rows
+        self._keep, self._uploads = keep, uploads
+        self._threads = ThreadPoolExecutor(1, "state") if launch.is_main() else None
+        self._before: Future[None] | None = None
+
+    def save(self, name: str, then: Callable[[Path], list[Path]]) -> None:
+        """On all ranks: write a state, unless it is there; ``then(state)`` makes further files once rows are there."""
+        target = self._folder / name
+        self.finish()
+        if launch.from_main(latest(self._folder)) == target:
+            return
+        with writing(target, self._folder):
+            _write(self._accelerator, target)
+        if self._threads is not None:
+            self._before = self._threads.submit(self._complete, target, then)
+
+    def finish(self) -> None:
+        """On all ranks: wait for the state before, and raise what went wrong."""
+        launch.on_main(lambda: self._before and self._before.result())
+        self._rows.wait()  # this process's thread too, before its process group may go
+
+    def _complete(self, target: Path, then: Callable[[Path], list[Path]]) -> None:
+        with writing(target, self._folder):
+            self._rows.wait()
+            made = then(target)
+            (target / COMPLETE).touch()
+            _sync(target)
+            point(self._folder, target.name)
+        others = [path for path in self._folder.iterdir() if path.is_dir() and path != target]
+        older = sorted(path for path in others if (path / COMPLETE).exists())
+        kept = older[max(0, len(older) + 1 - self._keep) :]
+        for path in set(others) - set(kept):
+            if self._uploads is None or not self._uploads.holds(path):
+                shutil.rmtree(path, ignore_errors=True)
+        if self._uploads is not None:
+            self._uploads.put(target, made)
 
 
 def _sync(folder: Path) -> None:
@@ -64,7 +117,8 @@ def _sync_one(path: Path) -> None:
         os.close(descriptor)
 
 
-def _point(folder: Path, name: str) -> None:
+def point(folder: Path, name: str) -> None:
+    """Make a checkpoint the latest of its folder."""
     partial = folder / f"{POINTER}.partial"
     with open(partial, "w") as file:
         file.write(name)
@@ -72,6 +126,13 @@ def _point(folder: Path, name: str) -> None:
         os.fsync(file.fileno())
     os.replace(partial, folder / POINTER)
     _sync_one(folder)
+
+
+def fetch(url: str, folder: Path) -> None:
+    """Let the newest state of a run at a URL be the latest here, unless a newer one is."""
+    name = download(url, folder, latest(folder))
+    if name is not None:
+        point(folder, name)
 
 
 def load(accelerator: Accelerator, folder: Path) -> None:

@@ -20,9 +20,10 @@ import datetime
 import json
 import os
 import secrets
+import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,45 @@ def on_main(function: Callable[[], Any]) -> Any:
     return result
 
 
+class Pulse:
+    """What each process tells all others once per step; it travels while the step runs, and nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._told: list[torch.Tensor] = []
+        self._work: dist.Work | None = None
+
+    def beat(self, *values: float) -> torch.Tensor:
+        """Tell numbers; return those of the call before, the same on all ranks: (ranks, k), empty at the first."""
+        if self._work is not None:
+            self._work.wait()
+        before, mine = self._told, torch.tensor(values, dtype=torch.float64)
+        self._told = [torch.empty_like(mine) for _ in range(world_size())]
+        if self._group is None:
+            self._told = [mine]
+        else:
+            self._work = dist.all_gather(self._told, mine, group=self._group, async_op=True)
+        return torch.stack(before) if before else mine.new_empty(0, len(values))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGTERM and SIGUSR1 are appended instead of ending this process."""
+    got: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, _: got.append(number)) for number in numbers]
+    try:
+        yield got
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def leave_group(_: int) -> None:
+    """Let a loader's worker not get the signals that torchrun sends to the group of its process, which still saves."""
+    os.setpgid(0, 0)
+
+
 def check_shared(folder: Path) -> None:
     """Refuse a folder in which a process does not see what the main process writes."""
     host = socket.gethostname()
@@ -140,6 +180,7 @@ def accelerator(
     mixed_precision: str,
     deepspeed: Path | None,
     timeout: float = TIMEOUT,
+    handlers: Sequence[Any] = (),
     **options: Any,
 ) -> Accelerator:
     """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
@@ -168,7 +209,7 @@ def accelerator(
     if deepspeed is not None and known is None:  # later accelerators find this plugin, and accept no other
         config = {**json.loads(deepspeed.read_text()), "gradient_accumulation_steps": accumulate}
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-    made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group)], **options)
+    made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group), *handlers], **options)
     check_processes(made)
     return made
 

@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
-import compopt
 from recipes import minimal
-from recipes.by_feature import gradient_cache
-from tests import stand_ins
 from tests.launching import environment
-from tests.pool import the_pool
 
 ROOT = Path(__file__).parent.parent
 BASE = Path(minimal.__file__)
@@ -38,42 +31,6 @@ def train(name: str, folder: Path, *options: str) -> None:
         pytest.importorskip(name.removeprefix("with_"))
     module = minimal if name == "minimal" else importlib.import_module(f"recipes.by_feature.{name}")
     module.main([*SMALL, "--folder", str(folder), *options])
-
-
-SHARES = ((0, 64), (64, 88))  # four micro-batches of 16 on the first rank, two on the second
-
-
-def pairs():
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(88, 12, generator=draw), torch.randn(88, 10, generator=draw), torch.arange(88)
-
-
-def towers():
-    torch.manual_seed(0)
-    return stand_ins.Towers()
-
-
-def cached_gradients(est, model, data):
-    gradient_cache.backward(est, model, *data, 16)
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def reductions(group):
-    """Gradients of one batch of unequal shares, and how often DDP reduced them."""
-    model, reduced = DistributedDataParallel(towers()), []
-    model.register_comm_hook(None, lambda _, bucket: reduced.append(1) or allreduce_hook(None, bucket))
-    start, stop = SHARES[dist.get_rank()]
-    data = [part[start:stop] for part in pairs()]
-    return cached_gradients(compopt.DCLEstimator(0.07), model, data), len(reduced)
-
-
-@pytest.mark.distributed
-def test_a_gradient_cache_reduces_once_on_ranks_with_unequal_numbers_of_micro_batches():
-    pool = the_pool(2, timeout=120)
-    expected = cached_gradients(compopt.DCLEstimator(0.07), towers(), pairs())
-    for gradients, count in pool.run(reductions, 2):
-        assert count == 1
-        torch.testing.assert_close(gradients, expected)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

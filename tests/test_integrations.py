@@ -175,7 +175,7 @@ class Samples(Items):
         return tuple(super().__getitem__(at).values())
 
 
-def prepare(accelerator, count, shard=True, dtype=torch.float64):
+def prepare(accelerator, count, shard=True, dtype=torch.float64, blocking=True):
     from compopt.integrations import accelerate as integration
 
     model = Encoders(dtype)
@@ -184,7 +184,7 @@ def prepare(accelerator, count, shard=True, dtype=torch.float64):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     est = compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype, shard=shard)
     integration.attach(est, optimizer, accelerator)
-    integration.register_for_checkpointing(est, accelerator)
+    est.saving = integration.register_for_checkpointing(est, accelerator, blocking=blocking)
     return model, optimizer, loader, est
 
 
@@ -218,7 +218,7 @@ def test_accelerate_with_odd_windows(precision):
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(trace[-1], other[-1], strict=True))
 
 
-def save_and_resume(group, folder):
+def save_and_resume(group, folder, blocking):
     """Four updates in one go; two, a save into a used folder, a fresh start, two more; rows of another save."""
 
     def updates(model, optimizer, loader, est, which):
@@ -229,12 +229,15 @@ def save_and_resume(group, folder):
                 optimizer.zero_grad()
 
     with accelerator() as acc:
-        parts = prepare(acc, 4)
+        parts = prepare(acc, 4, blocking=blocking)
         updates(*parts, range(2))
         acc.save_state(folder)
         updates(*parts, range(2, 4))
+        parts[3].saving.wait()
         expected = weights(parts[0]), rows(parts[3])
         acc.save_state(folder + "-later")
+        parts[3].saving.wait()
+        acc.wait_for_everyone()
     with accelerator() as acc:
         parts = prepare(acc, 4)
         updates(*parts, range(3))  # something else before
@@ -252,8 +255,9 @@ def save_and_resume(group, folder):
     return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_accelerate_checkpoints_carry_every_rank_s_rows(tmp_path):
-    assert ours(save_and_resume, str(tmp_path / "state")) == [True, True]
+@pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_accelerate_checkpoints_carry_every_rank_s_rows(tmp_path, blocking):
+    assert ours(save_and_resume, str(tmp_path / "state"), blocking) == [True, True]
 
 
 def test_batches_from_the_main_process_are_refused():

@@ -178,6 +178,17 @@ def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
     assert the_pool(2, timeout=120).run(save_and_load, 2, tmp_path / "state") == [["a", "b", "b"]] * 2
 
 
+def heartbeats(group, signalled):
+    """Return what two beats gave: nothing, then the numbers of all ranks."""
+    pulse = launch.Pulse()
+    first = pulse.beat(float(dist.get_rank() == signalled), dist.get_rank())
+    return first.tolist(), pulse.beat(0, 0).tolist()
+
+
+def test_all_processes_learn_of_a_signal_at_the_same_step():
+    assert the_pool(2, timeout=120).run(heartbeats, 2, 1) == [([], [[0.0, 0.0], [1.0, 1.0]])] * 2
+
+
 @pytest.mark.launch
 def test_torchrun_and_resume(cache, single, tmp_path):
     """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""

@@ -110,6 +110,27 @@ def test_other_ranks_workers_and_batches_take_up_the_same_epoch(shuffle):
 # samples that cannot be read or decoded ---------------------------------------------------------------------------
 
 
+def test_shards_are_read_as_often_as_asked():
+    """Each time with the same rows, in another place of the epoch; a resumed run gives the rest."""
+    repeats = [2, 1, 1, 3, 1, 1, 1, 1, 1, 1]
+    total = TOTAL + SIZES[0] + 2 * SIZES[3]
+    batches = batches_of(batch_size=2, repeats=repeats)
+    whole = read(batches)
+    often = {row: k for shard, k in enumerate(repeats) for row in range(sum(SIZES[:shard]), sum(SIZES[: shard + 1]))}
+    assert batches.n == total and Counter(row for batch in whole for row in batch) - Counter(often) == Counter()
+    assert len(whole) == total // 2
+    batches.advance(20)
+    other = batches_of(batch_size=2, repeats=repeats)
+    other.load_state_dict(batches.state_dict())
+    assert read(other) == whole[20:]
+    with pytest.raises(ValueError, match="the position is of other shards"):
+        batches_of(batch_size=2).load_state_dict(batches.state_dict())
+    with pytest.raises(ValueError, match="repeats has 1 numbers for 10 shards"):
+        batches_of(repeats=[2])
+    with pytest.raises(ValueError, match="repeats"):
+        batches_of(repeats=[0] * 10)
+
+
 def test_samples_that_cannot_be_read_make_a_batch_shorter():
     with pytest.warns(UserWarning, match="shard .*00004.tar gave 1 of 6"):
         given = read(batches_of(lost=[4], shuffle=20))

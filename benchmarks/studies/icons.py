@@ -112,7 +112,7 @@ def train(job: Job, shards: Path, out: Path) -> Path:
 
 
 def _recipe(job: Job, shards: Path, out: Path) -> Path:
-    from recipes.clip_webdataset import main
+    from recipes.clip_trainer import main
 
     options = {name: value for name, value in job.options.items() if name not in ("lr", "scale")}
     settings = [f"{name}={value}" for name, value in options.items()]
@@ -210,7 +210,7 @@ def page(results: Results) -> str:
         f"{EPOCHS} epochs over 20,480 icons, batch 64, one small open_clip model (`recipes/clip/icons.json`); whole "
         "families of icons held out. Figures of clip-benchmark, in per cent: mean ± standard deviation of the seeds "
         f"{', '.join(map(str, SEEDS))}. `open_clip` is its own trainer with its own loss; `open_clip, adapter` is the "
-        "same command with `--estimator clip`; the others are `recipes/clip_webdataset.py`. `CLIP` and both runs of "
+        "same command with `--estimator clip`; the others are `recipes/clip_trainer.py`. `CLIP` and both runs of "
         "open_clip learn one temperature, iSogCLR one per sample; the others hold it."
     )
     parts = [

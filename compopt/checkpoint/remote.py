@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,11 +65,15 @@ class Remote(Directory):
 
     The local directory has the names of the checkpoints, their manifests, and files under way. The store's listings are
     never cached, because other processes write there. Errors of a driver become ``OSError`` that name the URL.
+
+    Args:
+        url: of the directory.
+        local: a directory of files of which the store holds copies, in place of the temporary one; it stays.
     """
 
     shared = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, local: Path | None = None) -> None:
         try:
             from fsspec.core import url_to_fs
         except ImportError:
@@ -82,9 +86,11 @@ class Remote(Directory):
         except (ImportError, ValueError) as error:
             raise type(error)(f"{url}: {error}") from error
         self._path = str(path).rstrip("/")
-        temporary = tempfile.mkdtemp(prefix="compopt-")
-        weakref.finalize(self, shutil.rmtree, temporary, True)
-        super().__init__(Path(temporary).resolve() / self.url.rpartition("/")[2])
+        if local is None:
+            temporary = tempfile.mkdtemp(prefix="compopt-")
+            weakref.finalize(self, shutil.rmtree, temporary, True)
+            local = Path(temporary).resolve() / self.url.rpartition("/")[2]
+        super().__init__(local)
 
     def at(self, local: Path) -> str:
         return self.url if local == self.local else f"{self.url}/{local.relative_to(self.local).as_posix()}"
@@ -114,11 +120,26 @@ class Remote(Directory):
                 self._store.get_file(path, str(local))
 
     def put(self, local: Path) -> None:
+        self.copy(local)
+        if local.name != MANIFEST:
+            local.unlink()
+
+    def copy(self, local: Path) -> None:
+        """Put a file that stays."""
         with self._named(local) as path:
             self._make(path.rpartition("/")[0])
             self._store.put_file(str(local), path)
-        if local.name != MANIFEST:
-            local.unlink()
+
+    def find(self, local: Path) -> Sequence[Path]:
+        """Return the files below a directory of the store, as paths below the local one."""
+        with self._named(local) as path:
+            self._store.invalidate_cache(path)
+            return [local / str(file)[len(path) :].lstrip("/") for file in self._store.find(path)]
+
+    def delete(self, local: Path) -> None:
+        """Remove a directory of the store, and what is in it."""
+        with self._named(local) as path, suppress(FileNotFoundError):
+            self._store.rm(path, recursive=True)
 
     def _make(self, path: str) -> None:
         """Make a directory where the store has such; a bucket is never made."""
@@ -140,11 +161,9 @@ class Remote(Directory):
             return bool(self._store.isfile(f"{path}/{MANIFEST}"))
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        with self._named(checkpoint.path) as path:
-            with suppress(FileNotFoundError):
-                self._store.rm_file(f"{path}/{MANIFEST}")  # first: what is left does not look complete
-            with suppress(FileNotFoundError):
-                self._store.rm(path, recursive=True)
+        with self._named(checkpoint.path) as path, suppress(FileNotFoundError):
+            self._store.rm_file(f"{path}/{MANIFEST}")  # first: what is left does not look complete
+        self.delete(checkpoint.path)
 
     @contextmanager
     def _named(self, local: Path) -> Iterator[str]:

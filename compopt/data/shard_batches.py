@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from typing import Any
@@ -121,6 +121,7 @@ class ShardBatches(IterableDataset[Any]):
         num_workers: number of workers of the ``DataLoader`` that reads this.
         shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
         seed: seed of all orders.
+        repeats: how often an epoch reads each of ``shards``, up-sampling; ``None``: once. Rows stay those of ``sizes``.
         decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
             that never returns ``None`` may as well be the loader's ``collate_fn``.
         rank, ranks: this process and their number; by default those of ``torch.distributed``.
@@ -135,7 +136,8 @@ class ShardBatches(IterableDataset[Any]):
 
     Raises:
         ValueError: a shard occurs twice, has no size, or is another file than the one whose size is known; too few
-            samples for one batch on every rank. While reading: a shard has more samples than ``sizes`` says.
+            samples for one batch on every rank; ``repeats`` of another number of shards. While reading: a shard has
+            more samples than ``sizes`` says.
         FileNotFoundError: there is no shard; a local one is missing or empty.
         TypeError: a number that is no integer.
         RuntimeError: while reading: another number of workers; workers that persist; nothing is left of a worker's
@@ -169,6 +171,7 @@ class ShardBatches(IterableDataset[Any]):
         num_workers: int = 0,
         shuffle: int = 2000,
         seed: int = 0,
+        repeats: Sequence[int] | None = None,
         decode: Callable[[list[Sample]], Any] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
@@ -180,9 +183,14 @@ class ShardBatches(IterableDataset[Any]):
         listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
+        sizes.check(self.shards)
+        if repeats is not None:
+            if len(repeats) != len(self.shards):
+                raise ValueError(f"repeats has {len(repeats)} numbers for {len(self.shards)} shards; give one for each")
+            times = [place for place, k in enumerate(repeats) for _ in range(checks.count("repeats", k))]
+            self.shards, listed = [self.shards[place] for place in times], [listed[place] for place in times]
         self._counts = [count for _, count in listed]
         self._fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
-        sizes.check(self.shards)
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1

@@ -36,6 +36,7 @@ OPERATIONS = (
     "compopt.save()",
     "compopt.load()",
     "a diagnostic",
+    "compopt.gradient_cache()",
 )
 
 

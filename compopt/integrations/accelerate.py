@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checkpoint import load, save
+from compopt.checkpoint import SaveHandle, load, save
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import warn_alone
@@ -59,7 +59,9 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     return amp.attach(est, optimizer, getattr(accelerator, "scaler", None))
 
 
-def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "compopt") -> None:
+def register_for_checkpointing(
+    est: Estimator, accelerator: Any, name: str = "compopt", blocking: bool = True
+) -> _CheckpointEntry:
     """Let ``accelerator.save_state`` and ``load_state`` carry the estimator, every rank's rows included.
 
     accelerate writes what is registered with its own method of this name on the main process only, and gives that to
@@ -70,6 +72,11 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         est: the estimator.
         accelerator: the ``accelerate.Accelerator``.
         name: folder inside the checkpoint; another one for every estimator.
+        blocking: ``False``: ``save_state`` returns while threads write the rows, and its folder is complete once
+            ``wait()`` of what this returns has come back; see :func:`compopt.save`.
+
+    Returns:
+        An object with ``wait()``, which waits for the rows of the last ``save_state`` and raises what went wrong.
 
     Raises:
         FileNotFoundError, ValueError: at ``load_state``: rows of another save, damaged, or of another configuration;
@@ -82,27 +89,39 @@ def register_for_checkpointing(est: Estimator, accelerator: Any, name: str = "co
         >>> import tempfile, accelerate, compopt
         >>> from compopt.integrations.accelerate import register_for_checkpointing
         >>> accelerator, est = accelerate.Accelerator(cpu=True), compopt.SogCLREstimator(10)
-        >>> register_for_checkpointing(est, accelerator)
+        >>> rows = register_for_checkpointing(est, accelerator)
         >>> folder = accelerator.save_state(tempfile.mkdtemp())
         >>> accelerator.load_state(folder)
     """
-    rows = _CheckpointEntry(est, name)
+    rows = _CheckpointEntry(est, name, blocking)
     accelerator.register_save_state_pre_hook(rows.save)
     accelerator.register_load_state_pre_hook(rows.locate)
     accelerator.register_for_checkpointing(rows)
+    return rows
 
 
 class _CheckpointEntry:
     """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it."""
 
-    def __init__(self, est: Estimator, name: str) -> None:
-        self._est, self._name = est, name
+    def __init__(self, est: Estimator, name: str, blocking: bool) -> None:
+        self._est, self._name, self._blocking = est, name, blocking
         self._folder = self._saved = ""
+        self._handle: SaveHandle | None = None
+
+    def wait(self) -> None:
+        """Wait until the rows of the last ``save_state`` are complete; raise what went wrong."""
+        if self._handle is not None:
+            self._handle.wait()
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str | os.PathLike[str]) -> None:
         # accelerate calls this on every rank before state_dict; rows of an earlier save into this folder stay, for a
         # run that is killed before accelerate has written its own files
-        self._saved = save(self._est, Path(output_dir) / self._name).name
+        folder = Path(output_dir) / self._name
+        if self._blocking:
+            self._saved = save(self._est, folder).name
+        else:
+            self._handle = save(self._est, folder, blocking=False)
+            self._saved = Path(self._handle.path).name
 
     def locate(self, models: list[Any], input_dir: str | os.PathLike[str]) -> None:
         # accelerate calls this on every rank before load_state_dict

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ except ImportError as error:
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.integrations.transformers import EstimatorCallback
+from compopt.kernel.features import with_gradients
 from compopt.module import as_module
 
 __all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index"]
@@ -254,14 +254,12 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         if mini_batch_num_tokens is not None:
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
-        self._owed: list[tuple[nn.Parameter, Tensor]] = []  # gradients of learned temperatures, not scaled yet
+        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters of the estimators, and their gradients
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        self._owed = []
+        self._learned = []
         loss = self.forward_cached(sentence_features, labels)
-        if self._owed:
-            loss.register_hook(partial(_pay, self._owed))
-        return loss
+        return with_gradients(loss.detach().clone(), [(loss, torch.ones_like(loss)), *self._learned])
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -273,8 +271,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
-        # autograd.grad instead of backward: the mixin runs this inside of forward, where a learned temperature must not
-        # get its gradient yet, since the trainer has not scaled the loss
+        # autograd.grad instead of backward: parameters of the estimators get their gradients in the trainer's backward
+        # pass, which knows how the loss is scaled
         leaves = [embedding for column in reps for embedding in column]
         learned = [p for p in self.estimators.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
@@ -285,17 +283,9 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         if matryoshka is not None:
             weights = dict(zip(matryoshka.matryoshka_dims, matryoshka.matryoshka_weights, strict=True))
             weight = float(weights[leaves[0].shape[1]])
-        for parameter, gradient in zip(learned, gradients[len(leaves) :], strict=True):
-            if gradient is not None:  # None: the temperature of another dimension
-                self._owed.append((parameter, weight * gradient))
+        pairs = zip(learned, gradients[len(leaves) :], strict=True)
+        self._learned += [(p, weight * g) for p, g in pairs if g is not None]  # None: that of another dimension
         return loss.detach()
-
-
-def _pay(owed: list[tuple[nn.Parameter, Tensor]], scale: Tensor) -> None:
-    """Accumulate gradients of learned temperatures; only backward knows how the trainer scales the loss."""
-    for parameter, gradient in owed:
-        gradient = gradient * scale
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def add_index(

@@ -3,26 +3,11 @@
 python -m recipes.by_feature.gradient_cache
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch.utils.data import DataLoader
 
 import compopt
 from recipes.minimal import arguments, data_and_model, load, recall, save
-
-
-def backward(est, model, images, tokens, index, size):
-    """Gradients of one large batch in micro-batches of ``size``, which DDP reduces once; return the loss."""
-    micro = list(zip(images.split(size), tokens.split(size), strict=True))
-    with torch.no_grad():  # all features first, without a graph
-        z1, z2 = (torch.cat(z) for z in zip(*(model(*part) for part in micro), strict=True))
-    loss, *gradients = est.feature_gradients(z1, z2, index)  # every sample of the batch is a negative
-    no_sync = getattr(model, "no_sync", nullcontext)
-    for part, *g in zip(micro, *(g.split(size) for g in gradients), strict=True):
-        with nullcontext() if part is micro[-1] else no_sync():
-            torch.autograd.backward(model(*part), g)  # again, with a graph, a micro-batch at a time
-    return loss
 
 
 def main(argv=None):
@@ -41,7 +26,8 @@ def main(argv=None):
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
-            loss = backward(est, model.train(), images, tokens, index, args.micro_batch_size)
+            size = args.micro_batch_size
+            loss = compopt.gradient_cache(est, model.train(), (images, tokens), index, micro_batch_size=size)
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)

@@ -1,10 +1,10 @@
-"""recipes.clip_webdataset under DDP; it prints how often this process reduced the gradients."""
+"""recipes.clip_trainer under DDP; it prints how often this process reduced the gradients."""
 
 from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes import clip_webdataset
+from recipes import clip_trainer
 
 reduced = []
 
@@ -23,5 +23,5 @@ def prepare(self, *parts, original=Accelerator.prepare):
 
 if __name__ == "__main__":
     Accelerator.prepare = prepare
-    clip_webdataset.main()
+    clip_trainer.main()
     print(f"reduced {len(reduced)} times")

@@ -1,11 +1,11 @@
-"""recipes.clip_webdataset under accelerate's FSDP2 on CPUs. accelerate asks for accelerators; it is told of some."""
+"""recipes.clip_trainer under accelerate's FSDP2 on CPUs. accelerate asks for accelerators; it is told of some."""
 
 import os
 
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 
-from recipes import clip_webdataset, launch
+from recipes import clip_trainer, launch
 
 # What `accelerate launch --config_file recipes/clip/fsdp2.yaml` sets.
 CONFIGURATION = {
@@ -29,7 +29,7 @@ def main():
     os.environ.update(CONFIGURATION, ACCELERATE_TORCH_DEVICE="cpu")
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     launch.accelerator = accelerator
-    clip_webdataset.main()
+    clip_trainer.main()
 
 
 if __name__ == "__main__":

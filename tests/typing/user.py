@@ -60,6 +60,7 @@ def train(path: str) -> dict[str, float]:
         loss, g1, g2 = est.feature_gradients(z1, z2, index)
         assert_type(g1, Tensor)
         torch.autograd.backward((z1, z2), (g1, g2))
+        assert_type(compopt.gradient_cache(est, model, image, index, micro_batch_size=4, reduce=False), Tensor)
         optimizer.step()
         schedule.step()
         sampler.observe(index, z1, z2)

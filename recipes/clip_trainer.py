@@ -1,0 +1,604 @@
+"""CLIP on tar shards, with all checks: the loop of ``clip_webdataset.py`` on accelerate, with every estimator.
+
+    python -m recipes.make_shards --out runs/glyphs
+    python -m recipes.clip_trainer --shards runs/glyphs/train --model recipes/clip/tiny.json
+    torchrun --nproc_per_node 2 -m recipes.clip_trainer --shards ... --offload disk --shard --prefetch
+    torchrun --nnodes 2 ... -m recipes.clip_trainer --shards ... --offload disk --offload-dir /local/rows
+    torchrun --nproc_per_node 2 -m recipes.clip_trainer --shards ... --deepspeed-config recipes/deepspeed/zero2.json
+    accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_trainer --shards ...
+
+--output is one folder that all nodes share, and holds one run; --offload-dir is a folder on each node's own disk.
+--resume continues, in the middle of an epoch too: with as many processes and workers to the same bits, with others so
+that every sample of the epoch still comes once. epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's
+rows, state/ what --resume reads. Batch sizes count per process and forward, as open_clip's.
+"""
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import math
+import os
+import shutil
+import socket
+import time
+import weakref
+from itertools import islice
+from pathlib import Path
+
+import open_clip
+import torch
+import webdataset as wds
+from accelerate import DistributedDataParallelKwargs
+from accelerate.tracking import get_available_trackers
+from tqdm import tqdm
+
+import compopt
+from compopt.data import ShardIndex, shard_list
+from compopt.data.shard_files import check_files
+from compopt.files import Claim
+from compopt.integrations import accelerate as integration
+from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
+from compopt.integrations.open_clip.rows import open_index
+from recipes import checkpoints, launch, tars
+from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
+from recipes.clip_webdataset import IMAGES, Decode, Loop, flags, hold_scale, parameter_groups, write
+from recipes.uploads import Uploads
+
+ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
+LOOK = 16  # samples of a shard that are looked at before training
+TEST_FILES = (NAMES, TEMPLATES, "test")
+STOPPED = 75  # exit status of a run that was told to stop, saved, and can go on: EX_TEMPFAIL
+MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def count_samples(shards, path):
+    """Write the sizes of local shards."""
+    if any("://" in shard for shard in shard_list(shards)):
+        raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
+    ShardIndex.build(shards).save(path)
+
+
+def look(flag, shard):
+    """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
+    errors = []
+    read = wds.tarfile_to_samples(handler=lambda error: not errors.append(error))  # true: go on
+    samples = list(islice(read([{"url": shard}]), LOOK))
+    if not samples and errors:
+        said = next((text for text in errors[0].args if isinstance(text, str)), "")
+        raise SystemExit(
+            f"{flag}: {shard} cannot be read ({type(errors[0]).__name__}: {said}); is it there, and can this machine "
+            f"reach it?"
+        )
+    return samples
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def model_config(model):
+    """Name and configuration of an open_clip model, by name or from a JSON file."""
+    if model.endswith(".json"):
+        open_clip.add_model_config(Path(model))
+        model = Path(model).stem
+    config = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
+    if config is None:
+        raise SystemExit(f"--model {model}: open_clip has no such configuration; open_clip.list_models() lists them")
+    return model, config
+
+
+def build_model(args):
+    """Return the name in open_clip, the model, and both transforms."""
+    name, config = model_config(args.model)
+    if "multimodal_cfg" in config:
+        raise SystemExit(f"--model {name} is a CoCa, whose loss is generative too; take a CLIP configuration")
+    if config.get("init_logit_bias") is not None:
+        raise SystemExit(f"--model {name} has a logit_bias, which is of SigLIP's loss; take a configuration without it")
+    size = args.force_image_size
+    size = size[0] if size and not size[1:] else size
+    forced = {"force_patch_dropout": args.force_patch_dropout, "force_image_size": size}
+    forced |= {"pretrained": args.pretrained, "aug_cfg": dict(args.aug_cfg)}
+    model, *transforms = open_clip.create_model_and_transforms(name, **forced)
+    lock_towers(model, args)
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing()
+    if args.use_bn_sync:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.compile:
+        model.compile(backend=args.compile)  # in place: the names of its parameters stay
+    model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
+    return name, model, *transforms
+
+
+def lock_towers(model, args):
+    """Freeze towers but for their last groups of layers, as open_clip's flags of the same names do."""
+    if args.lock_image:
+        statistics = args.lock_image_freeze_bn_stats
+        model.lock_image_tower(unlocked_groups=args.lock_image_unlocked_groups, freeze_bn_stats=statistics)
+    if args.lock_text:
+        model.lock_text_tower(unlocked_layers=args.lock_text_unlocked_layers)
+
+
+def read_options(args):
+    """--set as arguments of the preset; ``tau=model`` is --learn-scale."""
+    method, options = METHODS[args.estimator], dict(args.set)
+    tau = options.pop("tau", MODEL) if options.get("tau") == MODEL else method.defaults.get("tau")
+    args.learn_scale |= tau == MODEL and "tau" not in options
+    elsewhere = ELSEWHERE | set(method.fixed)
+    if unknown := sorted(set(options) - (set(method.parameters) - elsewhere)):
+        takes = ", ".join(name for name in method.parameters if name not in elsewhere)
+        raise SystemExit(f"--set: {args.estimator} takes {takes}, and not {', '.join(unknown)}")
+    return {**method.fixed, **options}
+
+
+def rows_folder(args):
+    """Folder of the rows on disk; None if they are not there. Below --offload-dir each output has its own."""
+    if args.offload != "disk":
+        if args.offload_dir:
+            raise SystemExit("--offload-dir: the folder of rows on disk, which needs --offload disk")
+        return None
+    if args.offload_dir:
+        digest = hashlib.sha256(str(args.output.resolve()).encode()).hexdigest()[:8]
+        return args.offload_dir / f"{args.output.name}-{digest}"
+    if len(set(launch.from_all(socket.gethostname()))) > 1:
+        raise SystemExit(
+            "--offload disk on several nodes: --output is shared, and rows belong on each node's own disk; name a "
+            "folder there with --offload-dir"
+        )
+    return args.output / "rows"
+
+
+def link(source, target):
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def set_scale(model, group):
+    """Learn the model's logit_scale, or keep it at the temperature of the estimator's sample group."""
+    if group is None:  # DeepSpeed cannot send parameters without a dimension
+        model.logit_scale = torch.nn.Parameter(model.logit_scale.detach().reshape(1))
+    else:
+        hold_scale(model, float(group.get("tau", group.get("tau_init", 0.07))))
+
+
+def required(parameter):
+    return parameter.default is inspect.Parameter.empty
+
+
+def build_estimator(args, options, n, dim):
+    """A method's preset; its rows are where --offload and --shard say."""
+    method = METHODS[args.estimator]
+    batch = args.batch_size * launch.world_size() * (args.accumulate if args.gradient_cache else 1)
+    given = {"n": n, "dim": dim, "batch_size": batch}
+    if "batch_size" not in method.parameters:  # what is recommended depends on all of them; others take what they need
+        given = {k: v for k, v in given.items() if k in method.parameters and required(method.parameters[k])}
+    rows = {"offload": args.offload, "offload_dir": rows_folder(args), "shard": args.shard}
+    rows = {name: value for name, value in rows.items() if name in method.parameters}
+    est = method.preset(**options, **given, **rows)
+    if args.learn_scale and est.temperature.learns:
+        raise SystemExit(f"--learn-scale: {args.estimator} with these options learns temperatures of its own")
+    return est
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Trainer(Loop):
+    """The loop on accelerate, which refuses at once what would go wrong later."""
+
+    def start(self):
+        args = self.args
+        if args.log_with not in (None, "all", *map(str, get_available_trackers())):
+            raise SystemExit(f"--log-with {args.log_with}: it is not installed: pip install {args.log_with}")
+        tracking = {"log_with": args.log_with, "project_dir": args.output}
+        if args.ddp_static_graph:
+            tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
+        self.told, self.gradient_norm = False, math.nan  # to stop, by a signal; of the last report's step
+        windows = 1 if args.gradient_cache else args.accumulate
+        self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
+        self._check_output()
+        return self.accelerator.device
+
+    def _check_output(self):
+        """A folder holds one run: a new one does not begin beside another's state, nor in its rows."""
+        args = self.args
+        rows, states = rows_folder(args), args.output / "state"
+        launch.check_shared(args.output)
+        launch.on_main(self._claim)
+        if isinstance(args.resume, str):
+            launch.on_main(lambda: checkpoints.fetch(args.resume, states))
+        found = launch.from_main(checkpoints.latest(states))
+        if found is not None and not args.resume:
+            raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
+        if args.evaluate and not (args.val_shards or args.zero_shot):
+            raise SystemExit("--evaluate: on what? give --val-shards or --zero-shot")
+        if args.val_shards and not shard_list(args.val_shards):
+            raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
+        check_files(shard_list(args.val_shards or []))
+        if args.zero_shot and (missing := [name for name in TEST_FILES if not (args.zero_shot / name).exists()]):
+            raise SystemExit(f"--zero-shot: {args.zero_shot} lacks {', '.join(missing)}")
+        if found is None and rows and launch.is_local_main():
+            shutil.rmtree(rows, ignore_errors=True)  # of a run that was killed before its first state
+        if found is None and args.resume:
+            self.accelerator.print(f"no state in {args.output}: the run begins anew")
+        launch.barrier()
+
+    def _claim(self):
+        """Lock the folder until this process ends; a run that still writes there is refused by its process."""
+        remedy = "two runs would write one folder; end that one, or give another --output"
+        try:
+            claim = Claim(self.args.output / ".lock", self.args.output, remedy)
+        except RuntimeError as error:
+            raise SystemExit(f"--output: {error}") from None
+        weakref.finalize(self, claim.release)
+
+    def load_indices(self):
+        """Return what gives samples their rows, and the sizes of all shards; counted once if nothing says them."""
+        args = self.args
+        path = args.sizes or args.output / "shards.json"
+        if args.sizes and not path.exists():
+            raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
+        launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
+        sizes = ShardIndex.load(path)
+        if (read := len(shard_list(args.shards))) < len(sizes):
+            self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
+        return (open_index(args.index) if args.index else sizes), sizes
+
+    def build_model(self):
+        return build_model(self.args)
+
+    def build_estimator(self):
+        launch.on_main(self._check_data)
+        options, (_, config) = read_options(self.args), model_config(self.args.model)
+        est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
+        self._check_run(est, config, options)
+        return est
+
+    def prepare(self, model):
+        args, accelerator = self.args, self.accelerator
+        set_scale(model, None if args.learn_scale else self.est.sample_groups[0])
+        launch.check_learned(accelerator, list(self.est.parameters()), args.estimator)
+        launch.set_micro_batch(accelerator, args.batch_size)
+        if args.grad_clip and launch.uses_deepspeed(accelerator):
+            raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
+        groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        integration.attach(self.est, self.optimizer, accelerator)
+        rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
+        accelerator.register_for_checkpointing(self)
+        if args.log_with:
+            accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
+        beside = [args.output / "run.json", args.output / "shards.json"]
+        uploads = launch.is_main() and args.upload
+        self.pulse = launch.Pulse()
+        self.uploads = Uploads(args.upload, args.output, beside, args.keep) if uploads else None
+        self.states = checkpoints.States(accelerator, args.output / "state", rows, args.keep, self.uploads)
+
+    def _check_data(self):
+        """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
+        self.batches.read.check(shard_list(self.args.shards))
+        decode = Decode(self.preprocess_val, self.tokenizer)
+        for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
+            some = [look(flag, shard) for shard in (*shards[:1], *shards[-1:])]
+            if shards and all(decode([{**sample, "index": 0} for sample in samples]) is None for samples in some):
+                raise SystemExit(
+                    f"{flag}: none of the first {LOOK} samples of {shards[0]} and of {shards[-1]} can be decoded; a "
+                    f"sample has a picture ({', '.join(IMAGES)}) and a caption (txt)"
+                )
+
+    def _check_run(self, est, config, options):
+        """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
+        args, kind = self.args, self.accelerator.distributed_type.value
+        sharded = kind in ("FSDP", "DEEPSPEED")
+        built = [type(est).__name__] if args.estimator == "recommended" else []  # by the batch's size
+        mine = {
+            "model": config,
+            "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}, *built],
+            "learn-scale": args.learn_scale,
+            "index": self.index.fingerprint,
+            "shards and samples": [len(self.batches.shards), self.batches.n],
+            "seed": args.seed,
+            "accumulate": args.accumulate,
+            "samples of an update": args.batch_size * args.accumulate * launch.world_size(),
+            "kind of processes": kind if sharded else "whole copies",
+            "number of processes under DeepSpeed": launch.world_size() if kind == "DEEPSPEED" else None,
+        }
+        mine, path = json.loads(json.dumps(mine)), args.output / "run.json"
+        saved = launch.from_main(json.loads(path.read_text()) if args.resume and path.exists() else mine)
+        windows = [name for name in ("accumulate", "samples of an update") if mine[name] != saved.get(name)]
+        different = [name for name in mine if name in saved and mine[name] != saved[name] and name not in windows]
+        if len(windows) == 2:  # either may change while the other stays
+            different += windows
+        if different:
+            found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
+            raise SystemExit(f"--resume: {path} is of another run: {found}; give another --output")
+        launch.barrier()
+        if launch.is_main():
+            tars.write_json(path, mine)
+
+    def state_dict(self):
+        """Return what accelerate keeps beside model, optimizer and rows."""
+        return {"batches": self.batches.state_dict(), "step": self.step, "lost": self.lost}
+
+    def load_state_dict(self, state):
+        self.batches.load_state_dict(state["batches"])
+        self.step, self.lost = state["step"], state["lost"]
+
+    def train(self):
+        with launch.stop_signals() as self.signals:
+            if self.args.evaluate:
+                self.begin()
+                self.evaluate()
+            else:
+                super().train()
+            self.states.finish()
+        self.accelerator.end_training()
+        if self.told:
+            raise SystemExit(STOPPED)
+        if self.uploads and (left := self.uploads.finish()):
+            missing = ", ".join(f"{path} ({why})" for path, why in left.items())
+            raise SystemExit(f"--upload: the store lacks {missing}; the files in {self.args.output} are complete")
+
+    def begin(self):
+        if self.args.resume:
+            checkpoints.load(self.accelerator, self.args.output / "state")
+            self.accelerator.step = 0  # a state lies between windows, and --accumulate may be another now
+        if METHODS[self.args.estimator].decays:  # FastCLIP's gamma falls in the first half
+            steps = self.args.epochs * (self.batches.layout.batches(self.batches.n) // self.args.accumulate)
+            schedule = compopt.schedules.CosineGamma(self.est, max(1, steps // 2))
+            schedule.load_state_dict({"t": self.est.t})
+            self.est.register_step_post_hook(lambda *_: schedule.step())
+
+    def run_epoch(self):
+        ended = super().run_epoch()
+        self.bar.close()
+        self.bar = None  # the loader's workers end
+        if ended and self.lost and launch.is_main():
+            tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
+        return ended
+
+    def loader(self):
+        batches = self.batches
+        pinned = compopt.accelerator.has_streams(self.device)
+        loader = super().loader(worker_init_fn=launch.leave_group, pin_memory=pinned)
+        loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
+        total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
+        self.began, self.waited, self.paces = time.perf_counter(), 0.0, []
+        self.bar = tqdm(self._timed(loader), total=total, initial=batches.done, unit="batch", disable=quiet)
+        return self.bar
+
+    def rate(self, progress):
+        args = self.args
+        cooldown = args.epochs_cooldown / args.epochs if args.lr_scheduler == "const-cooldown" else 0.0
+        if args.lr_scheduler == "cosine" or progress < args.warmup:
+            return super().rate(progress)
+        if progress <= 1 - cooldown:
+            return 1.0
+        end = args.lr_cooldown_end / args.lr
+        return end + (1 - end) * ((1 - progress) / cooldown) ** args.lr_cooldown_power
+
+    def stops(self):
+        """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
+        now = time.perf_counter()
+        told = self.pulse.beat(len(self.signals), self.waited, now - self.began)
+        self.began, self.waited = now, 0.0
+        self.told, self.paces = bool(told[:, 0].any()), [*self.paces, told[:, 1:]]
+        return self.told or super().stops()
+
+    def _timed(self, loader):
+        """Yield batches, and note how long they were waited for."""
+        loader = iter(loader)
+        while True:
+            started = time.perf_counter()
+            batch = next(loader, None)
+            self.waited += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def _pace(self):
+        """Return means over the steps since the last report; of the wait for data also the longest of a rank."""
+        steps = [paces for paces in self.paces[1:] if len(paces)]  # the first one has the start in it
+        self.paces = []
+        if not steps:
+            return {}
+        data, step = torch.stack(steps).mean(dim=0).unbind(dim=1)
+        slowest = {"data_seconds_slowest": data.max().item(), "slowest_rank": int(data.argmax())}
+        return {"data_seconds": data.mean().item(), "step_seconds": step.mean().item(), **slowest}
+
+    def _gradient_norm(self):
+        """Norm of all gradients before they are clipped."""
+        if launch.uses_deepspeed(self.accelerator):
+            return float(self.model.get_global_grad_norm() or math.nan)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        scaler = self.accelerator.scaler
+        return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
+
+    def update(self, window):
+        return (self._cached if self.args.gradient_cache else self._accumulated)(window)
+
+    def encode(self, model, part):
+        """Return features, and the model's own temperature if it is to be learned."""
+        dtype = next(model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
+        images, texts = part
+        images = images if images is None else images.to(self.device, dtype)
+        z1, z2, scale, *_ = model(images, texts.to(self.device))
+        return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
+
+    def _take_step(self):
+        """After the window's last micro-batch the attached estimator commits; before, nothing happens."""
+        accelerator = self.accelerator
+        if accelerator.sync_gradients and (self.step + 1) % self.args.log_every == 0:
+            self.gradient_norm = self._gradient_norm()
+        if accelerator.sync_gradients and self.args.grad_clip:
+            accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if accelerator.sync_gradients and self.args.learn_scale and not launch.uses_deepspeed(accelerator):
+            with torch.no_grad():
+                accelerator.unwrap_model(self.model).logit_scale.clamp_(max=math.log(MAX_SCALE))
+
+    def _accumulated(self, window):
+        """Each micro-batch has a loss of its own, with its own negatives; their gradients are averaged."""
+        total = 0.0
+        for number, (images, texts, index, _) in enumerate(window):
+            torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))
+            with self.accelerator.accumulate(self.model):
+                z1, z2, *tau = self.encode(self.model, (images, texts))
+                loss = self.est(z1, z2, index, tau=tau[0] if tau else None)
+                self.accelerator.backward(loss)
+                self._take_step()
+            total += loss.detach() / len(window)
+        return total
+
+    def _cached(self, window):
+        """One loss over the window, all of whose samples are negatives, in the memory of a micro-batch."""
+        *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
+        torch.manual_seed(hash((self.args.seed, self.step, launch.rank())))
+        options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
+        backward = self.accelerator.backward
+        loss = compopt.gradient_cache(self.est, self.model, tuple(part), index, backward=backward, **options)
+        self._take_step()
+        return loss
+
+    def report(self, values):
+        estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
+        own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
+        estimator["estimator/effective_negatives"] = sum(own) / len(own)
+        place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
+        place["samples_per_second_per_process"] = values["samples_per_second"] / launch.world_size()
+        place["gradient_norm"] = self.gradient_norm
+        self.accelerator.log({**values, **estimator, **place, **self._pace()}, step=self.step)
+        info_nce = estimator["estimator/info_nce"]
+        told = f"loss {values['loss']:.3f}, InfoNCE {info_nce:.3f}, {values['samples_per_second']:.0f} samples/s"
+        self.bar.set_postfix_str(told)
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def save(self, then=lambda state: []):
+        self.states.save(f"step-{self.step:09d}-epoch-{self.batches.epoch:04d}", then)
+
+    def end_epoch(self, epoch):
+        self._export(epoch)
+        self.save(lambda state: self._link_rows(state, epoch))
+        self.evaluate()
+
+    def _export(self, epoch):
+        """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
+        weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
+        if launch.is_main():
+            weights["logit_scale"] = weights["logit_scale"].reshape(())
+            try:
+                with checkpoints.writing(path, self.args.output / "state"):
+                    write({"epoch": epoch, "name": self.name, "state_dict": weights}, path)
+            finally:
+                path.with_suffix(".partial").unlink(missing_ok=True)
+        launch.barrier()
+
+    def _link_rows(self, state, epoch):
+        """Let ``epoch_K.compopt/`` have the rows of a state, which are not written twice; return what was exported."""
+        target = self.args.output / f"epoch_{epoch}.compopt"
+        partial = target.with_suffix(".partial")
+        for folder in (partial, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(state / "compopt", partial, copy_function=link)
+        partial.replace(target)
+        return [target.with_suffix(".pt"), target]
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Measure the model on --val-shards and --zero-shot, and tell what was found."""
+        args = self.args
+        self.model.eval()
+        decode = Decode(self.preprocess_val, self.tokenizer)
+        measure = Evaluation(lambda *part: self.encode(self.model, part), decode)
+        found = measure.recall(args.val_shards, args.val_samples) if args.val_shards else {}
+        found |= measure.zero_shot(args.zero_shot) if args.zero_shot else {}
+        self.model.train()
+        values = {f"val/{name}": value for name, value in found.items()}
+        if values:
+            self.accelerator.log(values, step=self.step)
+            self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+
+def option(text):
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def parse(argv=None):
+    root = flags(__doc__, "runs/clip")
+    add = root.add_argument
+    add("--upsample", type=int, nargs="*", metavar="K", help="an epoch reads each source of --shards so often")
+    add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
+    add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
+    add("--val-shards", help="held-out shards for recall after every epoch")
+    add("--val-samples", type=int, default=2000, help="the first ones of them")
+    add("--zero-shot", type=Path, metavar="FOLDER", help="a test set in clip-benchmark's form, classified too")
+    add("--evaluate", action="store_true", help="do this alone, with --pretrained or --resume")
+    add("--estimator", choices=sorted(METHODS), default="sogclr")
+    add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
+    add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
+    add("--beta1", type=float, default=0.9)
+    add("--beta2", type=float, default=0.98)
+    add("--eps", type=float, default=1e-6)
+    add("--lr-scheduler", choices=("cosine", "const", "const-cooldown"), default="cosine", help="after the warm-up")
+    add("--epochs-cooldown", type=float, default=0.0, help="of const-cooldown: how long the rate falls at the end")
+    add("--lr-cooldown-end", type=float, default=0.0, help="the rate it falls to")
+    add("--lr-cooldown-power", type=float, default=1.0, help="1: linearly")
+    for tower, parts in ("image", "groups"), ("text", "layers"):
+        add(f"--lock-{tower}", action="store_true", help="do not train this tower")
+        add(f"--lock-{tower}-unlocked-{parts}", type=int, default=0, metavar="K", help="but for its last K")
+    add("--lock-image-freeze-bn-stats", action="store_true")
+    add("--force-patch-dropout", type=float, help="share of the patches that training leaves out; 0: none")
+    add("--force-image-size", type=int, nargs="+")
+    add("--aug-cfg", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="open_clip's: scale=(0.5,1.0)")
+    add("--use-bn-sync", action="store_true", help="batch normalisation over all processes")
+    add("--ddp-static-graph", action="store_true")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of the model")
+    add("--gradient-cache", action="store_true", help="samples of all --accumulate batches are negatives")
+    add("--grad-clip", type=float, default=0.0)
+    add("--precision", choices=("no", "bf16", "fp16"), default="no")
+    add("--grad-checkpointing", action="store_true")
+    add("--offload", choices=("cpu", "disk"), help="rows in host memory or in a file")
+    add("--offload-dir", type=Path, help="folder for that file, on each node's own disk; default: in OUTPUT")
+    add("--shard", action="store_true", help="each process keeps its share of the rows")
+    add("--prefetch", action="store_true", help="fetch the next batch's rows meanwhile")
+    add("--deepspeed-config", type=Path)
+    device = compopt.accelerator.available() or "cpu"
+    add("--device", type=torch.device, default=device, help=f"here {device}: the accelerator, if there is one")
+    add("--resume", nargs="?", const=True, metavar="URL", help="from the newest state in OUTPUT, or at URL")
+    add("--keep", type=int, default=2, help="states that stay")
+    add("--upload", metavar="URL", help="copy states and models there meanwhile: s3://bucket/run")
+    add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    args = root.parse_args(argv)
+    if args.upsample:
+        if len(args.upsample) != len(args.shards):
+            raise SystemExit(f"--upsample: {len(args.upsample)} factors for {len(args.shards)} sources of --shards")
+        args.repeats = [k for k, part in zip(args.upsample, args.shards, strict=True) for _ in shard_list(part)]
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    args.device = launch.local_device(args.device)
+    Trainer(args).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Copies of a run's finished files in a store, made by a thread beside training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from compopt.checkpoint.remote import Remote
+
+WAITS = (1.0, 5.0, 25.0)  # seconds before each further attempt
+COMPLETE = "complete"  # a file that each complete state has; the last one to be uploaded
+
+
+class Uploads:
+    """Copies of states and models at a URL that fsspec knows, under their names in the run's local folder.
+
+    A state is left out if a newer one is waiting. What fails is tried again after ``waits``, then reported, and tried
+    again with the next upload.
+
+    Args:
+        url: of the run's folder in the store.
+        folder: the run's local folder.
+        always: files beside the states, of which the store gets the newest version.
+        keep: states that stay in the store.
+        waits: seconds before each further attempt.
+    """
+
+    def __init__(
+        self, url: str, folder: Path, always: Sequence[Path], keep: int, waits: Sequence[float] = WAITS
+    ) -> None:
+        self._remote, self._always, self._keep, self._waits = Remote(url, folder), always, keep, waits
+        self._lock = threading.Lock()
+        self._newest: Path | None = None
+        self._current: Path | None = None  # a state that is being read
+        self._owed: dict[Path, str] = {}  # what is not in the store, and why
+        self._threads = ThreadPoolExecutor(1, "upload")
+        self._last: Future[None] | None = None
+
+    def put(self, state: Path, others: Iterable[Path]) -> None:
+        """Upload a complete state and other files or folders; return at once."""
+        self._newest = state
+        self._owed |= dict.fromkeys(others, "not tried")
+        self._last = self._threads.submit(self._upload, state)
+
+    def holds(self, state: Path) -> bool:
+        """Return whether a state is being read; it may not be removed then."""
+        with self._lock:
+            return state == self._current
+
+    def finish(self) -> dict[Path, str]:
+        """Wait for all uploads; return what is not in the store, and why."""
+        if self._last is not None:
+            self._last.result()
+        return self._owed
+
+    def _upload(self, state: Path) -> None:
+        for path in list(self._owed):
+            if path.parent == state.parent:  # a state that failed; this one takes its place
+                self._owed.pop(path)
+            else:
+                self._attempt(path, _files(path))
+        with self._lock:
+            if state != self._newest:
+                return
+            self._current = state
+        if self._attempt(state, [*self._always, *_files(state)]):
+            self._rotate(state)
+        self._current = None
+
+    def _attempt(self, path: Path, files: Sequence[Path]) -> bool:
+        """Upload files in their order; return whether all are in the store."""
+        for wait in (*self._waits, None):
+            try:
+                for file in files:
+                    self._remote.copy(file)
+                self._owed.pop(path, None)
+                return True
+            except Exception as error:  # drivers have classes of their own
+                self._owed[path] = str(error)
+                if wait is not None:
+                    time.sleep(wait)
+        tqdm.write(f"{path} is not in the store ({self._owed[path]}); training goes on, and the next save tries again")
+        return False
+
+    def _rotate(self, newest: Path) -> None:
+        """Remove older states from the store, and those of a run that went further and was begun anew before them."""
+        try:
+            states = {file.parent for file in _complete(self._remote, newest.parent)}
+            older = sorted(state for state in states if state < newest)
+            for state in {*older[: max(0, len(older) + 1 - self._keep)], *(s for s in states if s > newest)}:
+                self._remote.delete(state)
+        except OSError as error:
+            tqdm.write(f"older states stay in the store: {error}")
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files at a path; that which says that a state is complete is last."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return sorted(files, key=lambda file: file.name == COMPLETE)
+
+
+def _complete(remote: Remote, states: Path) -> list[Path]:
+    """Return the markers of the complete states in the store."""
+    return [file for file in remote.find(states) if file.name == COMPLETE and file.parent.parent == states]
+
+
+def download(url: str, states: Path, newest: Path | None) -> str | None:
+    """Fetch the newest state at the URL of a run, and files beside the states; return its name.
+
+    Returns ``None`` if there is none, or none that is newer than ``newest``.
+    """
+    remote = Remote(url, states.parent)
+    found = max(_complete(remote, states), default=None)
+    if found is None or (newest is not None and found.parent.name <= newest.name):
+        return None
+    beside = [file for file in remote.find(states.parent) if file.parent == states.parent and file.suffix == ".json"]
+    for file in [*beside, *sorted(remote.find(found.parent), key=lambda file: file == found)]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        remote.get(file)
+    return found.parent.name

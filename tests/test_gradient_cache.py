@@ -1,0 +1,574 @@
+"""compopt.gradient_cache: the gradients of the whole batch at once, in every framework."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import compopt
+from tests.pool import the_pool
+from tests.trainers import fresh_accelerate
+
+N, D, LR = 60, 6, 64.0  # a large rate: gradients are read from what a step has changed
+ESTIMATORS = {
+    "infonce": lambda **o: compopt.InfoNCEEstimator(0.3, **o),
+    "clip": lambda **o: compopt.InfoNCEEstimator(0.3, learn_tau=True, multiply_tau=False, **o),
+    "sogclr": lambda **o: compopt.SogCLREstimator(N, tau=0.3, **o),
+    "isogclr": lambda **o: compopt.ISogCLREstimator(N, rho=0.5, **o),
+    "fastclip-v0": lambda **o: compopt.FastCLIPEstimator(N, "v0", **o),
+    "fastclip-v3": lambda **o: compopt.FastCLIPEstimator(N, "v3", rho=0.5, **o),
+    "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=16, lr=0.1, updates=2, **o),
+    "emc2": lambda **o: compopt.EMC2Estimator(N, tau=0.3, **o),
+    "memory": lambda **o: compopt.MemoryEstimator(D, 40, **o),
+}
+
+
+class Encoders(nn.Module):
+    """Two encoders and a temperature."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = tower(5, dtype), tower(4, dtype)
+        self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
+
+    def forward(self, x1, x2, x3=None):
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP wants every parameter to be used
+        return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
+
+
+def tower(width, dtype):
+    with torch.random.fork_rng():
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, D)).to(dtype)
+
+
+def two(model, part):
+    return model(*part)[:2]
+
+
+def named(model, part):
+    return model(part["x1"], torch.stack(part["nested"][0]))[:2]
+
+
+def with_tau(model, part):
+    return model(*part)
+
+
+def stacked(model, part):
+    return torch.stack(two(model, part))
+
+
+# The arguments of a call for each way to call; `model` is "model" or names of towers.
+FEATURES = {
+    "pair": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two},
+    "mapping": lambda x1, x2, x3, i: {"model": "model", "batch": {"x1": x1, "nested": ([*x2], "a")}, "encode": named},
+    "tau": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": with_tau},
+    "labels": lambda x1, x2, x3, i: {
+        "model": "model", "batch": (x1, x2), "encode": two, "labels": i % 7, "index2": i // 2,
+    },
+    "views": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": stacked},
+    "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "extra_index": (i + 1) % N},
+    "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
+    "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
+    "frozen": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2)},
+}  # fmt: skip
+
+
+def data(rank, shares, dtype):
+    """Inputs of one rank, whose samples follow those of the ranks before it."""
+    g = torch.Generator().manual_seed(1)
+    at = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    inputs = (torch.randn(sum(shares), k, generator=g, dtype=torch.float64).to(dtype)[at] for k in (5, 4, 4))
+    return *inputs, torch.randperm(N, generator=g)[: sum(shares)][at]
+
+
+def whole(est, model, batch, index, encode=None, backward=None, micro_batch_size=None, **call):
+    """One forward and one backward through everything."""
+    if isinstance(model, tuple):
+        outputs = [own(part) for own, part in zip(model, batch, strict=True)]
+    else:
+        outputs = model(*batch) if encode is None else encode(model, batch)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if outputs[-1].dim() == 0:
+        call["tau"] = outputs.pop()
+    if len(outputs) == 3:
+        call["extra"] = outputs.pop()
+    loss = est(outputs[0], outputs[1] if outputs[1:] else None, index, **call)
+    loss.backward()
+    return loss.detach()
+
+
+# frameworks: how each wraps a module, back-propagates and takes a step --------------------------------------------
+
+
+class Plain:
+    """No framework."""
+
+    dtype, backward, scale = torch.float64, None, 1.0
+
+    def __init__(self):
+        self.optimizers = []
+
+    def wrap(self, module):
+        """Return what the trainer calls."""
+        wrapped = self.distribute(module)
+        self.optimizers.append(torch.optim.SGD(module.parameters(), lr=LR))
+        return wrapped
+
+    def distribute(self, module):
+        return module
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def weights(self, module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+class DDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module)
+
+
+class StaticDDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module, static_graph=True)
+
+
+class FSDP2(Plain):
+    def distribute(self, module):
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        return fully_shard(module)
+
+    def weights(self, module):
+        return [
+            p.full_tensor().detach().clone() if hasattr(p, "full_tensor") else p.clone() for p in module.parameters()
+        ]
+
+
+class Accelerate(Plain):
+    def __init__(self):
+        from accelerate import Accelerator
+
+        super().__init__()
+        self.accelerator = Accelerator(cpu=True)
+        self.backward = self.accelerator.backward
+
+    def distribute(self, module):
+        return self.accelerator.prepare(module)
+
+
+class Scaler(DDP):
+    """Mixed precision's scaled gradients."""
+
+    scale = 1024.0
+
+    def __init__(self):
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+
+
+class ZeRO0(Plain):
+    """DeepSpeed, an engine for every wrapped module."""
+
+    dtype = torch.float32
+
+    def __init__(self):
+        super().__init__()
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        self.config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": int(type(self).__name__[-1])},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # not the default
+            "steps_per_print": 10**9,
+        }
+
+    def wrap(self, module):
+        import deepspeed
+
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        self.optimizers.append(deepspeed.initialize(model=module, optimizer=optimizer, config=self.config)[0])
+        return self.optimizers[-1]
+
+    def weights(self, module):
+        import deepspeed
+
+        parameters = list(module.parameters())
+        gathered = deepspeed.zero.GatheredParameters(parameters) if hasattr(parameters[0], "ds_id") else nullcontext()
+        with gathered:
+            return [p.detach().clone() for p in parameters]
+
+
+class ZeRO1(ZeRO0):
+    pass
+
+
+class ZeRO2(ZeRO0):
+    pass
+
+
+class ZeRO3(ZeRO0):
+    pass
+
+
+class AccelerateZeRO2(ZeRO0):
+    """The step happens inside of accelerator.backward."""
+
+    def wrap(self, module):
+        from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            patch.setenv("ACCELERATE_USE_CPU", "false")
+            plugin = DeepSpeedPlugin(zero_stage=self.config["zero_optimization"]["stage"])
+            plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=4, zero_allow_untested_optimizer=True)
+            handlers = [InitProcessGroupKwargs(backend="gloo")]
+            accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+            engine, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=LR))
+        self.backward = accelerator.backward
+        return engine
+
+
+class AccelerateZeRO3(AccelerateZeRO2):
+    pass
+
+
+FRAMEWORKS = {each.__name__: each for each in [
+    Plain, DDP, StaticDDP, FSDP2, Accelerate, Scaler, ZeRO0, ZeRO1, ZeRO2, ZeRO3, AccelerateZeRO2, AccelerateZeRO3,
+]}  # fmt: skip
+SHARES = {1: (16,), 2: (11, 5), 3: (9, 5, 2)}
+
+
+def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1):
+    """Loss, gradients of all parameters, committed rows, and how often gradients were reduced."""
+    made, rank = FRAMEWORKS[framework](), dist.get_rank() if ranks > 1 else 0
+    model = Encoders(made.dtype)
+    *inputs, index = data(rank, SHARES[ranks], made.dtype)
+    call = {"micro_batch_size": 3, **FEATURES[feature](*inputs, index)}
+    names = call.pop("model")
+    model.first.requires_grad_(feature != "frozen")
+    parts = {"model": model} if names == "model" else {"first": model.first, "second": model.second}
+    trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
+    owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
+    before = [made.weights(part) for part in trained.values()]
+    est = ESTIMATORS[kind](dtype=torch.float64, **({"mode": "unimodal"} if feature == "views" else {}))
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        given = owns["model"] if names == "model" else tuple(owns[name] for name in names)
+        loss = run(est, given, index=index, backward=made.backward, **call)
+    reduced = sum(e.count for e in profile.key_averages() if e.key == "gloo:all_reduce")
+    learned = [p.grad / made.scale for p in est.parameters()]
+    made.step()
+    after = [made.weights(part) for part in trained.values()]
+    gradients = [(w - v) / LR for own, new in zip(before, after, strict=True) for w, v in zip(own, new, strict=True)]
+    est.step()
+    return loss, [*gradients, *learned], est.read(torch.arange(N)) if est.n else {}, reduced
+
+
+def on_ranks(group, *case):
+    with fresh_accelerate():
+        return outcome(*case)
+
+
+def assert_like_one_process(results, case, tolerance):
+    """Everything equals one process without a cache."""
+    loss, gradients, rows, _ = outcome("Plain", *case, 1, run=whole)
+    for found_loss, found, found_rows, _ in results:
+        torch.testing.assert_close(found_loss.double(), loss.double(), rtol=tolerance, atol=tolerance)
+        for a, b in zip(found, gradients, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm() + 1e-14
+        for name, column in rows.items():
+            torch.testing.assert_close(found_rows[name], column, rtol=1e-5, atol=1e-5)
+
+
+# one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_way_to_call(feature):
+    assert_like_one_process([outcome("Plain", "sogclr", feature, 1)], ("sogclr", feature), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_every_estimator(kind):
+    assert_like_one_process([outcome("Plain", kind, "pair", 1)], (kind, "pair"), 1e-10)
+
+
+# ranks -----------------------------------------------------------------------------------------------------------
+
+ONCE = {"DDP": 1, "Accelerate": 1, "Scaler": 1, "StaticDDP": 3, "FSDP2": 5}  # 5 sharded modules; static: 2 at first
+
+
+def cases():
+    """Frameworks x features, x estimators, x ranks."""
+    torch_only = ["DDP", "FSDP2", "Accelerate", "Scaler"]
+    found = [(framework, "sogclr", feature, 2) for framework in torch_only for feature in FEATURES]
+    found += [(framework, kind, "pair", 2) for framework in ("DDP", "FSDP2") for kind in ESTIMATORS if kind != "sogclr"]
+    found += [(framework, "isogclr", feature, 3) for framework in torch_only for feature in ("pair", "negatives")]
+    return [*found, ("StaticDDP", "sogclr", "pair", 2)]
+
+
+DAILY = [("DDP", "clip", "pair", 2), ("FSDP2", "sogclr", "tau", 2)]
+
+
+@pytest.mark.distributed
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id="-".join(map(str, c)), marks=[] if c in DAILY else pytest.mark.full) for c in cases()]
+)
+def test_frameworks_of_torch(case):
+    """Ranks with unequal numbers of micro-batches equal one process, and reduce as often as for one batch."""
+    framework, kind, feature, ranks = case
+    results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
+    assert_like_one_process(results, (kind, feature), 1e-10)
+    if feature in ("pair", "tau") and kind in ("sogclr", "clip"):
+        assert {reduced for *_, reduced in results} == {ONCE[framework]}
+
+
+def deepspeed_cases():
+    stages = [f"ZeRO{stage}" for stage in range(4)]
+    found = [(stage, "sogclr", feature, 2) for stage in stages for feature in ("pair", "tau", "negatives", "frozen")]
+    found += [("ZeRO3", kind, "pair", 2) for kind in ESTIMATORS if kind != "sogclr"]
+    found += [("ZeRO3", "isogclr", "negatives", 3)]
+    return found + [(f"Accelerate{stage}", "sogclr", "pair", 2) for stage in ("ZeRO2", "ZeRO3")]
+
+
+@pytest.mark.launch
+@pytest.mark.distributed
+@pytest.mark.covering(all=True)
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("case", deepspeed_cases(), ids=lambda case: "-".join(map(str, case)))
+def test_deepspeed(case):
+    _, kind, feature, ranks = case
+    results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
+    assert_like_one_process(results, (kind, feature), 1e-5 if kind == "neuclip" else 2e-6)  # a network in float32
+
+
+def run_windows(group, framework):
+    """Two calls for one update, of which the second reduces."""
+    made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
+    if framework.startswith("ZeRO"):
+        made.config["gradient_accumulation_steps"] = 2
+    module = Encoders(made.dtype)
+    model, before = made.wrap(module), made.weights(module)
+    for last in (False, True):
+        *inputs, index = data(dist.get_rank(), SHARES[2], made.dtype)
+        call = {"encode": two, "micro_batch_size": 3, "reduce": last or framework.startswith("ZeRO")}
+        compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, **call)
+        if framework.startswith("ZeRO") or last:
+            made.step()
+    deposits = est.pending
+    return [(w - v) / LR for w, v in zip(before, made.weights(module), strict=True)], deposits
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("DDP", marks=pytest.mark.full),
+        pytest.param("FSDP2", marks=pytest.mark.full),
+        *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(1, 4)),
+    ],
+)
+@pytest.mark.distributed
+def test_several_calls_for_one_update(framework, request):
+    if framework.startswith("ZeRO"):
+        request.getfixturevalue("deepspeed_compiled")
+    model, est = Encoders(torch.float64), compopt.SogCLREstimator(N, tau=0.3)
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    for last in (False, True):
+        whole(est, model, (inputs[0] + last, inputs[1]), index, encode=two)
+    share = 2 if framework.startswith("ZeRO") else 1  # an engine divides by its accumulation steps
+    for gradients, deposits in the_pool(2, timeout=120).run(run_windows, 2, framework):
+        assert deposits == 2
+        for a, p in zip(gradients, model.parameters(), strict=True):
+            assert (a * share - p.grad).norm() <= 2e-6 * p.grad.norm() + 1e-14
+
+
+# what models do --------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A tower with dropout, and perhaps layers that are checkpointed or normalise by their batch."""
+
+    def __init__(self, checkpointed=None, norm=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(5, 8), norm or nn.Identity(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, D))
+        self.layers.double()
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed is None:
+            return self.layers(x)
+        return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.checkpointed)
+
+
+def one_graph(est, tower, x, size):
+    """One backward pass through all micro-batches, encoded one after another."""
+    z1, z2 = (torch.cat([tower(part) for part in x.split(size)]) for _ in range(2))
+    loss = est(z1, z2, torch.arange(len(x)))
+    loss.backward()
+    return loss.detach(), [p.grad for p in tower.parameters()]
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_both_passes_draw_the_same_random_numbers(checkpointed):
+    x, (loss, expected) = torch.randn(11, 5).double(), (None, None)
+    torch.manual_seed(1)
+    loss, expected = one_graph(compopt.DCLEstimator(), Noisy(), x, 4)
+    after = torch.rand(1)
+    tower = Noisy(checkpointed)
+    found = compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), micro_batch_size=4)
+    assert torch.equal(torch.rand(1), after) and torch.equal(found, loss)
+    for p, gradient in zip(tower.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_batch_normalisation_is_refused_or_updated_once():
+    x, call = torch.randn(12, 5).double(), {"micro_batch_size": 4}
+    expected, tower = (Noisy(norm=nn.BatchNorm1d(8).double()) for _ in range(2))
+    one_graph(compopt.DCLEstimator(), expected, x, 4)
+    with pytest.raises(ValueError, match="BatchNorm1d in training mode.*update_once"):
+        compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), **call)
+    compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), batch_norm="update_once", **call)
+    buffers = dict(expected.named_buffers())
+    assert buffers.keys() == dict(tower.named_buffers()).keys() and len(buffers) == 3
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in tower.named_buffers())
+    compopt.gradient_cache(compopt.DCLEstimator(), (tower.eval(), tower), (x, x), **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Weights that the first pass casts without a graph get gradients in the second, from a scaled loss too."""
+    *inputs, index = data(0, SHARES[1], torch.float32)
+    cached, expected = Encoders(torch.float32), Encoders(torch.float32)
+    with torch.autocast("cpu", dtype):
+        whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+        call = {"encode": two, "micro_batch_size": 3, "backward": lambda loss: (loss * 2**16).backward()}
+        compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, **call)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        assert (p.grad / 2**16 - q.grad).norm() <= 0.02 * q.grad.norm()
+
+
+def test_parameters_that_are_frozen_in_part():
+    """As adapters do: only some layers of a tower learn."""
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected = Encoders(torch.float64), Encoders(torch.float64)
+    for model in (cached, expected):
+        model.first[0].requires_grad_(False)
+        model.second.requires_grad_(False)
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected = Encoders(torch.float64), Encoders(torch.float64)
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    compiled = torch.compile(cached, backend="aot_eager")
+    compopt.gradient_cache(compopt.DCLEstimator(), compiled, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# the rest of the arguments ---------------------------------------------------------------------------------------
+
+
+def test_a_frozen_tower_is_encoded_once_and_others_twice():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    model, calls = Encoders(torch.float64), {"first": 0, "second": 0}
+    for name in calls:
+        getattr(model, name).register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    model.first.requires_grad_(False)
+    towers = (model.first, model.second.forward)  # a method, of which only a hook on what it calls would tell
+    compopt.gradient_cache(compopt.DCLEstimator(), towers, tuple(inputs[:2]), index, micro_batch_size=4)
+    assert calls == {"first": 4, "second": 0} and model.second[0].weight.grad is not None
+
+
+def test_temperatures_that_are_tensors_and_features_that_are_given():
+    x1, x2, x3, index = data(0, SHARES[1], torch.float64)
+    results = []
+    for run, size in ((whole, {}), (compopt.gradient_cache, {"micro_batch_size": 5})):
+        model, scale = Encoders(torch.float64), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        call = {"encode": two, "tau": 1 / scale, "extra": model.second(x3)}
+        run(compopt.DCLEstimator(), model, (x1, x2), index, **call, **size)
+        results.append([scale.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_from_a_budget_of_tokens():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    cached, expected, seen = Encoders(torch.float64), Encoders(torch.float64), []
+
+    def encode(model, part):
+        seen.append(len(part[0]))
+        return two(model, part)
+
+    whole(compopt.DCLEstimator(), expected, inputs[:2], index, encode=two)
+    sizes = {"micro_batch_size": lambda part: [1, len(part[0]) - 3, 2]}
+    compopt.gradient_cache(compopt.DCLEstimator(), cached, tuple(inputs[:2]), index, encode=encode, **sizes)
+    assert seen == [1, 13, 2, 1, 13, 2]
+    for p, q in zip(cached.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_without_gradients_it_returns_the_loss():
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    est, model = compopt.SogCLREstimator(N), Encoders(torch.float64)
+    with torch.no_grad():
+        loss = compopt.gradient_cache(est, model, tuple(inputs[:2]), index, encode=two, micro_batch_size=3)
+    assert loss.isfinite() and est.pending == 0 and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be a positive integer, got 0"),
+        ({"micro_batch_size": lambda x: [3, 4]}, ValueError, r"sum up to 16 samples, got \[3, 4\]"),
+        ({"micro_batch_size": (3, 4)}, TypeError, r"must be a positive integer, got \(3, 4\)"),
+        ({"micro_batch_size": (3, 4, 5), "model": (None, None)}, TypeError, "one size or 2, one for each tower"),
+        ({"batch_norm": "keep"}, ValueError, "batch_norm must be one of 'refuse', 'update_once', got 'keep'"),
+        ({"reduce": 1}, TypeError, "reduce must be True or False"),
+        ({"batch": (torch.ones(4, 5), torch.ones(3, 4))}, ValueError, "one entry per sample"),
+        ({"model": [nn.Linear(5, D)] * 3}, TypeError, "3 towers.*as many inputs"),
+        ({"encode": lambda model, part: "z"}, TypeError, "tensor or a tuple of them, got str; give encode="),
+        ({"encode": None}, ValueError, "0-d tensor; give encode="),
+        ({"encode": with_tau, "tau": 0.1}, ValueError, "tau comes from model and as tau="),
+        ({"encode": lambda model, part: model(*part)[2:]}, ValueError, "z1, z2 and perhaps extra and tau, got 1"),
+        (
+            {"encode": lambda model, part: part[0].split(2, 1)[:2], "model": None},
+            ValueError,
+            "nothing requires a gradient",
+        ),
+        ({"model": Encoders(torch.float64).requires_grad_(False)}, ValueError, "nothing requires a gradient"),
+    ],
+)
+def test_mistakes_are_named(change, error, message):
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    call = {"model": Encoders(torch.float64), "batch": tuple(inputs[:2]), "encode": two, "micro_batch_size": 3}
+    with pytest.raises(error, match=message):
+        compopt.gradient_cache(compopt.DCLEstimator(), index=index, **{**call, **change})
