@@ -20,7 +20,7 @@ FLOORS = [
     {"arguments", "checkpoint", "curation", "module", "negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "samplers"},
     {"compositional", "contrastive"},
-    {"diagnostics", "losses", "presets"},
+    {"diagnostics", "gradient_cache", "losses", "presets"},
     {"integrations"},
 ]
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class
