@@ -15,6 +15,7 @@ from compopt.normalizers import (
     NeuralNormalizer,
     ResidualNormalizer,
 )
+from compopt.pairs import PairPolicy
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -48,6 +49,7 @@ __all__ = [
     "NeuCLIPEstimator",
     "NeuralNormalizer",
     "Normalizer",
+    "PairPolicy",
     "ResidualEstimator",
     "ResidualNormalizer",
     "SogCLREstimator",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,16 +15,42 @@ from compopt.checks.inputs import (
     check_anchors,
     check_extra,
     check_features,
+    check_guide,
     check_range,
     check_tau,
     check_vector,
     check_views,
+    check_within,
     one_name,
     tau_facts,
 )
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
-from compopt.kernel.features import Encode, Encoder, Features, working_dtype
+from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
+from compopt.pairs import PairPolicy
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a call brings for its policy of pairs, on one rank.
+
+    Attributes:
+        values: ``guide1``, ``guide2``, ``(b, g)`` each, and ``within``, ``(b,)``, as far as the policy asks for them.
+        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    of_extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def guides(self) -> list[Tensor]:
+        """Features of the guide."""
+        return [value for name, value in (*self.values.items(), *self.of_extra.items()) if name.startswith("guide")]
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What must be alike on all ranks."""
+        return {"guide": self.values["guide1"].shape[1] if "guide1" in self.values else 0}
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,7 @@ class Given:
         extra, positions: further candidates, and their data-set positions, if there are any.
         encoder: features of samples outside the batch, if the caller can give them.
         facts: what must be alike on all ranks.
+        choices: for the policy of pairs, if there is one.
         graph: gradients may be wanted at all.
     """
 
@@ -50,6 +78,7 @@ class Given:
     encoder: Encoder | None
     facts: dict[str, int]
     graph: bool
+    choices: Choices | None
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -68,6 +97,7 @@ class Called(Protocol):
     normalizer: Normalizer
     temperature: Temperature
     mode: str
+    pairs: PairPolicy | None
     _anchors: int
 
     @property
@@ -88,6 +118,8 @@ def check_call(
     extra: Tensor | None,
     extra_index: Tensor | None,
     anchors: int | None,
+    guide: Sequence[Tensor] | None,
+    within: Tensor | tuple[Tensor, Tensor] | None,
 ) -> Given:
     """Refuse what one rank can refuse by itself, and prepare the features."""
     refuse_transforms()
@@ -121,18 +153,19 @@ def check_call(
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
+        choices = _check_choices(est, guide, within, one, views, extra)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
-        facts |= {"views": views, "anchors": directions}
+        facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled())
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled(), choices)
 
 
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
@@ -157,6 +190,45 @@ def _check_extra(
     if positions is not None and "index2" not in keys:
         check_range("extra_index", positions, est._engine.groups.n)
     return positions
+
+
+def _check_choices(
+    est: Called,
+    guide: Sequence[Tensor] | None,
+    within: Tensor | tuple[Tensor, Tensor] | None,
+    like: Tensor,
+    views: int,
+    extra: Tensor | None,
+) -> Choices | None:
+    """Check what the policy of pairs asks for: nothing may be missing, and nothing given in vain."""
+    policy = est.pairs
+    _check_asked("guide", guide is not None, "guided=True", policy is not None and policy.guided)
+    _check_asked("within", within is not None, "within=True", policy is not None and policy.within)
+    if policy is None:
+        return None
+    if policy.false_negatives is not None and views > 2:
+        raise ValueError(f"false_negatives compares with the one positive of an anchor, got {views} views; pass two")
+    choices, more = Choices(), None if extra is None else len(extra)
+    if guide is not None:
+        first, second, *rest = check_guide(guide, len(like), None if policy.spare_extra else more)
+        rest = [first.new_zeros(more or 0, first.shape[1])] if policy.spare_extra and extra is not None else rest
+        dtype = working_dtype(like.dtype)
+        unit = [prepare(z.detach().to(like.device, dtype, copy=True), est.normalize)[0] for z in (first, second, *rest)]
+        choices.values.update(guide1=unit[0], guide2=unit[1])
+        choices.of_extra.update(zip(("guide",), unit[2:], strict=False))
+    if within is not None:
+        keys = [key.to(like.device) for key in check_within(within, len(like), more)]
+        choices.values["within"] = keys[0]
+        choices.of_extra.update(zip(("within",), keys[1:], strict=False))
+    return choices
+
+
+def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
+    """Refuse an argument that the policy does not ask for, or that is missing."""
+    if given and not wanted:
+        raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
+    if wanted and not given:
+        raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

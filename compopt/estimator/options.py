@@ -12,6 +12,7 @@ import torch
 
 from compopt.checks import Directions, Mode
 from compopt.distributed.ranks import ProcessGroup
+from compopt.pairs import PairPolicy
 from compopt.stores import Offload
 
 
@@ -32,6 +33,7 @@ class CommonOptions(PlacementOptions, total=False):
     directions: Directions
     normalize: bool
     chunk_size: int | None
+    pairs: PairPolicy | None
 
 
 class Options(CommonOptions, total=False):

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log, minus_product
+
+if TYPE_CHECKING:
+    from compopt.kernel.selection import Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
@@ -25,12 +28,14 @@ SPREAD_ANCHORS = 128
 class Exponentials(NamedTuple):
     """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
 
-    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``.
+    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``; ``excluded`` is the number of
+    candidates that are no negatives, where a policy decides for this side alone.
     """
 
     exp: Tensor
     shift: Tensor | None
     dot: Tensor | None
+    excluded: Tensor | None = None
 
 
 class Sums(NamedTuple):
@@ -108,6 +113,7 @@ class PairOptions(NamedTuple):
         bounded: features have norm at most one.
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
+        selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
     """
 
     distinct: bool
@@ -117,6 +123,7 @@ class PairOptions(NamedTuple):
     bounded: bool = True
     chunk_size: int | None = None
     moments: bool = False
+    selection: Selection | None = None
 
 
 class PairStatistics(ABC):
@@ -130,7 +137,7 @@ class PairStatistics(ABC):
     Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
-        options: ``directions``, ``extra``, ``unimodal`` and ``moments`` become attributes too.
+        options: ``directions``, ``extra``, ``unimodal``, ``moments`` and ``selection`` become attributes too.
         views: ``V``; 2 for two modalities.
 
     Attributes:
@@ -154,10 +161,15 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments = options
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection = options
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
+
+    @property
+    def may_lack_negatives(self) -> bool:
+        """True if an anchor may have no negatives, and a sample be in no pair."""
+        return len(self.keys) > 1 or self.selection is not None
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
@@ -297,7 +309,8 @@ def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
     """Return whether one exponential without any shift serves the anchors of both directions."""
-    return isinstance(tau, float) and options.bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not options.moments
+    plain = options.bounded and not options.moments and options.selection is None
+    return plain and isinstance(tau, float) and 1 / tau <= MAX_UNSHIFTED_SCALE
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
@@ -325,6 +338,7 @@ class Extra:
         positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
         positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
         own: where this process's are among all.
+        guide, key: what a policy of pairs asks of ``everyone``, ``(M, g)`` and ``(M,)``, or ``None``.
     """
 
     features: Tensor
@@ -332,6 +346,8 @@ class Extra:
     positive: Tensor
     positions: Tensor | None
     own: slice
+    guide: Tensor | None = None
+    key: Tensor | None = None
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
         """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""

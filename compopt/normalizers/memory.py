@@ -18,6 +18,7 @@ from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
+from compopt.pairs import PairPolicy
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
@@ -49,6 +50,7 @@ class MemoryNormalizer(Normalizer):
     trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
     sample (the queue keeps ``index``, ``index2`` and ``labels``, as far as the calls give them); in unimodal mode there
     are two per sample. An anchor that has no negative in its batch contributes nothing.
+    A :class:`~compopt.PairPolicy` selects and weights the queue as it does the batch; ``within`` keeps a key per slot.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
@@ -64,7 +66,8 @@ class MemoryNormalizer(Normalizer):
     ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
-        ValueError: dim or length < 1; at the call features of another dimension.
+        ValueError: dim or length < 1; a policy of pairs with a guide, whose features the queue does not keep; at the
+            call features of another dimension.
         TypeError: dim or length is no integer.
 
     References:
@@ -91,15 +94,24 @@ class MemoryNormalizer(Normalizer):
     def check(self, group: Mapping[str, Any]) -> None:
         del group  # it has no hyper-parameters
 
+    def check_pairs(self, policy: PairPolicy) -> None:
+        if policy.guided:
+            raise ValueError(
+                "guided=True needs the guide's features of all candidates, and the memory keeps none; leave it out, or "
+                "take a normalizer without a memory, such as BatchNormalizer"
+            )
+
     def structure(self) -> dict[str, Any]:
         return {"dim": self.dim, "length": self.length}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._views, self._directions = setting.mode == "unimodal", setting.directions
+        self._policy: PairPolicy = getattr(setting.owner, "pairs", None) or PairPolicy()
+        kept = len(KEYS) + self._policy.within
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
-            "keys": torch.full((len(KEYS), self.length), UNKNOWN, device="cpu"),
+            "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }
 
@@ -111,12 +123,15 @@ class MemoryNormalizer(Normalizer):
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
+        if self._policy.within:
+            keys = torch.cat([keys, call.batch.values["within"][None]])
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
         logits, count = self._compare(z, queue, excluded, positive, scale)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(logits.logsumexp(2), positive))
-        weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
+        weighted = self._hardened(logits, positive, scale)
+        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
+        weights = (weighted - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
         log_total = pairs.per_pair(log_total, scale)  # the weights are the same for all positives of an anchor
         if call.training:
@@ -129,7 +144,8 @@ class MemoryNormalizer(Normalizer):
             self._pending_state = pushed(state, entries, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+            logits.masked_fill_(logits == -math.inf, 0)
+            outside_wh = self._by_sample((weights * logits).sum(2), positive) / scale
             outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
         norms = torch.linalg.vector_norm(weights, dim=2)
         effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, total, norms)
@@ -177,8 +193,10 @@ class MemoryNormalizer(Normalizer):
         """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
         stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
         excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
-        for key, others in zip(keys[1:], stored[1:], strict=True):
+        for key, others in zip(keys[1 : len(KEYS)], stored[1 : len(KEYS)], strict=True):
             excluded |= key[:, None] == others
+        if self._policy.within:
+            excluded |= keys[-1, :, None] != state["keys"][-1]
         return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
     def _compare(
@@ -187,7 +205,20 @@ class MemoryNormalizer(Normalizer):
         """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``."""
         logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
+        threshold = self._policy.threshold(positive)
+        if threshold is not None:
+            logits.masked_fill_(logits > self._by_queue((threshold - positive) * scale).unsqueeze(2), -math.inf)
+            excluded = logits == -math.inf
         return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+
+    def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+        """Return ``h_iq / tau_i + beta s_iq``."""
+        beta, _ = self._policy.strengths
+        if not beta:
+            return logits
+        of_anchors = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))
+        factor, shift = of_anchors
+        return logits * factor + shift
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
         return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ class Anchor:
     position: int
     positive: Tensor
     negatives: list[Tensor]
+    who: list[tuple]  # of each negative: (view, place in the batch), or ("extra", place)
+    log_weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.log_weights = self.log_weights or [0.0] * len(self.negatives)
+
+    def terms(self, tau) -> list[float]:
+        """exp(h_ij / tau + b_ij), as floats."""
+        return [math.exp(h / tau + b) for h, b in zip(self.h, self.log_weights, strict=True)]
 
     @property
     def s(self) -> list[float]:
@@ -58,14 +68,16 @@ def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None,
     result = []
     for direction, (view, partner) in enumerate(pairs):
         own, other = views[view], views[partner]
-        candidates = views if mode == "unimodal" else [other]
+        candidates = list(enumerate(views)) if mode == "unimodal" else [(partner, other)]
         for i in range(len(index)):
-            negatives = []
+            negatives, who = [], []
             for j in range(len(index)):
                 if may_be_negative(i, j, index, index2, group):
-                    negatives += [(own[i] * side[j]).sum() for side in candidates]
+                    negatives += [(own[i] * side[j]).sum() for _, side in candidates]
+                    who += [(number, j) for number, _ in candidates]
             for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())
-            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives))
+                    who.append(("extra", j))
+            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives, who))
     return result

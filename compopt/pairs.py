@@ -1,0 +1,118 @@
+"""Policies of pairs: which candidates are negatives of an anchor, and with which weight they enter its sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from torch import Tensor
+
+from compopt import checks
+
+FalseNegatives = float | tuple[Literal["relative"], float]
+Hardness = float | tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PairPolicy:
+    r"""Which pairs an estimator contrasts, and with which log-weight ``b_ij``; given to it as ``pairs=``.
+
+    .. math::
+        \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i + b_{ij}}, \qquad
+        w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij}/\tau_i + b_{ij} - \alpha_i}
+
+    ``N_i`` has the candidates that the options leave, and ``|N_i|`` counts them; ``b_ij`` is held constant, as the
+    weights are. All options compose, with each other, with ``index2``, ``labels`` and ``extra``, and with every
+    normalizer and temperature. What a normalizer stores is then the mean over the candidates that are left, with their
+    weights: ``log_u``, the ratio and the network's target are those of ``ghat`` above, and the queue of
+    :class:`~compopt.MemoryNormalizer` is selected and weighted as the batch is. Prototypes of a network are neither.
+
+    Args:
+        false_negatives: candidates that are too similar to be negatives are left out, in the direction of the anchor
+            whose threshold they exceed. A margin ``m``: those with ``s_ij > s_ii + m`` (GISTEmbed's margin is ``-m``).
+            ``("relative", r)``: those with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever has ``r = 0.95``). A copy of
+            the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves it out. Of two views.
+        guided: similarities of ``guide=`` features decide about false negatives, in place of the estimator's own.
+        spare_extra: the further candidates ``extra=`` are never false negatives.
+        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
+            A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones.
+        within: only candidates with the anchor's key in ``within=`` are negatives: one data set, language or segment.
+
+    The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
+    keys and the guide's features are gathered beside the features.
+
+    Raises:
+        ValueError: a value out of range, an unknown kind of threshold, ``guided`` or ``spare_extra`` without
+            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2). At the call: more than two
+            views with ``false_negatives``; ``guide=`` or ``within=`` missing, or given without their option.
+        TypeError: a value of another type.
+
+    References:
+        Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
+        Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
+        2025, eq. 5 (detached weights ``exp(beta s_ij)``).
+
+    Example:
+        >>> import torch, compopt
+        >>> policy = compopt.PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> policy
+        PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> est = compopt.DCLEstimator(tau=0.1, pairs=policy)
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
+    """
+
+    false_negatives: FalseNegatives | None = None
+    guided: bool = False
+    spare_extra: bool = False
+    hardness: Hardness | None = None
+    within: bool = False
+
+    def __post_init__(self) -> None:
+        _check_false_negatives(self.false_negatives)
+        for name in ("guided", "spare_extra", "within"):
+            checks.flag(name, getattr(self, name))
+        for name in ("guided", "spare_extra"):
+            if getattr(self, name) and self.false_negatives is None:
+                raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
+        for strength in self.strengths:
+            checks.non_negative("hardness", strength)
+
+    def __repr__(self) -> str:
+        options = ((field, getattr(self, field.name)) for field in fields(self))
+        return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
+
+    @property
+    def strengths(self) -> tuple[float, float]:
+        """Hardness of the batch's candidates, and of further ones; 0 where there is none."""
+        if isinstance(self.hardness, tuple):
+            if len(self.hardness) != 2:
+                raise ValueError(f"hardness must be a number or (of the batch, of extra), got {self.hardness!r}")
+            return self.hardness
+        return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
+
+    def threshold(self, positive: Tensor) -> Tensor | None:
+        """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""
+        if self.false_negatives is None:
+            return None
+        if isinstance(self.false_negatives, tuple):
+            return relative_threshold(positive, self.false_negatives[1])
+        return positive + self.false_negatives
+
+
+def relative_threshold(positive: Tensor, ratio: float) -> Tensor:
+    """``s_ii - (1 - r) |s_ii|``: the share ``r`` of a positive similarity (NV-Retriever, section 3.2: TopK-PercPos).
+
+    ``|s_ii|`` keeps the threshold below a negative ``s_ii``, as in GISTEmbedLoss of sentence-transformers.
+    """
+    return positive - (1 - ratio) * positive.abs()
+
+
+def _check_false_negatives(value: FalseNegatives | None) -> None:
+    """Refuse what is neither a margin nor ``("relative", r)``."""
+    if not isinstance(value, tuple):
+        if value is not None:
+            checks.number("false_negatives", value)
+        return
+    if len(value) != 2 or value[0] != "relative":
+        raise ValueError(f'false_negatives must be a margin or ("relative", r), got {value!r}')
+    checks.unit_interval("false_negatives[1]", value[1], "; it is the share of the positive's similarity")

@@ -1,0 +1,51 @@
+"""A policy of pairs (issue: false negatives, hard negatives, data sets), one anchor and one candidate at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.reference.pairs import unit_rows
+
+
+@dataclass
+class PolicyReference:
+    """The options of compopt.PairPolicy."""
+
+    false_negatives: object = None
+    guided: bool = False
+    spare_extra: bool = False
+    hardness: object = None
+    within: bool = False
+
+    @property
+    def strengths(self):
+        """beta of the batch's candidates and of further ones."""
+        return self.hardness if isinstance(self.hardness, tuple) else (self.hardness or 0.0,) * 2
+
+    def too_similar(self, s, positive) -> bool:
+        """A margin m: s > s_ii + m; ("relative", r): s > s_ii - (1 - r) |s_ii|."""
+        if self.false_negatives is None:
+            return False
+        if isinstance(self.false_negatives, tuple):
+            return s > positive - (1.0 - self.false_negatives[1]) * abs(positive)
+        return s > positive + self.false_negatives
+
+    def apply(self, anchors, guide, within, normalize):
+        """Drop candidates of each anchor, and note the log-weights of those that are left."""
+        rows = unit_rows if normalize else lambda z: list(z.unbind(0))
+        guides = [rows(z.double()) for z in guide or ()]
+        for a in anchors:
+            kept = []
+            for s, who in zip(a.negatives, a.who, strict=True):
+                outside = who[0] == "extra"
+                if within is not None and int(within[0][a.position]) != int(within[outside][who[1]]):
+                    continue
+                seen, positive = s.item(), a.positive.item()
+                if guides and not (outside and self.spare_extra):
+                    own = guides[a.view][a.position]
+                    seen = (own * guides[2 if outside else who[0]][who[1]]).sum().item()
+                    positive = (own * guides[a.partner][a.position]).sum().item()
+                if not (outside and self.spare_extra) and self.too_similar(seen, positive):
+                    continue
+                kept.append((s, who, self.strengths[outside] * s.item()))
+            a.negatives, a.who, a.log_weights = ([entry[k] for entry in kept] for k in range(3))
