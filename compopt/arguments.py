@@ -206,16 +206,15 @@ def _check_choices(
     _check_asked("within", within is not None, "within=True", policy is not None and policy.within)
     if policy is None:
         return None
-    if policy.false_negatives is not None and views > 2:
-        raise ValueError(f"false_negatives compares with the one positive of an anchor, got {views} views; pass two")
     choices, more = Choices(), None if extra is None else len(extra)
     if guide is not None:
-        first, second, *rest = check_guide(guide, len(like), None if policy.spare_extra else more)
-        rest = [first.new_zeros(more or 0, first.shape[1])] if policy.spare_extra and extra is not None else rest
+        given = check_guide(guide, views, len(like), None if policy.spare_extra else more)
+        if policy.spare_extra and more is not None:
+            given.append(given[0].new_zeros(more, given[0].shape[1]))
         dtype = working_dtype(like.dtype)
-        unit = [prepare(z.detach().to(like.device, dtype, copy=True), est.normalize)[0] for z in (first, second, *rest)]
-        choices.values.update(guide1=unit[0], guide2=unit[1])
-        choices.of_extra.update(zip(("guide",), unit[2:], strict=False))
+        unit = [prepare(z.detach().to(like.device, dtype, copy=True), est.normalize)[0] for z in given]
+        choices.values.update({f"guide{view}": z for view, z in enumerate(unit[:views], start=1)})
+        choices.of_extra.update(zip(("guide",), unit[views:], strict=False))
     if within is not None:
         keys = [key.to(like.device) for key in check_within(within, len(like), more)]
         choices.values["within"] = keys[0]

@@ -159,7 +159,7 @@ class ContrastiveEstimator(Estimator):
         groups = None if sample_groups is None else as_groups(sample_groups)
         count = len(DIRECTIONS[directions])
         # checkpoints of before have neither
-        more = {} if directions == "both" else {"directions": directions}
+        more: dict[str, str] = {} if directions == "both" else {"directions": directions}
         more |= {} if pairs is None else {"pairs": repr(pairs)}
         engine = Engine(
             parts,
@@ -243,7 +243,8 @@ class ContrastiveEstimator(Estimator):
             anchors: unimodal: the first so many views are anchors (the large crops of multi-crop training); all views
                 are positives and candidates. ``None``: all are anchors.
             guide: with ``PairPolicy(guided=True)``: features of another model by which false negatives are told,
-                ``(B, g)`` of ``z1`` and of ``z2``, and ``(M, g)`` of ``extra`` unless these are spared; no graph.
+                ``(B, g)`` of ``z1`` and of ``z2`` (or of each view), and ``(M, g)`` of ``extra`` unless these are
+                spared; no graph.
             within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
                 contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
 

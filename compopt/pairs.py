@@ -31,7 +31,8 @@ class PairPolicy:
         false_negatives: candidates that are too similar to be negatives are left out, in the direction of the anchor
             whose threshold they exceed. A margin ``m``: those with ``s_ij > s_ii + m`` (GISTEmbed's margin is ``-m``).
             ``("relative", r)``: those with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever has ``r = 0.95``). A copy of
-            the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves it out. Of two views.
+            the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves it out. Of more than two
+            views ``s_ii`` is here the mean over an anchor's positives.
         guided: similarities of ``guide=`` features decide about false negatives, in place of the estimator's own.
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
@@ -43,8 +44,8 @@ class PairPolicy:
 
     Raises:
         ValueError: a value out of range, an unknown kind of threshold, ``guided`` or ``spare_extra`` without
-            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2). At the call: more than two
-            views with ``false_negatives``; ``guide=`` or ``within=`` missing, or given without their option.
+            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2), or a memory with ``guided``. At
+            the call: ``guide=`` or ``within=`` missing, or given without their option.
         TypeError: a value of another type.
 
     References:

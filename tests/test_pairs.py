@@ -1,6 +1,7 @@
 """Policies of pairs: random combinations against the float64 twin, on one rank and on several; what is refused."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -53,7 +54,9 @@ def leaves_negatives(kind, policy, batch, given):
     z1, z2, index = batch
     found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"))
     keys = given.get("within")
-    PolicyReference(**policy).apply(found, given.get("guide"), keys if isinstance(keys, tuple) or keys is None else (keys,), True)
+    PolicyReference(**policy).apply(
+        found, given.get("guide"), keys if isinstance(keys, tuple) or keys is None else (keys,), True
+    )
     return all(a.negatives for a in found)
 
 
@@ -75,7 +78,9 @@ def case(number):
 
 def twins(name, kind, policy, chunk_size, tau, **options):
     """An estimator with the policy, and its twin."""
-    est, ref = make(BY_NAME[name], kind, N, tau=tau, gamma=0.6, chunk_size=chunk_size, pairs=PairPolicy(**policy), **options)
+    est, ref = make(
+        BY_NAME[name], kind, N, tau=tau, gamma=0.6, chunk_size=chunk_size, pairs=PairPolicy(**policy), **options
+    )
     ref.policy = PolicyReference(**policy)
     return est, ref
 
@@ -99,3 +104,225 @@ def test_random_combinations(number):
 @pytest.mark.parametrize("number", range(len(FAST), 200))
 def test_more_random_combinations(number):
     follow_case(number)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+SPLITS = {2: [[4, 3], [7, 0], [1, 6]], 3: [[2, 3, 2], [0, 4, 3], [5, 1, 1]]}
+EXTRA_SPLITS = {2: [2, 1], 3: [1, 0, 2]}
+
+
+def on_ranks(group, number):
+    """The steps of a combination with this rank's part of each batch."""
+    name, kind, policy, chunk_size, tau, steps = case(number)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    est, _ = twins(name, kind, policy, chunk_size, tau, process_group=group)
+    found = []
+    for step, (batch, given) in enumerate(steps):
+        own, more = (
+            slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            for sizes in (SPLITS[ranks][(number + step) % 3], EXTRA_SPLITS[ranks])
+        )
+        given = {name: part(value, own, more) for name, value in given.items()}
+        found.append(run(est, *(x[own] for x in batch), **given))
+        est.step()
+    return found, est.read(torch.arange(N)) if BY_NAME[name].has_rows else {}
+
+
+def part(value, own, more):
+    """Part of an argument: of the batch, of the further candidates, or a sequence of the former and the latter."""
+    if isinstance(value, torch.Tensor):
+        return value[own if len(value) == BATCH else more]
+    return type(value)(each[own if len(each) == BATCH else more] for each in value)
+
+
+def compare_ranks(number, ranks):
+    """K ranks with parts of the batch equal one rank with all of it, which equals the twin."""
+    name, kind, policy, chunk_size, tau, steps = case(number)
+    est, _ = twins(name, kind, policy, chunk_size, tau)
+    answers = the_pool().run(on_ranks, ranks, number)
+    for step, (batch, given) in enumerate(steps):
+        loss, *gradients = run(est, *batch, **given)
+        est.step()
+        for found, _ in answers:
+            near(found[step][0], loss, 1e-11, atol=1e-11, what=f"loss of step {step}")
+        for at, want in enumerate(gradients, start=1):
+            near(torch.cat([found[step][at] for found, _ in answers]) / ranks, want, 1e-10, what=f"gradient {at}")
+    for _, rows in answers if BY_NAME[name].has_rows else ():
+        seen = est.read(torch.arange(N))["count"] > 0
+        for column, value in est.read(torch.arange(N)).items():
+            near(rows[column][seen], value[seen], 1e-10, what=column)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number, ranks", [(0, 2), (3, 3), (5, 2), (9, 3), (10, 2)])
+def test_ranks(number, ranks):
+    compare_ranks(number, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("number", range(len(FAST), 200))
+def test_more_ranks(number, ranks):
+    compare_ranks(number, ranks)
+
+
+# -- one fact each ---------------------------------------------------------------------------------------------
+
+
+def test_a_policy_without_options_changes_no_value():
+    z1, z2, index = batches(N, 1, seed=3)[0]
+    for info in (BY_NAME["infonce"], BY_NAME["sogclr"], BY_NAME["memory-dual"]):
+        plain, same = make(info, "bimodal", N)[0], make(info, "bimodal", N, pairs=PairPolicy())[0]
+        for a, b in zip(run(plain, z1, z2, index), run(same, z1, z2, index), strict=True):
+            near(a, b, 1e-12)
+
+
+def test_copies_of_the_positive_are_no_negatives():
+    """Samples 0 and 1 have one caption; picture 1 is less like it than picture 0 is."""
+    z2 = torch.eye(4)[[0, 0, 2, 3]]
+    z1 = z2.clone()
+    z1[1, 1] = 0.2
+    est = compopt.DCLEstimator(tau=0.1, pairs=PairPolicy(false_negatives=-1e-6))
+    est(z1, z2)
+    assert est._last.negatives.T.tolist() == [[2, 2, 3, 3], [3, 2, 3, 3]]
+
+
+def test_an_anchor_without_negatives_contributes_nothing():
+    """Data sets of 3, 2 and 1 samples: the last one has no loss, no gradient and no row."""
+    z1, z2 = (z.requires_grad_() for z in features(6, DIM, seed=5))
+    key, unit = torch.tensor([0, 0, 0, 1, 1, 2]), torch.nn.functional.normalize
+    est = compopt.SogCLREstimator(n=6, tau=0.1, gamma=1.0, pairs=PairPolicy(within=True), dtype=torch.float64)
+    est(z1, z2, torch.arange(6), within=key).backward()
+    est.step()
+    h = (s := unit(z1) @ unit(z2).T) - s.diagonal()[:, None]
+    h2 = s.T - s.diagonal()[:, None]
+    other = (key[:, None] == key) & ~torch.eye(6, dtype=torch.bool)
+    terms = [(x / 0.1).masked_fill(~other, -torch.inf)[:5].logsumexp(1) - other[:5].sum(1).log() for x in (h, h2)]
+    want = torch.autograd.grad(0.1 * torch.cat(terms).sum() / 12, (z1, z2))
+    near(z1.grad, want[0]), near(z2.grad, want[1])
+    assert not z1.grad[5].any() and est.read(torch.arange(6))["count"].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_hardness_of_further_candidates_alone():
+    """EmbeddingGemma's: the logit of a curated negative is ``s / tau + beta stop(s)``."""
+    z1, z2 = features(5, DIM, seed=6)
+    extra = features(3, DIM, seed=7)[0]
+    unit = torch.nn.functional.normalize
+    leaves = [z.clone().requires_grad_() for z in (z1, z2, extra)]
+    est = compopt.InfoNCEEstimator(
+        tau=0.2, directions="forward", multiply_tau=False, pairs=PairPolicy(hardness=(0.0, 5.0))
+    )
+    loss, *found = run(est, z1, z2, torch.arange(5), extra=extra)
+    a, b, c = (unit(z) for z in leaves)
+    hard = a @ c.T
+    logits = torch.cat([a @ b.T / 0.2, hard / 0.2 + 5.0 * hard.detach()], dim=1)
+    theirs = torch.nn.functional.cross_entropy(logits, torch.arange(5))
+    near(loss + math.log(4 + 3), theirs)  # ours has the mean over the negatives
+    for got, want in zip(found, torch.autograd.grad(theirs, leaves), strict=True):
+        near(got, want)
+
+
+def test_a_bad_guide_shows_in_the_loss():
+    guide = [torch.randn(6, 3), torch.randn(6, 3)]
+    guide[0][2, 1] = torch.nan
+    z1, z2, index = batches(N, 1, repeats=False)[0]
+    est = compopt.SogCLREstimator(N, pairs=PairPolicy(false_negatives=0.0, guided=True))
+    with pytest.warns(UserWarning, match="1 feature rows"):
+        assert not est(z1.requires_grad_(), z2, index, guide=guide).isfinite()
+    est.step()
+    assert not est.read(index)["count"].any()
+
+
+def test_the_policy_is_shown_and_stored():
+    policy = PairPolicy(false_negatives=("relative", 0.95), hardness=(0.0, 5.0))
+    assert repr(policy) == "PairPolicy(false_negatives=('relative', 0.95), hardness=(0.0, 5.0))"
+    est, plain = compopt.SogCLREstimator(N, pairs=policy), compopt.SogCLREstimator(N)
+    assert f"pairs: {policy}" in repr(est) and "pairs" not in repr(plain)
+    assert est.pairs is policy and eval(repr(policy)) == policy
+    compopt.SogCLREstimator(N, pairs=policy).load_state_dict(est.state_dict())
+    for a, b in ((est, plain), (plain, est)):
+        with pytest.raises(ValueError, match=r"options.pairs differs: .*PairPolicy"):
+            a.load_state_dict(b.state_dict())
+    assert "pairs" not in plain.state_dict()["config"]["options"]  # as before
+
+
+REFUSED = [
+    ({"false_negatives": "0.1"}, TypeError, "false_negatives must be a number"),
+    ({"false_negatives": ("absolute", 0.1)}, ValueError, r"a margin or \(\"relative\", r\)"),
+    ({"false_negatives": ("relative", 1.5)}, ValueError, r"false_negatives\[1\] must be in \(0, 1\], got 1.5"),
+    ({"guided": True}, ValueError, "give false_negatives= too"),
+    ({"spare_extra": 1, "false_negatives": 0.1}, TypeError, "spare_extra must be True or False"),
+    ({"hardness": -1.0}, ValueError, "hardness must be 0 or greater, got -1.0"),
+    ({"hardness": (1.0, 2.0, 3.0)}, ValueError, r"hardness must be a number or \(of the batch, of extra\)"),
+    ({"within": None}, TypeError, "within must be True or False"),
+]
+
+
+@pytest.mark.parametrize("options, kind, message", REFUSED)
+def test_options_that_are_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        PairPolicy(**options)
+
+
+def test_estimators_that_refuse_a_policy():
+    policy = PairPolicy(false_negatives=0.0, guided=True)
+    with pytest.raises(ValueError, match="no effect on chains"):
+        compopt.EMC2Estimator(N, pairs=PairPolicy(hardness=1.0))
+    with pytest.raises(ValueError, match="the memory keeps none"):
+        compopt.MemoryEstimator(DIM, pairs=policy)
+    with pytest.raises(TypeError, match="pairs must be a compopt.PairPolicy, got dict"):
+        compopt.DCLEstimator(pairs={"hardness": 1.0})
+    with pytest.raises(ValueError, match="ask an estimator without"):
+        compopt.diagnostics.normalizer_error(compopt.DCLEstimator(pairs=policy), *torch.randn(2, 6, 3), batch_size=3)
+
+
+Z = torch.randn(2, 4, 3)
+GUIDED = {"false_negatives": 0.0, "guided": True}
+CALLS = [
+    (None, {"guide": list(Z)}, ValueError, r"build the estimator with pairs=PairPolicy\(guided=True, ...\)"),
+    (None, {"within": torch.arange(4)}, ValueError, r"build the estimator with pairs=PairPolicy\(within=True, ...\)"),
+    (GUIDED, {}, ValueError, "guide is missing"),
+    (GUIDED, {"guide": [Z[0]]}, ValueError, "guide must be 2 tensors of features, .* got 1 of them"),
+    (GUIDED, {"guide": list(Z), "extra": Z[0]}, ValueError, "guide must be 3 tensors of features"),
+    (
+        GUIDED,
+        {"guide": [Z[0], Z[1, :3]]},
+        ValueError,
+        r"guide\[1\] must have shape \(4, g\), one g for all, got \(3, 3\)",
+    ),
+    (GUIDED, {"guide": [Z[0], Z[1].long()]}, TypeError, r"guide\[1\] must be a floating-point tensor, got torch.int64"),
+    ({"within": True}, {}, ValueError, "within is missing"),
+    ({"within": True}, {"within": torch.arange(3)}, ValueError, "within has 3 entries for 4 of them"),
+    ({"within": True}, {"within": torch.arange(4), "extra": Z[0]}, ValueError, "within must be a pair of tensors"),
+    ({"within": True}, {"within": torch.rand(4)}, TypeError, "within must hold integers"),
+]
+
+
+@pytest.mark.parametrize("policy, given, kind, message", CALLS)
+def test_calls_that_are_refused(policy, given, kind, message):
+    est = compopt.DCLEstimator(pairs=None if policy is None else PairPolicy(**policy))
+    with pytest.raises(kind, match=message):
+        est(*Z, **given)
+
+
+def test_several_views():
+    views = torch.randn(3, 5, DIM, dtype=torch.float64, requires_grad=True)
+    guide = torch.randn(3, 5, 6, dtype=torch.float64)
+    est, ref = twins(
+        "dcl", "unimodal", {"hardness": 2.0, "within": True, "false_negatives": 0.6, "guided": True}, 2, 0.3
+    )
+    given = {"within": torch.tensor([0, 0, 0, 1, 1]), "anchors": 2, "guide": [*guide]}
+    loss = est(views, index=torch.arange(5), **given)
+    loss.backward()
+    want, gradient = ref.forward(views, None, torch.arange(5), **given)
+    near(loss, want), near(views.grad, gradient)
+
+
+def test_feature_gradients_take_what_a_call_takes():
+    z1, z2, index = batches(N, 1, seed=8, repeats=False)[0]
+    given = {"within": index % 2, "guide": features(6, 3, seed=9)}
+    est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.1, guided=True, within=True))
+    for a, b in zip(est.feature_gradients(z1, z2, index, **given), run(est, z1, z2, index, **given), strict=True):
+        near(a, b, 0.0)

@@ -170,11 +170,13 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
 
 
-def check_guide(guide: Any, batch: int, more: int | None) -> list[Tensor]:
-    """Return the guide's features, ``(B, g)`` of both modalities or views, and ``(M, g)`` of ``more`` candidates."""
-    sizes = [batch, batch] if more is None else [batch, batch, more]
+def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
+    """Return the guide's features, ``(B, g)`` of each modality or view, and ``(M, g)`` of ``more`` candidates."""
+    sizes = [batch] * views if more is None else [*[batch] * views, more]
     if not isinstance(guide, tuple | list) or len(guide) != len(sizes):
-        wanted = "(of z1, of z2)" if more is None else "(of z1, of z2, of extra), or PairPolicy(spare_extra=True)"
+        wanted = "one per modality or view" + (
+            "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
+        )
         raise ValueError(f"guide must be {len(sizes)} tensors of features, {wanted}, got {_count(guide)}")
     for number, (z, size) in enumerate(zip(guide, sizes, strict=True)):
         if not isinstance(z, Tensor) or z.dtype not in _FLOATS:

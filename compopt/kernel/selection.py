@@ -56,10 +56,12 @@ class Selection:
         return cls(policy, guide, values.get("within"), extra)
 
     def thresholds(self, z: Sequence[Tensor], directions: int) -> Tensor | None:
-        """Similarity above which a candidate of an anchor is a false negative, ``(B, A)``; ``z``: ``(B, d)`` each."""
+        """Similarity above which a candidate of an anchor is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
         if self.policy.false_negatives is None:
             return None
-        return self.policy.threshold(positives(torch.stack([*(self.guide or z)]), directions))
+        return self.policy.threshold(
+            mean_positive(positives(torch.stack([*(self.guide or z)]), directions), directions)
+        )
 
     @property
     def guides(self) -> list[Tensor]:
@@ -107,7 +109,10 @@ class Matrix(NamedTuple):
         threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
         result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
         if threshold is not None:
-            seen = s if rows.guide is None or self.columns.guide is None else rows.guide @ self.columns.guide.T
+            seen = s
+            if rows.guide is not None and self.columns.guide is not None:
+                seen = rows.guide @ self.columns.guide.T
+                result += 0 * seen  # a bad guide must not decide in silence
             found = seen > threshold
             if self.policy.spare_extra:
                 found.narrow(dim, candidates.inside, s.shape[dim] - candidates.inside).fill_(False)
@@ -115,6 +120,11 @@ class Matrix(NamedTuple):
         if rows.key is not None and self.columns.key is not None:
             result.masked_fill_(rows.key[:, None] != self.columns.key, MASKED)
         return result
+
+
+def mean_positive(positive: Tensor, directions: int) -> Tensor:
+    """Mean similarity of each anchor to its positives, ``(B, A)`` -> ``(B, a)``; with two views to the only one."""
+    return positive if positive.shape[1] == directions else positive.unflatten(1, (-1, directions)).mean(1)
 
 
 def _hardened(s: Tensor, strengths: tuple[float, float], inside: int, dim: int, scale: Scalar) -> Tensor:

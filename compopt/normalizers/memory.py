@@ -18,6 +18,7 @@ from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
+from compopt.kernel.selection import mean_positive
 from compopt.pairs import PairPolicy
 
 KEYS = ("index", "index2", "labels")
@@ -127,7 +128,8 @@ class MemoryNormalizer(Normalizer):
             keys = torch.cat([keys, call.batch.values["within"][None]])
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
-        logits, count = self._compare(z, queue, excluded, positive, scale)
+        threshold = self._policy.threshold(mean_positive(pairs.positive, directions))
+        logits, count = self._compare(z, queue, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         weighted = self._hardened(logits, positive, scale)
         log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
@@ -200,12 +202,17 @@ class MemoryNormalizer(Normalizer):
         return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
     def _compare(
-        self, z: Tensor, queue: Tensor, excluded: Tensor, positive: Tensor, scale: Tensor
+        self,
+        z: Tensor,
+        queue: Tensor,
+        excluded: Tensor,
+        positive: Tensor,
+        scale: Tensor,
+        threshold: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``."""
         logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
-        threshold = self._policy.threshold(positive)
         if threshold is not None:
             logits.masked_fill_(logits > self._by_queue((threshold - positive) * scale).unsqueeze(2), -math.inf)
             excluded = logits == -math.inf

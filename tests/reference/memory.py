@@ -26,6 +26,10 @@ class MemoryReference:
             means = [(means[0] + means[1]) / 2] * 2
         slots = self.pending if ref.train and self.pending is not None else self.slots
         self.outside, alphas = [], []
+        positives = {}
+        for a in found:
+            mine = [b.positive.item() for b in found if (b.view, b.position) == (a.view, a.position)]
+            positives[(a.view, a.position)] = sum(mine) / len(mine)
         for a, tau in zip(found, taus, strict=True):
             mine = [None if key is None else key[a.position] for key in ref.keys]
             own, partner = z[a.view][a.position], z[a.partner][a.position].detach()
@@ -38,7 +42,7 @@ class MemoryReference:
                 for side in (0, 1) if ref.mode == "unimodal" else (1 - a.direction,):
                     candidate = features[side] + means[side]
                     s = torch.dot(own, candidate).item()
-                    if ref.policy is None or not ref.policy.too_similar(s, a.positive.item()):
+                    if ref.policy is None or not ref.policy.too_similar(s, positives[(a.view, a.position)]):
                         terms.append(torch.dot(own, candidate - partner))
                         biases.append(0.0 if ref.policy is None else ref.policy.strengths[0] * s)
             every = [math.log(x) for x in a.terms(tau)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from tests.reference.pairs import unit_rows
@@ -34,17 +35,23 @@ class PolicyReference:
         """Drop candidates of each anchor, and note the log-weights of those that are left."""
         rows = unit_rows if normalize else lambda z: list(z.unbind(0))
         guides = [rows(z.double()) for z in guide or ()]
+        positives = defaultdict(list)
         for a in anchors:
-            kept = []
+            own, partner = a.positive.item(), None
+            if guides:
+                partner = (guides[a.view][a.position] * guides[a.partner][a.position]).sum().item()
+            positives[(a.view, a.position)].append((own, partner))
+        for a in anchors:
+            kept, own = [], positives[(a.view, a.position)]
             for s, who in zip(a.negatives, a.who, strict=True):
                 outside = who[0] == "extra"
                 if within is not None and int(within[0][a.position]) != int(within[outside][who[1]]):
                     continue
-                seen, positive = s.item(), a.positive.item()
+                seen, positive = s.item(), sum(p for p, _ in own) / len(own)
                 if guides and not (outside and self.spare_extra):
-                    own = guides[a.view][a.position]
-                    seen = (own * guides[2 if outside else who[0]][who[1]]).sum().item()
-                    positive = (own * guides[a.partner][a.position]).sum().item()
+                    other = guides[-1 if outside else who[0]][who[1]]
+                    seen = (guides[a.view][a.position] * other).sum().item()
+                    positive = sum(p for _, p in own) / len(own)
                 if not (outside and self.spare_extra) and self.too_similar(seen, positive):
                     continue
                 kept.append((s, who, self.strengths[outside] * s.item()))
