@@ -28,6 +28,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
+from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import Extra, PairOptions, PairStatistics
 from compopt.kernel.selection import Selection
@@ -152,6 +153,11 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(pairs, PairPolicy):
                 raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(pairs).__name__}")
             normalizer.check_pairs(pairs)
+            if pairs.also and directions != "forward":
+                raise ValueError(
+                    f'also={pairs.also} adds to the sums of queries alone; build it with directions="forward" (in '
+                    f'mode="unimodal" both views are candidates already)'
+                )
         self.pairs = pairs
         for part in parts.values():
             part.keep_edits()
@@ -404,10 +410,16 @@ class ContrastiveEstimator(Estimator):
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
             selection=None if self.pairs is None else Selection.of(self.pairs, batch.values, extra),
         )
-        if engine.ranks.size == 1:
-            pairs: PairStatistics = Pairs(own, tau, keys, options)
+
+        def build(own: Tensor, everyone: Sequence[Tensor], options: PairOptions) -> PairStatistics:
+            if engine.ranks.size == 1:
+                return Pairs(own, tau, keys, options)
+            return GatheredPairs(own, everyone, tau, keys, options, engine.ranks, batch.sizes)
+
+        if self.pairs is not None and self.pairs.also:
+            pairs: PairStatistics = JoinedPairs(build, own, batch.features, batch.own, options)
         else:
-            pairs = GatheredPairs(own, batch.features, tau, keys, options, engine.ranks, batch.sizes)
+            pairs = build(own, batch.features, options)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
             self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
         return pairs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from compopt import checks
 
 FalseNegatives = float | tuple[Literal["relative"], float]
 Hardness = float | tuple[float, float]
+Also = Literal["query_to_query", "document_to_query", "document_to_document"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,6 +38,10 @@ class PairPolicy:
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
             A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones.
+        also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
+            queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
+            itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
+            by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
         within: only candidates with the anchor's key in ``within=`` are negatives: one data set, language or segment.
 
     The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
@@ -44,12 +49,14 @@ class PairPolicy:
 
     Raises:
         ValueError: a value out of range, an unknown kind of threshold, ``guided`` or ``spare_extra`` without
-            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2), or a memory with ``guided``. At
-            the call: ``guide=`` or ``within=`` missing, or given without their option.
+            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2), a memory with ``guided``,
+            ``also`` without ``directions="forward"``. At the call: ``guide=`` or ``within=`` missing, or given without
+            their option.
         TypeError: a value of another type.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
+        Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
         Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
         2025, eq. 5 (detached weights ``exp(beta s_ij)``).
 
@@ -66,6 +73,7 @@ class PairPolicy:
     guided: bool = False
     spare_extra: bool = False
     hardness: Hardness | None = None
+    also: tuple[Also, ...] = ()
     within: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +85,10 @@ class PairPolicy:
                 raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
         for strength in self.strengths:
             checks.non_negative("hardness", strength)
+        if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
+            raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
+        for kind in self.also:
+            checks.one_of("also", kind, get_args(Also))
 
     def __repr__(self) -> str:
         options = ((field, getattr(self, field.name)) for field in fields(self))

@@ -35,6 +35,12 @@ def random_policy(draw, kept):
     return options | {"within": draw.random() < 0.5}
 
 
+def random_also(draw, kind):
+    """Further kinds of similarities, which queries have."""
+    kinds = ("query_to_query", "document_to_query", "document_to_document")
+    return tuple(k for k in kinds if draw.random() < 0.4) if kind == "forward" else ()
+
+
 def arguments(policy, seed, step, count):
     """What the call of one step brings beside features and index; ``count`` further candidates."""
     g = generator(7000 + 10 * seed + step)
@@ -52,7 +58,7 @@ def arguments(policy, seed, step, count):
 def leaves_negatives(kind, policy, batch, given):
     """True if every anchor has a negative, which a twin divides by."""
     z1, z2, index = batch
-    found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"))
+    found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"), also=policy["also"])
     keys = given.get("within")
     PolicyReference(**policy).apply(
         found, given.get("guide"), keys if isinstance(keys, tuple) or keys is None else (keys,), True
@@ -64,7 +70,7 @@ def case(number):
     """One random combination: database entry, kind, policy, and batches with what their calls bring."""
     draw = random.Random(number)
     name, kind = NAMES[number % len(NAMES)], draw.choice(KINDS)
-    policy = random_policy(draw, name.startswith("memory"))
+    policy = random_policy(draw, name.startswith("memory")) | {"also": random_also(draw, kind)}
     count, chunk_size, tau = draw.choice((0, 0, 3)), draw.choice((None, 1, 3, 64)), draw.choice((0.07, 0.3, 1.0))
     steps = []
     for seed in itertools.count(number):

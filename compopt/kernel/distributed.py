@@ -190,7 +190,7 @@ class GatheredPairs(PairStatistics):
     def __init__(
         self,
         own: Tensor,
-        everyone: tuple[Tensor, ...],
+        everyone: Sequence[Tensor],
         tau: float | Tensor,
         keys: Sequence[Tensor],
         options: PairOptions,
@@ -204,8 +204,8 @@ class GatheredPairs(PairStatistics):
         scale = scale_of(tau, own, self._batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
-        self._options = (uniform, options.chunk_size, self.moments)
-        self._everything = torch.cat(everyone) if self.unimodal else None
+        self._options, self._given_positive = (uniform, options.chunk_size, self.moments), options.positive
+        self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
         self._thresholds = None if self.selection is None else self.selection.thresholds(everyone, self.directions)
         self._counted = not self.distinct or self.selection is not None  # who is no negative
         self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
@@ -259,6 +259,8 @@ class GatheredPairs(PairStatistics):
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Gather the statistics of the own anchors, so that every rank has those of all."""
         positive = positives(self._z, 1 if self.views == 2 else self.directions)
+        if self._given_positive is not None:
+            positive = self._given_positive[self._own]
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
         own = [positive, torch.stack(log_total, dim=1)]

@@ -76,7 +76,7 @@ class Pairs(PairStatistics):
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform and self.shape[0] == self.shape[1]
         self._columns_are_anchors = not unimodal and self.directions == 2
-        self.positive = positives(z, self.directions)
+        self.positive = positives(z, self.directions) if options.positive is None else options.positive
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.

@@ -114,6 +114,7 @@ class PairOptions(NamedTuple):
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
         selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
+        positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
     """
 
     distinct: bool
@@ -124,6 +125,7 @@ class PairOptions(NamedTuple):
     chunk_size: int | None = None
     moments: bool = False
     selection: Selection | None = None
+    positive: Tensor | None = None
 
 
 class PairStatistics(ABC):
@@ -161,7 +163,7 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection = options
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _ = options
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))

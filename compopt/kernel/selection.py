@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,12 +42,14 @@ class Selection:
         guide: features by which false negatives are found, by modality or view, ``(B, g)`` each; empty: the own ones.
         key: of ``within=``, ``(B,)``, or ``None``.
         extra: further candidates.
+        threshold: of the anchors, ``(B, a)``, where it is not told by the positives of these features.
     """
 
     policy: PairPolicy
     guide: Sequence[Tensor] = ()
     key: Tensor | None = None
     extra: Extra | None = None
+    threshold: Tensor | None = None
 
     @classmethod
     def of(cls, policy: PairPolicy, values: Mapping[str, Tensor], extra: Extra | None) -> Selection:
@@ -57,11 +59,16 @@ class Selection:
 
     def thresholds(self, z: Sequence[Tensor], directions: int) -> Tensor | None:
         """Similarity above which a candidate of an anchor is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
-        if self.policy.false_negatives is None:
-            return None
+        if self.threshold is not None or self.policy.false_negatives is None:
+            return self.threshold
         return self.policy.threshold(
             mean_positive(positives(torch.stack([*(self.guide or z)]), directions), directions)
         )
+
+    def of_sides(self, sides: Sequence[int]) -> Selection:
+        """Return the selection for other modalities along the rows and the columns, without hardness."""
+        guide = [self.guide[view] for view in sides] if self.guide else ()
+        return replace(self, policy=replace(self.policy, hardness=None), guide=guide)
 
     @property
     def guides(self) -> list[Tensor]:

@@ -65,7 +65,8 @@ class Reference:
         given = (index, index2, group, extra_index)
         index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors)
+        also = () if self.policy is None else self.policy.also
+        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors, also)
         self.within = within if within is None or isinstance(within, tuple) else (within,)
         if self.policy is not None:
             self.policy.apply(found, guide, self.within, self.normalize)

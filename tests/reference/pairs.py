@@ -43,6 +43,9 @@ class Anchor:
         return [x.item() - self.positive.item() for x in self.negatives]
 
 
+ALSO = {"query_to_query": (0, 0), "document_to_query": (1, 0), "document_to_document": (1, 1)}  # rows, columns
+
+
 def unit_rows(z: Tensor) -> list[Tensor]:
     """Rows of z divided by their length, one at a time."""
     return [row / torch.sqrt((row * row).sum()) for row in z.unbind(0)]
@@ -57,7 +60,7 @@ def may_be_negative(i, j, index, index2, group) -> bool:
     return group is None or group[i] != group[j]
 
 
-def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None):
+def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None, also=()):
     """All pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
     rows = unit_rows if normalize else lambda z: list(z.unbind(0))
     views = [rows(view) for view in z]
@@ -75,6 +78,11 @@ def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None,
                 if may_be_negative(i, j, index, index2, group):
                     negatives += [(own[i] * side[j]).sum() for _, side in candidates]
                     who += [(number, j) for number, _ in candidates]
+            for row, column in (ALSO[kind] for kind in also):
+                for j in range(len(index)):
+                    if may_be_negative(i, j, index, index2, group) or (i == j and row > column):
+                        negatives.append((views[row][i] * views[column][j]).sum())
+                        who.append(("also", row, column, j))
             for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())

@@ -16,6 +16,7 @@ class PolicyReference:
     guided: bool = False
     spare_extra: bool = False
     hardness: object = None
+    also: tuple = ()
     within: bool = False
 
     @property
@@ -45,14 +46,15 @@ class PolicyReference:
             kept, own = [], positives[(a.view, a.position)]
             for s, who in zip(a.negatives, a.who, strict=True):
                 outside = who[0] == "extra"
-                if within is not None and int(within[0][a.position]) != int(within[outside][who[1]]):
+                if within is not None and int(within[0][a.position]) != int(within[outside][who[-1]]):
                     continue
                 seen, positive = s.item(), sum(p for p, _ in own) / len(own)
                 if guides and not (outside and self.spare_extra):
-                    other = guides[-1 if outside else who[0]][who[1]]
-                    seen = (guides[a.view][a.position] * other).sum().item()
+                    view, other = (who[1], who[2]) if who[0] == "also" else (a.view, -1 if outside else who[0])
+                    seen = (guides[view][a.position] * guides[other][who[-1]]).sum().item()
                     positive = sum(p for _, p in own) / len(own)
-                if not (outside and self.spare_extra) and self.too_similar(seen, positive):
+                again = who == ("also", 1, 0, a.position)  # the positive itself
+                if not (outside and self.spare_extra) and not again and self.too_similar(seen, positive):
                     continue
-                kept.append((s, who, self.strengths[outside] * s.item()))
+                kept.append((s, who, 0.0 if who[0] == "also" else self.strengths[outside] * s.item()))
             a.negatives, a.who, a.log_weights = ([entry[k] for entry in kept] for k in range(3))
