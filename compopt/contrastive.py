@@ -26,11 +26,12 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
+from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import Extra, PairOptions, PairStatistics
+from compopt.kernel.pairs import Extra, PairOptions, PairStatistics, scale_of
 from compopt.kernel.selection import Selection
 from compopt.objective import Objective, Summary
 from compopt.pairs import PairPolicy
@@ -153,6 +154,8 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(pairs, PairPolicy):
                 raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(pairs).__name__}")
             normalizer.check_pairs(pairs)
+            if pairs.prior is not None and not normalize:
+                raise ValueError(f"prior={pairs.prior} bounds similarities by -1; build it with normalize=True")
             if pairs.also and directions != "forward":
                 raise ValueError(
                     f'also={pairs.also} adds to the sums of queries alone; build it with directions="forward" (in '
@@ -398,7 +401,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        engine, own, keys = self._engine, given.own.unit, list(batch.keys.values())
+        own, keys = given.own.unit, list(batch.keys.values())
         extra = self._gather_extra(batch, given)
         options = PairOptions(
             distinct=batch.distinct,
@@ -410,18 +413,37 @@ class ContrastiveEstimator(Estimator):
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
             selection=None if self.pairs is None else Selection.of(self.pairs, batch.values, extra),
         )
+        pairs = self._swept(batch, own, tau, keys, options)
+        if self.temperature.learns and not self._warned_rho and pairs.negatives:
+            self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
+        return pairs
 
-        def build(own: Tensor, everyone: Sequence[Tensor], options: PairOptions) -> PairStatistics:
+    def _swept(
+        self, batch: Batch, own: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions
+    ) -> PairStatistics:
+        """Sweep the similarities that the policy asks for."""
+        engine, policy = self._engine, self.pairs
+
+        def build(
+            own: Tensor, everyone: Sequence[Tensor], options: PairOptions, tau: float | Tensor = tau
+        ) -> PairStatistics:
             if engine.ranks.size == 1:
                 return Pairs(own, tau, keys, options)
             return GatheredPairs(own, everyone, tau, keys, options, engine.ranks, batch.sizes)
 
-        if self.pairs is not None and self.pairs.also:
+        if policy is None:
+            return build(own, batch.features, options)
+        if policy.also:
             pairs: PairStatistics = JoinedPairs(build, own, batch.features, batch.own, options)
         else:
             pairs = build(own, batch.features, options)
-        if self.temperature.learns and not self._warned_rho and pairs.negatives:
-            self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
+        if policy.importance != "plain" and options.selection is not None:
+            plain = options._replace(selection=options.selection.without_hardness(), moments=False)
+            beta = policy.strengths[0]
+            weights = build(own, batch.features, plain, 1 / beta)
+            pairs = NormalizedPairs(pairs, weights, beta, tau, policy.importance == "differentiated")
+        if policy.prior is not None:
+            pairs = DebiasedPairs(pairs, policy.prior, scale_of(tau, pairs.positive, *pairs.positive.shape))
         return pairs
 
     def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:

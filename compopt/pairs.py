@@ -11,6 +11,7 @@ from compopt import checks
 
 FalseNegatives = float | tuple[Literal["relative"], float]
 Hardness = float | tuple[float, float]
+Importance = Literal["plain", "normalized", "differentiated"]
 Also = Literal["query_to_query", "document_to_query", "document_to_document"]
 
 
@@ -38,6 +39,10 @@ class PairPolicy:
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
             A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones.
+        importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
+            constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
+        prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
+            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``.
         also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
@@ -48,17 +53,17 @@ class PairPolicy:
     keys and the guide's features are gathered beside the features.
 
     Raises:
-        ValueError: a value out of range, an unknown kind of threshold, ``guided`` or ``spare_extra`` without
-            ``false_negatives``. At an estimator: one whose negatives are drawn (EMC2), a memory with ``guided``,
-            ``also`` without ``directions="forward"``. At the call: ``guide=`` or ``within=`` missing, or given without
-            their option.
-        TypeError: a value of another type.
+        TypeError, ValueError: a value of another type or out of range; options that need others (``guided`` and
+            ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``).
+        ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance`` or ``prior`` with a
+            memory; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``. At a call: ``guide=`` or
+            ``within=`` missing, or given without its option.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
         Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
         Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
-        2025, eq. 5 (detached weights ``exp(beta s_ij)``).
+        2025, eq. 5 (detached weights ``exp(beta s_ij)``); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020.
 
     Example:
         >>> import torch, compopt
@@ -73,6 +78,8 @@ class PairPolicy:
     guided: bool = False
     spare_extra: bool = False
     hardness: Hardness | None = None
+    importance: Importance = "plain"
+    prior: float | None = None
     also: tuple[Also, ...] = ()
     within: bool = False
 
@@ -85,6 +92,15 @@ class PairPolicy:
                 raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
         for strength in self.strengths:
             checks.non_negative("hardness", strength)
+        checks.one_of("importance", self.importance, get_args(Importance))
+        one = self.strengths[0] > 0 and self.strengths[0] == self.strengths[1] and not self.also
+        if self.importance != "plain" and not one:
+            raise ValueError(
+                f"importance={self.importance!r} divides by the mean of one kind of weights; give one hardness > 0 for "
+                f"all candidates, and no also=, got hardness={self.hardness!r}"
+            )
+        if self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
+            raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
         for kind in self.also:

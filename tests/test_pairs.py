@@ -13,7 +13,7 @@ from compopt import PairPolicy
 from tests.database import BY_NAME
 from tests.helpers import batches, compare_state, features, generator, make, near, run
 from tests.pool import the_pool
-from tests.reference import PolicyReference
+from tests.reference import PolicyReference, policies
 from tests.reference.pairs import anchors
 from tests.test_agreement import compare_forward
 
@@ -118,9 +118,10 @@ SPLITS = {2: [[4, 3], [7, 0], [1, 6]], 3: [[2, 3, 2], [0, 4, 3], [5, 1, 1]]}
 EXTRA_SPLITS = {2: [2, 1], 3: [1, 0, 2]}
 
 
-def on_ranks(group, number):
+def on_ranks(group, number, corrections):
     """The steps of a combination with this rank's part of each batch."""
     name, kind, policy, chunk_size, tau, steps = case(number)
+    policy |= corrections
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     est, _ = twins(name, kind, policy, chunk_size, tau, process_group=group)
     found = []
@@ -142,11 +143,12 @@ def part(value, own, more):
     return type(value)(each[own if len(each) == BATCH else more] for each in value)
 
 
-def compare_ranks(number, ranks):
+def compare_ranks(number, ranks, **corrections):
     """K ranks with parts of the batch equal one rank with all of it, which equals the twin."""
     name, kind, policy, chunk_size, tau, steps = case(number)
+    policy |= corrections
     est, _ = twins(name, kind, policy, chunk_size, tau)
-    answers = the_pool().run(on_ranks, ranks, number)
+    answers = the_pool().run(on_ranks, ranks, number, corrections)
     for step, (batch, given) in enumerate(steps):
         loss, *gradients = run(est, *batch, **given)
         est.step()
@@ -164,6 +166,14 @@ def compare_ranks(number, ranks):
 @pytest.mark.parametrize("number, ranks", [(0, 2), (3, 3), (5, 2), (9, 3), (10, 2)])
 def test_ranks(number, ranks):
     compare_ranks(number, ranks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "number", [1, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_corrections_on_ranks(number):
+    compare_ranks(number, 3, hardness=1.5, importance="differentiated", prior=0.05, also=())
 
 
 @pytest.mark.full
@@ -332,3 +342,101 @@ def test_feature_gradients_take_what_a_call_takes():
     est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.1, guided=True, within=True))
     for a, b in zip(est.feature_gradients(z1, z2, index, **given), run(est, z1, z2, index, **given), strict=True):
         near(a, b, 0.0)
+
+
+# -- losses of papers ------------------------------------------------------------------------------------------
+
+
+def loss_of(est, z, count, **given):
+    """Loss and gradients of an estimator of the mean over ``count`` candidates, as a cross-entropy is written."""
+    leaves = [x.detach().requires_grad_() for x in z]
+    loss = est(*leaves, **given)
+    loss.backward()
+    return loss.detach() + math.log(count), *(x.grad for x in leaves)
+
+
+def same(found, theirs, leaves):
+    """Equal values and gradients."""
+    near(found[0], theirs, what="loss")
+    for got, want in zip(found[1:], torch.autograd.grad(theirs, leaves), strict=True):
+        near(got, want, what="gradient")
+
+
+def infonce(tau, **options):
+    return compopt.InfoNCEEstimator(tau, directions="forward", multiply_tau=False, pairs=PairPolicy(**options))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("tau", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("prior", [0.01, 0.1, 0.4])
+def test_debiased_loss(prior, tau, chunk_size):
+    """At tau = 0.1 the bound holds for some anchors."""
+    z = [x.requires_grad_() for x in features(8, DIM, seed=20)]
+    est = infonce(tau, prior=prior)
+    est.chunk_size = chunk_size
+    same(loss_of(est, z, 7), policies.debiased(policies.cosines(*z), tau, prior), z)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("tau, beta, prior", [(0.5, 1.0, 0.1), (0.2, 0.5, 0.01), (1.0, 2.0, 0.05), (0.1, 1.0, 0.3)])
+def test_hard_negative_loss(tau, beta, prior, chunk_size):
+    z = [x.requires_grad_() for x in features(8, DIM, seed=21)]
+    est = infonce(tau, hardness=beta / tau, importance="differentiated", prior=prior)
+    est.chunk_size = chunk_size
+    same(loss_of(est, z, 7), policies.hard(policies.cosines(*z), tau, prior, beta), z)
+
+
+@pytest.mark.parametrize("importance", ["normalized", "differentiated"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["batch-tensor-tau-no-positive", "batch-tensor-tau-with-positive"])
+def test_normalized_importance(name, kind, importance):
+    """Every kind of anchors and a temperature that learns, against autograd through the whole objective."""
+    beta, tau, prior = 2.0, 0.4, 0.02
+    policy = {"hardness": beta, "importance": importance, "prior": prior}
+    est, _ = make(BY_NAME[name], kind, N, tau=tau, pairs=PairPolicy(**policy))
+    z1, z2 = (x.requires_grad_() for x in features(6, DIM, seed=22))
+    t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+    terms = []
+    for a in anchors([z1, z2], list(range(6)), kind):
+        s, own = torch.stack(a.negatives), a.positive
+        imp = (beta * s).exp() if importance == "differentiated" else (beta * s).exp().detach()
+        ghat = ((s - own) / t).exp().mul(imp / imp.mean()).mean()
+        ghat = torch.maximum((ghat - prior) / (1 - prior), ((-1 - own) / t).exp())
+        terms.append(t * (ghat + 1 / len(s) if "with" in name else ghat).log())
+    theirs = torch.stack(terms).mean()
+    loss, *gradients = run(est, z1, z2, torch.arange(6))
+    near(loss, theirs)
+    wanted = torch.autograd.grad(theirs, (z1, z2, t))
+    for got, want in zip((*gradients, est.tau_leaf_for_tests.grad), wanted, strict=True):
+        near(got, want, 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reference", ["none", "positive"])
+def test_debiased_moving_average(kind, reference):
+    """gamma = 1: the batch's own estimate, whose gradient autograd knows."""
+    tau, prior = 0.5, 0.1
+    mode = {"directions": "forward"} if kind == "forward" else {"mode": kind}
+    options = {"reference": reference, "gamma": 1.0, "tau": tau, "dtype": torch.float64}
+    est = compopt.SogCLREstimator(N, **options, **mode, pairs=PairPolicy(prior=prior))
+    z1, z2 = (x.requires_grad_() for x in features(6, DIM, seed=23, spread=0.3))
+    inner = {}
+    for a in anchors([z1, z2], list(range(6)), kind):
+        s, own = torch.stack(a.negatives), a.positive
+        shift = own if reference == "positive" else torch.zeros_like(own)
+        g = (((s - shift) / tau).exp().mean() - prior * ((own - shift) / tau).exp()) / (1 - prior)
+        inner[(a.direction, a.position)] = torch.maximum(g, ((-1 - shift) / tau).exp()), own - shift
+    terms = []
+    for (_, position), (g, outer) in inner.items():
+        u = g if kind != "unimodal" else (inner[(0, position)][0] + inner[(1, position)][0]) / 2
+        terms.append(tau * u.log() - outer)
+    theirs = torch.stack(terms).mean()
+    loss, *gradients = run(est, z1, z2, torch.arange(6))
+    near(loss, theirs)
+    for got, want in zip(gradients, torch.autograd.grad(theirs, (z1, z2)), strict=True):
+        near(got, want, 1e-9)
+
+
+def test_hardness_weighted_loss():
+    z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
+    same(loss_of(infonce(0.1, hardness=9.0), z, 7), policies.hardness_weighted(policies.cosines(*z), 0.1, 9.0), z)

@@ -67,8 +67,11 @@ class Selection:
 
     def of_sides(self, sides: Sequence[int]) -> Selection:
         """Return the selection for other modalities along the rows and the columns, without hardness."""
-        guide = [self.guide[view] for view in sides] if self.guide else ()
-        return replace(self, policy=replace(self.policy, hardness=None), guide=guide)
+        return replace(self.without_hardness(), guide=[self.guide[view] for view in sides] if self.guide else ())
+
+    def without_hardness(self) -> Selection:
+        """Return the same with equal weights."""
+        return replace(self, policy=replace(self.policy, hardness=None, importance="plain"))
 
     @property
     def guides(self) -> list[Tensor]:

@@ -67,8 +67,8 @@ class MemoryNormalizer(Normalizer):
     ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
-        ValueError: dim or length < 1; a policy of pairs with a guide, whose features the queue does not keep; at the
-            call features of another dimension.
+        ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance`` or ``prior``; at the call
+            features of another dimension.
         TypeError: dim or length is no integer.
 
     References:
@@ -96,11 +96,16 @@ class MemoryNormalizer(Normalizer):
         del group  # it has no hyper-parameters
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        if policy.guided:
-            raise ValueError(
-                "guided=True needs the guide's features of all candidates, and the memory keeps none; leave it out, or "
-                "take a normalizer without a memory, such as BatchNormalizer"
-            )
+        for option, given in (
+            ("guided=True", policy.guided),
+            (f"importance={policy.importance!r}", policy.importance != "plain"),
+            (f"prior={policy.prior}", policy.prior is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"{option} is of the batch's candidates, and the memory has others; leave it out, or take a "
+                    f"normalizer without a memory, such as BatchNormalizer"
+                )
 
     def structure(self) -> dict[str, Any]:
         return {"dim": self.dim, "length": self.length}
