@@ -87,7 +87,7 @@ def twins(name, kind, policy, chunk_size, tau, **options):
     est, ref = make(
         BY_NAME[name], kind, N, tau=tau, gamma=0.6, chunk_size=chunk_size, pairs=PairPolicy(**policy), **options
     )
-    ref.policy = PolicyReference(**policy)
+    ref.policy = PolicyReference(**{key: value for key, value in policy.items() if hasattr(PolicyReference, key)})
     return est, ref
 
 
