@@ -18,6 +18,7 @@ from compopt.checks.inputs import (
     check_guide,
     check_range,
     check_tau,
+    check_teacher,
     check_vector,
     check_views,
     check_within,
@@ -35,7 +36,8 @@ class Choices:
     """What a call brings for its policy of pairs, on one rank.
 
     Attributes:
-        values: ``guide1``, ``guide2``, ``(b, g)`` each, and ``within``, ``(b,)``, as far as the policy asks for them.
+        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within``, ``(b,)``,
+            as far as the policy asks for them.
         of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
     """
 
@@ -44,13 +46,15 @@ class Choices:
 
     @property
     def guides(self) -> list[Tensor]:
-        """Features of the guide."""
-        return [value for name, value in (*self.values.items(), *self.of_extra.items()) if name.startswith("guide")]
+        """Features of the guide and of the teacher."""
+        given = (*self.values.items(), *self.of_extra.items())
+        return [value for name, value in given if name.startswith(("guide", "teacher"))]
 
     @property
     def facts(self) -> dict[str, int]:
         """What must be alike on all ranks."""
-        return {"guide": self.values["guide1"].shape[1] if "guide1" in self.values else 0}
+        widths = {name: f"{name}1" for name in ("guide", "teacher")}
+        return {name: self.values[first].shape[1] if first in self.values else 0 for name, first in widths.items()}
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def check_call(
     anchors: int | None,
     guide: Sequence[Tensor] | None,
     within: Tensor | tuple[Tensor, Tensor] | None,
+    teacher: Tensor | Sequence[Tensor] | None,
 ) -> Given:
     """Refuse what one rank can refuse by itself, and prepare the features."""
     refuse_transforms()
@@ -154,6 +159,10 @@ def check_call(
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
         choices = _check_choices(est, guide, within, one, views, extra)
+        if choices is not None:
+            choices.values.update(_check_targets(est, teacher, keys, one, views, extra))
+        elif teacher is not None:
+            _check_asked("teacher", True, "targets=...", False)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
@@ -220,6 +229,32 @@ def _check_choices(
         choices.values["within"] = keys[0]
         choices.of_extra.update(zip(("within",), keys[1:], strict=False))
     return choices
+
+
+def _check_targets(
+    est: Called,
+    teacher: Tensor | Sequence[Tensor] | None,
+    keys: dict[str, Tensor],
+    like: Tensor,
+    views: int,
+    extra: Tensor | None,
+) -> dict[str, Tensor]:
+    """Check what says who is a positive, and return the teacher's features by name."""
+    policy = est.pairs
+    assert policy is not None
+    _check_asked("teacher", teacher is not None, "targets=...", policy.targets is not None)
+    if policy.positives == "labels" and "labels" not in keys:
+        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
+    if policy.expects and (views > 2 or extra is not None):
+        given = "extra=" if extra is not None else f"{views} views"
+        raise ValueError(f"with targets= or positives= a batch has two modalities or views and no more, got {given}")
+    if teacher is None:
+        return {}
+    dtype, classes = working_dtype(like.dtype), isinstance(policy.targets, str)
+    features = check_teacher(teacher, len(like), classes)
+    features = [z.detach().to(like.device, dtype, copy=True) for z in features]
+    unit = [prepare(z, est.normalize and not classes)[0] for z in features]
+    return {f"teacher{number}": z for number, z in enumerate(unit, start=1)}
 
 
 def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:

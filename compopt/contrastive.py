@@ -33,6 +33,7 @@ from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import Extra, PairOptions, PairStatistics, scale_of
 from compopt.kernel.selection import Selection
+from compopt.kernel.targets import TargetPairs, Targets
 from compopt.objective import Objective, Summary
 from compopt.pairs import PairPolicy
 from compopt.stores import Offload
@@ -222,6 +223,7 @@ class ContrastiveEstimator(Estimator):
         anchors: int | None = None,
         guide: Sequence[Tensor] | None = None,
         within: Tensor | tuple[Tensor, Tensor] | None = None,
+        teacher: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -242,7 +244,8 @@ class ContrastiveEstimator(Estimator):
                 once.
             tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
-            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates).
+            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates);
+                with ``PairPolicy(positives="labels")`` they are each other's positives.
             extra: further candidates of the anchors of direction 1 beside the batch's, ``(M, d)``, perhaps with a
                 graph: mined hard negatives, for example. ``|N_i|`` counts them, and normalizers, weights and rows are
                 those of the larger set: what is estimated is then the objective of the mixture that the caller makes.
@@ -256,6 +259,8 @@ class ContrastiveEstimator(Estimator):
                 spared; no graph.
             within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
                 contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
+            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``;
+                or, for ``"classes"``, soft labels ``(B, C)``; no graph.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
@@ -292,7 +297,7 @@ class ContrastiveEstimator(Estimator):
             (4, 8, 16)
         """
         given = check_call(
-            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, guide, within
+            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, guide, within, teacher
         )
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
@@ -310,7 +315,9 @@ class ContrastiveEstimator(Estimator):
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
-        self._last = Summary(objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits)
+        self._last = Summary(
+            objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits, pairs.whole
+        )
         self._shown = estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 
@@ -331,6 +338,7 @@ class ContrastiveEstimator(Estimator):
         anchors: int | None = None,
         guide: Sequence[Tensor] | None = None,
         within: Tensor | tuple[Tensor, Tensor] | None = None,
+        teacher: Tensor | Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
@@ -339,7 +347,8 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within: as in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher: as in a
+                call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
@@ -369,7 +378,9 @@ class ContrastiveEstimator(Estimator):
             given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
             leaves = [z for z in given if z is not None]
             call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels)
-            loss = call(extra=given[2], extra_index=extra_index, anchors=anchors, guide=guide, within=within)
+            loss = call(
+                extra=given[2], extra_index=extra_index, anchors=anchors, guide=guide, within=within, teacher=teacher
+            )
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
@@ -411,7 +422,9 @@ class ContrastiveEstimator(Estimator):
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            selection=None if self.pairs is None else Selection.of(self.pairs, batch.values, extra),
+            selection=Selection.of(self.pairs, batch.values, extra)
+            if self.pairs is not None and self.pairs.selects
+            else None,
         )
         pairs = self._swept(batch, own, tau, keys, options)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
@@ -433,6 +446,13 @@ class ContrastiveEstimator(Estimator):
 
         if policy is None:
             return build(own, batch.features, options)
+        if policy.expects:
+            targets = Targets.of(policy, batch.values, batch.keys)
+
+            def gather(values: Tensor) -> Tensor:
+                return engine.ranks.gather([values], batch.sizes)[0]
+
+            return TargetPairs(build, own, batch.features, batch.own, options, targets, gather)
         if policy.also:
             pairs: PairStatistics = JoinedPairs(build, own, batch.features, batch.own, options)
         else:

@@ -12,6 +12,8 @@ from compopt import checks
 FalseNegatives = float | tuple[Literal["relative"], float]
 Hardness = float | tuple[float, float]
 Importance = Literal["plain", "normalized", "differentiated"]
+Positives = Literal["own", "labels"]
+SoftTargets = float | Literal["classes"]
 Also = Literal["query_to_query", "document_to_query", "document_to_document"]
 
 
@@ -43,6 +45,11 @@ class PairPolicy:
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
             ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``.
+        positives: ``"own"``, or ``"labels"``: all samples with the anchor's ``labels=`` are its positives, with equal
+            shares, and stay candidates (SupCon, the form with the sum outside of the logarithm).
+        targets: the positive is the expectation of ``s_ij`` under weights that a ``teacher=`` gives, all samples being
+            candidates: a number is the temperature of a softmax over the teacher's similarities; ``"classes"``: weights
+            are proportional to inner products of rows of soft labels.
         also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
@@ -54,14 +61,17 @@ class PairPolicy:
 
     Raises:
         TypeError, ValueError: a value of another type or out of range; options that need others (``guided`` and
-            ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``).
+            ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``) or exclude them
+            (``positives`` and ``targets`` go with ``within`` alone).
         ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance`` or ``prior`` with a
-            memory; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``. At a call: ``guide=`` or
-            ``within=`` missing, or given without its option.
+            memory; ``positives`` or ``targets`` with a network, a memory or ``include_positive=True``; ``also`` without
+            ``directions="forward"``; ``prior`` without ``normalize``. At a call: an argument that an option asks for is
+            missing (``guide``, ``within``, ``teacher``, ``labels``), or given without it.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
         Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
+        Khosla et al., Supervised Contrastive Learning (SupCon), NeurIPS 2020, eq. 2;
         Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
         2025, eq. 5 (detached weights ``exp(beta s_ij)``); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020.
 
@@ -80,6 +90,8 @@ class PairPolicy:
     hardness: Hardness | None = None
     importance: Importance = "plain"
     prior: float | None = None
+    positives: Positives = "own"
+    targets: SoftTargets | None = None
     also: tuple[Also, ...] = ()
     within: bool = False
 
@@ -101,6 +113,12 @@ class PairPolicy:
             )
         if self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
             raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
+        checks.one_of("positives", self.positives, get_args(Positives))
+        if isinstance(self.targets, str):
+            checks.one_of("targets", self.targets, ("classes",))
+        elif self.targets is not None:
+            checks.positive("targets", self.targets)
+        self._check_expected()
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
         for kind in self.also:
@@ -109,6 +127,30 @@ class PairPolicy:
     def __repr__(self) -> str:
         options = ((field, getattr(self, field.name)) for field in fields(self))
         return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
+
+    def _check_expected(self) -> None:
+        """Refuse what compares with, or weighs, an anchor's one positive where that is an expectation."""
+        if self.expects and self.targets is not None and self.positives != "own":
+            raise ValueError(
+                f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
+            )
+        other = ("false_negatives", "hardness", "prior", "also")
+        given = [name for name in other if getattr(self, name)]
+        if self.expects and given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])!r} is for an anchor's one positive, and with targets= or "
+                f'positives="labels" all samples are; leave one of them out'
+            )
+
+    @property
+    def expects(self) -> bool:
+        """True if the positive of an anchor is an expectation over candidates."""
+        return self.targets is not None or self.positives != "own"
+
+    @property
+    def selects(self) -> bool:
+        """True if it leaves pairs out, or gives them weights."""
+        return self.false_negatives is not None or any(self.strengths) or self.within or bool(self.also)
 
     @property
     def strengths(self) -> tuple[float, float]:

@@ -440,3 +440,120 @@ def test_debiased_moving_average(kind, reference):
 def test_hardness_weighted_loss():
     z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
     same(loss_of(infonce(0.1, hardness=9.0), z, 7), policies.hardness_weighted(policies.cosines(*z), 0.1, 9.0), z)
+
+
+# -- several positives, soft targets ---------------------------------------------------------------------------
+
+LABELS = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3])
+
+
+def dcl(tau, mode="bimodal", **options):
+    return compopt.DCLEstimator(tau, mode=mode, multiply_tau=False, pairs=PairPolicy(**options))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("tau", [0.02, 0.1, 0.7])
+def test_supervised_contrastive_loss(tau, chunk_size):
+    z = [x.requires_grad_() for x in features(8, DIM, seed=30)]
+    est = dcl(tau, "unimodal", positives="labels")
+    est.chunk_size = chunk_size
+    same(loss_of(est, z, 15, labels=LABELS), policies.supervised(torch.cat(z), LABELS.repeat(2), tau), z)
+    near(est.metrics["info_nce"], loss_of(est, z, 15, labels=LABELS)[0])
+
+
+def soft_weights(policy, teacher):
+    """Rows of both directions."""
+    if policy["targets"] == "classes":
+        shares = teacher @ teacher.T
+        return [shares / shares.sum(1, keepdim=True)] * 2
+    s = policies.cosines(*teacher) / policy["targets"]
+    return [s.softmax(1), s.T.softmax(1)]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("targets", [0.05, 1.0, "classes"])
+@pytest.mark.parametrize("directions", ["both", "forward"])
+def test_soft_targets(directions, targets, chunk_size):
+    """CLIP against the similarities of a teacher, or against shared classes."""
+    z = [x.requires_grad_() for x in features(8, DIM, seed=31)]
+    teacher = features(8, 5, seed=32) if targets != "classes" else torch.rand(8, 3, dtype=torch.float64)
+    options = {"directions": directions, "chunk_size": chunk_size, "multiply_tau": False}
+    est = compopt.DCLEstimator(0.1, **options, pairs=PairPolicy(targets=targets))
+    s, weights = policies.cosines(*z), soft_weights({"targets": targets}, teacher)
+    terms = [policies.soft_targets(x, w, 0.1) for x, w in zip((s, s.T), weights, strict=True)]
+    theirs = sum(terms) / 2 if directions == "both" else terms[0]
+    same(loss_of(est, z, 8, teacher=teacher), theirs, z)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["sogclr", "sogclr-positive", "batch-tensor-tau-no-positive"])
+def test_expected_positives_of_every_kind(name, kind, within):
+    """A mean over equal labels, or within data sets; gamma = 1, and a temperature that learns."""
+    tau, key = 0.4, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    policy = PairPolicy(positives="labels", within=within)
+    info = BY_NAME[name]
+    est, _ = make(info, kind, N, tau=tau, gamma=1.0, pairs=policy)
+    z1, z2 = (x.requires_grad_() for x in features(8, DIM, seed=33))
+    t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+    unit = [torch.nn.functional.normalize(z, dim=1) for z in (z1, z2)]
+    g = {}
+    for direction in range(1 if kind == "forward" else 2):
+        views = (0, 1) if kind == "unimodal" else (1 - direction,)
+        for i in range(8):
+            who = [(v, j) for v in views for j in range(8) if (v, j) != (direction, i)]
+            who = [(v, j) for v, j in who if not within or key[j] == key[i]]
+            s = torch.stack([unit[direction][i] @ unit[v][j] for v, j in who])
+            mean = s[[bool(LABELS[j] == LABELS[i]) for _, j in who]].mean()
+            shift = mean if name == "sogclr-positive" else torch.zeros_like(mean)
+            g[(direction, i)] = ((s - shift) / t).exp().mean(), mean - shift
+    terms = []
+    for (_, i), (inner, outer) in g.items():
+        if kind == "unimodal" and info.has_rows:
+            inner = (g[(0, i)][0] + g[(1, i)][0]) / 2
+        terms.append(t * inner.log() - outer)
+    theirs = torch.stack(terms).mean()
+    given = {"within": key} if within else {}
+    loss, *gradients = run(est, z1, z2, torch.arange(8), labels=LABELS, **given)
+    near(loss, theirs)
+    wanted = torch.autograd.grad(theirs, (z1, z2, t))
+    leaves = [info.tau_leaf(est).grad] if info.tau_leaf else []
+    for got, want in zip((*gradients, *leaves), wanted, strict=False):
+        near(got, want, 1e-9)
+
+
+def expected_on_ranks(group, kind, policy, given, sizes, z, chunk_size):
+    """Loss, gradients and temperature gradient of this rank's part of a batch."""
+    rank = dist.get_rank(group)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    options = {"process_group": group, "chunk_size": chunk_size, "pairs": PairPolicy(**policy)}
+    est, _ = make(BY_NAME["isogclr"], kind, N, tau=0.3, gamma=0.6, **options)
+    given = {
+        name: value[own] if isinstance(value, torch.Tensor) else [x[own] for x in value]
+        for name, value in given.items()
+    }
+    found = run(est, *(x[own] for x in z), torch.arange(8)[own], **given)
+    est.step()
+    return *found, est.read(torch.arange(8))["tau"], est.read(torch.arange(8))["log_u"]
+
+
+EXPECTED = [
+    ("unimodal", {"positives": "labels"}, {"labels": LABELS}),
+    ("bimodal", {"targets": 0.1, "within": True}, {"teacher": features(8, 5, seed=34), "within": LABELS // 2}),
+    ("forward", {"targets": "classes"}, {"teacher": torch.rand(8, 3, generator=generator(35)).double()}),
+    ("unimodal", {"targets": 0.5}, {"teacher": features(8, 5, seed=36)}),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes, chunk_size", [([3, 4, 1], 2), pytest.param([0, 8], None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind, policy, given", EXPECTED, ids=lambda x: str(x) if isinstance(x, str) else None)
+def test_expected_positives_on_ranks(kind, policy, given, sizes, chunk_size):
+    z = features(8, DIM, seed=37)
+    (whole,) = the_pool().run(expected_on_ranks, 1, kind, policy, given, [8], z, None)
+    parts = the_pool().run(expected_on_ranks, len(sizes), kind, policy, given, sizes, z, chunk_size)
+    for part in parts:
+        for at in (0, 3, 4):
+            near(part[at], whole[at], 1e-10)
+    for at in (1, 2):
+        near(torch.cat([part[at] for part in parts]) / len(sizes), whole[at], 1e-10)

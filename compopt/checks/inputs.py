@@ -186,6 +186,22 @@ def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Te
     return list(guide)
 
 
+def check_teacher(teacher: Any, batch: int, classes: bool) -> list[Tensor]:
+    """Return a teacher's features of both modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
+    given = [teacher] if classes else teacher
+    if not isinstance(given, tuple | list) or len(given) != (1 if classes else 2):
+        raise ValueError(f"teacher must be 2 tensors of features, of z1 and of z2, got {_count(given)}")
+    for z in given:
+        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
+            wanted = "a floating-point tensor (B, C)" if classes else "floating-point tensors (B, g)"
+            raise TypeError(f"teacher must be {wanted}, got {getattr(z, 'dtype', type(z).__name__)}")
+        if z.dim() != 2 or z.shape != (batch, given[0].shape[-1]):
+            raise ValueError(f"teacher must have {batch} rows of one length, got shape {tuple(z.shape)}")
+        if classes and z.device.type == "cpu" and bool((z < 0).any()):
+            raise ValueError(f"teacher must hold shares >= 0 of classes, got {z.min().item():.6g}")
+    return list(given)
+
+
 def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
     """Return keys of the batch, ``(B,)`` int64, and of ``more`` further candidates."""
     keys = list(within) if isinstance(within, tuple | list) else [within]

@@ -236,6 +236,11 @@ class Normalizer(Component):
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Refuse a policy of pairs with a ``ValueError``, where it has no meaning."""
+        if policy.expects:
+            raise ValueError(
+                f"{type(self).__name__} compares candidates with the one positive of an anchor, and pairs={policy} "
+                f"has others; take BatchNormalizer() or MovingAverageEstimator"
+            )
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:

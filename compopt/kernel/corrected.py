@@ -11,7 +11,7 @@ from compopt.functional import Scalar
 from compopt.kernel.pairs import PairStatistics
 
 COPIED = (
-    *("keys", "views", "distinct", "directions", "extra", "unimodal", "moments", "selection"),
+    *("keys", "views", "distinct", "directions", "extra", "unimodal", "moments", "selection", "whole"),
     *("negatives", "positive", "count", "log_count", "sides", "mean_h"),
 )
 

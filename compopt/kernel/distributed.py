@@ -222,7 +222,9 @@ class GatheredPairs(PairStatistics):
         if direction == 0 and self.extra is not None:
             y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
         scale = self._scale[self._own, direction] if direction < self.directions else None
-        diagonals = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
+        diagonals: Sequence[int] = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
+        if self.whole:
+            diagonals = (direction * self._batch + self._first,) if self.unimodal else ()
         same = None if self.distinct else self._same_as(direction)
         selected = self._matrix(direction, len(y))
         return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments, selected)

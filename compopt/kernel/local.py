@@ -116,7 +116,9 @@ class Pairs(PairStatistics):
     def _mask(self, s: Tensor, start: int) -> Tensor | None:
         """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
         if self.distinct:
-            shifts = range(1 - self.directions, self.views) if self.unimodal else (0,)
+            shifts = range(1 - self.directions, self.views) if self.unimodal else range(1)
+            if self.whole:
+                shifts = range(int(self.unimodal))
             for offset in (shift * self.batch for shift in shifts):
                 if -s.shape[0] < offset + start < s.shape[1]:
                     s.diagonal(offset + start).fill_(MASKED)

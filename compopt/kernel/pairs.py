@@ -115,6 +115,7 @@ class PairOptions(NamedTuple):
         moments: also compute ``mean_h``, which the gradients of temperatures need.
         selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
         positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
+        whole: all features but the anchor itself are candidates, those of the same sample too.
     """
 
     distinct: bool
@@ -126,6 +127,7 @@ class PairOptions(NamedTuple):
     moments: bool = False
     selection: Selection | None = None
     positive: Tensor | None = None
+    whole: bool = False
 
 
 class PairStatistics(ABC):
@@ -143,7 +145,8 @@ class PairStatistics(ABC):
         views: ``V``; 2 for two modalities.
 
     Attributes:
-        distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
+        distinct: known on the host: an anchor's own sample, or with ``whole`` the anchor itself, is all that is no
+            candidate of it.
         negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 where an anchor has no negatives. A number where it is one for all, known on the
@@ -163,10 +166,13 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _ = options
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _, self.whole = (
+            options
+        )
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
-        self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
+        distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
+        self.distinct = distinct or self.whole
 
     @property
     def may_lack_negatives(self) -> bool:
@@ -242,7 +248,7 @@ class PairStatistics(ABC):
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
-        own = self.views if self.unimodal else 1
+        own = self.views if self.unimodal and not self.whole else int(self.unimodal or not self.whole)
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])

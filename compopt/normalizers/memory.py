@@ -96,6 +96,7 @@ class MemoryNormalizer(Normalizer):
         del group  # it has no hyper-parameters
 
     def check_pairs(self, policy: PairPolicy) -> None:
+        super().check_pairs(policy)
         for option, given in (
             ("guided=True", policy.guided),
             (f"importance={policy.importance!r}", policy.importance != "plain"),

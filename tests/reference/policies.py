@@ -61,3 +61,17 @@ def false_negatives_masked(s: Tensor, seen: Tensor, tau: float, margin: float, m
         columns.append(more[0].masked_fill(more[1] > limit, -torch.inf))
     scores = torch.cat(columns, dim=1) / tau
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(s)))
+
+
+def supervised(features: Tensor, labels: Tensor, tau: float) -> Tensor:
+    """Khosla et al. (SupCon), 2020, eq. 2: the sum over positives outside of the logarithm; all rows are anchors."""
+    s = cosines(features, features) / tau
+    itself = torch.eye(len(s), dtype=torch.bool)
+    log_prob = s - s.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
+    positive = (labels[:, None] == labels) & ~itself
+    return -((log_prob * positive).sum(1) / positive.sum(1)).mean()
+
+
+def soft_targets(s: Tensor, weights: Tensor, tau: float) -> Tensor:
+    """Cross-entropy of candidates against soft targets, whose rows sum to one."""
+    return torch.nn.functional.cross_entropy(s / tau, weights)

@@ -1,0 +1,153 @@
+r"""Positives that are expectations: several samples of one label, or candidates by the weights of a teacher.
+
+.. math::
+    \bar s_i = \sum_j T_{ij} s_{ij}, \qquad \sum_j T_{ij} = 1, \qquad h_{ij} = s_{ij} - \bar s_i
+
+All other features are candidates, positives too. Since ``s_ij`` is linear in both features, only the mean positive
+``sum_j T_ij z_j`` is kept of each anchor; blocks of ``T`` are computed twice, and none outlives its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compopt.functional import Scalar
+from compopt.kernel.corrected import CorrectedPairs
+from compopt.kernel.joined import Build
+from compopt.kernel.pairs import PairOptions
+from compopt.pairs import PairPolicy
+
+BLOCK_ROWS = 1024  # of T, where the caller has set no chunk_size
+
+
+class Side(NamedTuple):
+    """Samples along an axis of ``T``: teacher's features ``(Q, g)``, labels and keys ``(Q,)``, as far as there are."""
+
+    teacher: Tensor | None
+    label: Tensor | None
+    key: Tensor | None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The weights of candidates in an anchor's positive.
+
+    Attributes:
+        tau: temperature of a softmax over the teacher's similarities; ``None``: weights are proportional to these.
+        teacher: its features by modality or view, ``(B, g)`` each; empty: labels decide.
+        label: of all samples, ``(B,)``, or ``None``.
+        key: of ``within=``, ``(B,)``, or ``None``: none belong together that differ in it.
+        dtype: of the weights.
+    """
+
+    tau: float | None = None
+    teacher: Sequence[Tensor] = ()
+    label: Tensor | None = None
+    key: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, policy: PairPolicy, values: Mapping[str, Tensor], keys: Mapping[str, Tensor]) -> Targets:
+        """Return the targets of a call from what it brought, gathered and by name."""
+        key, dtype = values.get("within"), values["z1"].dtype
+        if policy.targets is None:
+            return cls(None, (), keys["labels"], key, dtype)
+        tau = None if isinstance(policy.targets, str) else policy.targets
+        teacher = [values[name] for name in ("teacher1", "teacher2") if name in values]
+        return cls(tau, teacher if len(teacher) == 2 else teacher * 2, None, key, dtype)
+
+    def side(self, views: Sequence[int], part: slice) -> Side:
+        """Some views one after the other, of the samples ``part``."""
+        teacher = torch.cat([self.teacher[view][part] for view in views]) if self.teacher else None
+        label, key = (None if x is None else x[part].repeat(len(views)) for x in (self.label, self.key))
+        return Side(teacher, label, key)
+
+    def logits(self, rows: Side, columns: Side) -> Tensor:
+        """``log T_ij`` up to a number per row, ``(P, Q)``."""
+        if rows.teacher is None or columns.teacher is None:
+            assert rows.label is not None and columns.label is not None
+            result = rows.label.new_zeros(len(rows.label), len(columns.label), dtype=self.dtype)
+            result.masked_fill_(rows.label[:, None] != columns.label, -torch.inf)
+        else:
+            result = rows.teacher @ columns.teacher.T
+            result = result.log() if self.tau is None else result / self.tau
+        if rows.key is not None and columns.key is not None:
+            result.masked_fill_(rows.key[:, None] != columns.key, -torch.inf)
+        return result
+
+
+class TargetPairs(CorrectedPairs):
+    """Statistics of all pairs, whose positives are expectations under :class:`Targets`.
+
+    Args:
+        build: makes the statistics of the pairs.
+        own: this process's features, ``(V, b, d)``, of two modalities or views.
+        everyone: those of all ranks, ``(B, d)`` each.
+        place: where this process's samples are among all.
+        options: of the pairs.
+        targets: the weights.
+        gather: from values of the own samples to those of all.
+
+    Communicates: one all-gather of ``2 a`` floats per sample, beside what ``build`` does.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        own: Tensor,
+        everyone: Sequence[Tensor],
+        place: slice,
+        options: PairOptions,
+        targets: Targets,
+        gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._everyone, self._place, self._targets = everyone, place, targets
+        self._rows = options.chunk_size or BLOCK_ROWS
+        anchors = range(options.directions)
+        self._candidates = [(0, 1) if options.unimodal else (1 - view,) for view in anchors]
+        found = [self._mean_positive(view) for view in anchors]
+        self._means = [mean for mean, _ in found]
+        expected = [torch.linalg.vecdot(own[view], mean) for view, mean in enumerate(self._means)]
+        shared = gather(torch.stack([*expected, *(norm for _, norm in found)], dim=1))
+        positive, self._log_norm = shared.split(options.directions, dim=1)
+        super().__init__(build(own, everyone, options._replace(positive=positive, whole=True)))
+        self.log_sum = self._pairs.log_sum
+
+    def _blocks(self, view: int, rows: slice, others: int, columns: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Parts of ``rows``, anchors of a view, and ``log T`` up to a number per row for candidates of another."""
+        for start in range(rows.start, rows.stop, self._rows):
+            part = slice(start, min(start + self._rows, rows.stop))
+            logits = self._targets.logits(self._targets.side((view,), part), self._targets.side((others,), columns))
+            offset = start - columns.start
+            if view == others and -len(logits) < offset < logits.shape[1]:
+                logits.diagonal(offset).fill_(-torch.inf)  # no feature is a candidate of itself
+            yield part, logits
+
+    def _mean_positive(self, view: int) -> tuple[Tensor, Tensor]:
+        """``sum_j T_ij z_j`` of the own anchors of a view, ``(b, d)``, and the logarithm of what T was divided by."""
+        everyone, means, norms = slice(0, len(self._everyone[0])), [], []
+        candidates = self._candidates[view]
+        y = torch.cat([self._everyone[other] for other in candidates])
+        by_view = (self._blocks(view, self._place, other, everyone) for other in candidates)
+        for blocks in zip(*by_view, strict=True):
+            logits = torch.cat([block for _, block in blocks], dim=1)
+            norms.append(logits.logsumexp(1))
+            means.append(logits.softmax(1) @ y)
+        return torch.cat([y[:0], *means]), torch.cat([y[:0, 0], *norms])
+
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        gradient, outside = self._pairs.gradients(alpha, coefficient, 0.0)
+        pull = (self.factor(coefficient) * positive_weight * torch.ones_like(self.positive)).unsqueeze(2)
+        for view, mean in enumerate(self._means):
+            gradient[view] -= pull[self._place, view] * mean
+            pulled = pull[:, view] * self._everyone[view]
+            for other in self._candidates[view]:  # as candidates of everybody's anchors
+                for rows, logits in self._blocks(view, slice(0, len(pulled)), other, self._place):
+                    t = (logits - self._log_norm[rows, view, None]).exp()
+                    gradient[other] -= t.T @ pulled[rows]
+        return gradient, outside
