@@ -22,7 +22,7 @@ from benchmarks.kernel import batch, ratios
 from benchmarks.report import environment, finish, quartiles, spread, table
 from compopt import PairPolicy
 
-ABOUT = """DCL, tau 0.07, float32, random normalised features, d = {dim}. *ms*: processor time of a call, of all threads;
+ABOUT = """DCL, tau 0.07, float32, random normalised features, d = {dim}. *ms*: processor time of a call;
 *ratio*: to no policy in the same round; median (first to third quartile)."""
 TAU, GUIDE_DIM, CHUNK = 0.07, 64, 512
 POLICIES: dict[str, PairPolicy | None] = {

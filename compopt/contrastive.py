@@ -26,12 +26,13 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
+from compopt.kernel.blocks import Extra
 from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import Extra, PairOptions, PairStatistics, scale_of
+from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
 from compopt.kernel.selection import Selection
 from compopt.kernel.targets import TargetPairs, Targets
 from compopt.objective import Objective, Summary

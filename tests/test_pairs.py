@@ -273,6 +273,17 @@ REFUSED = [
     ({"hardness": -1.0}, ValueError, "hardness must be 0 or greater, got -1.0"),
     ({"hardness": (1.0, 2.0, 3.0)}, ValueError, r"hardness must be a number or \(of the batch, of extra\)"),
     ({"within": None}, TypeError, "within must be True or False"),
+    ({"importance": "plane", "hardness": 1.0}, ValueError, "importance must be one of 'plain', 'normalized'"),
+    ({"importance": "normalized"}, ValueError, "give one hardness > 0 for all candidates"),
+    ({"importance": "normalized", "hardness": (0.0, 1.0)}, ValueError, "give one hardness > 0 for all candidates"),
+    ({"prior": 1.0}, ValueError, r"prior must be in \(0, 1\), got 1.0"),
+    ({"also": "query_to_query"}, ValueError, "also must be a tuple of different names"),
+    ({"also": ("query_to_doc",)}, ValueError, "also must be one of 'query_to_query'"),
+    ({"positives": "mine"}, ValueError, "positives must be one of 'own', 'labels'"),
+    ({"targets": "soft"}, ValueError, "targets must be one of 'classes'"),
+    ({"targets": 0.0}, ValueError, "targets must be greater than 0"),
+    ({"targets": 0.1, "positives": "labels"}, ValueError, "both say what is positive"),
+    ({"targets": 0.1, "hardness": 2.0}, ValueError, "hardness=2.0 is for an anchor's one positive"),
 ]
 
 
@@ -286,8 +297,18 @@ def test_estimators_that_refuse_a_policy():
     policy = PairPolicy(false_negatives=0.0, guided=True)
     with pytest.raises(ValueError, match="no effect on chains"):
         compopt.EMC2Estimator(N, pairs=PairPolicy(hardness=1.0))
-    with pytest.raises(ValueError, match="the memory keeps none"):
-        compopt.MemoryEstimator(DIM, pairs=policy)
+    for other in (policy, PairPolicy(prior=0.1), PairPolicy(hardness=1.0, importance="normalized")):
+        with pytest.raises(ValueError, match="of the batch's candidates, and the memory has others"):
+            compopt.MemoryEstimator(DIM, pairs=other)
+    for make_it in (lambda **o: compopt.MemoryEstimator(DIM, **o), lambda **o: compopt.NeuCLIPEstimator(DIM, **o)):
+        with pytest.raises(ValueError, match="compares candidates with the one positive"):
+            make_it(pairs=PairPolicy(targets=0.1))
+    with pytest.raises(ValueError, match="take include_positive=False, as DCLEstimator has it"):
+        compopt.InfoNCEEstimator(pairs=PairPolicy(positives="labels"))
+    with pytest.raises(ValueError, match='build it with directions="forward"'):
+        compopt.DCLEstimator(pairs=PairPolicy(also=("query_to_query",)))
+    with pytest.raises(ValueError, match="build it with normalize=True"):
+        compopt.DCLEstimator(normalize=False, pairs=PairPolicy(prior=0.1))
     with pytest.raises(TypeError, match="pairs must be a compopt.PairPolicy, got dict"):
         compopt.DCLEstimator(pairs={"hardness": 1.0})
     with pytest.raises(ValueError, match="ask an estimator without"):
@@ -313,6 +334,14 @@ CALLS = [
     ({"within": True}, {"within": torch.arange(3)}, ValueError, "within has 3 entries for 4 of them"),
     ({"within": True}, {"within": torch.arange(4), "extra": Z[0]}, ValueError, "within must be a pair of tensors"),
     ({"within": True}, {"within": torch.rand(4)}, TypeError, "within must hold integers"),
+    (None, {"teacher": list(Z)}, ValueError, r"build the estimator with pairs=PairPolicy\(targets=..., ...\)"),
+    ({"positives": "labels"}, {}, ValueError, "labels is missing"),
+    ({"positives": "labels"}, {"labels": torch.arange(4), "extra": Z[0]}, ValueError, "and no more, got extra="),
+    ({"targets": 0.1}, {}, ValueError, "teacher is missing"),
+    ({"targets": 0.1}, {"teacher": Z[0]}, ValueError, "teacher must be 2 tensors of features"),
+    ({"targets": 0.1}, {"teacher": [Z[0], Z[1, :3]]}, ValueError, r"4 rows of one length, got shape \(3, 3\)"),
+    ({"targets": "classes"}, {"teacher": list(Z)}, TypeError, r"teacher must be a floating-point tensor \(B, C\)"),
+    ({"targets": "classes"}, {"teacher": -torch.ones(4, 2)}, ValueError, "shares >= 0 of classes, got -1"),
 ]
 
 

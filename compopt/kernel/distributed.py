@@ -26,17 +26,14 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
+from compopt.kernel.blocks import MASKED, Exponentials, Extra, positives
 from compopt.kernel.local import CPU_BLOCK_ROWS
 from compopt.kernel.pairs import (
-    MASKED,
-    Exponentials,
-    Extra,
     PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
     joined,
-    positives,
     pull_positives,
     same_sample,
     scale_of,

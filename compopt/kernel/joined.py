@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log
-from compopt.kernel.pairs import PairOptions, PairStatistics, positives, pull_positives
+from compopt.kernel.blocks import positives
+from compopt.kernel.pairs import PairOptions, PairStatistics, pull_positives
 from compopt.pairs import Also
 
 # Which modality is along the rows and which along the columns; of the second, the sample's own is the positive again.

@@ -26,15 +26,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar
+from compopt.kernel.blocks import MASKED, Exponentials, positives
 from compopt.kernel.pairs import (
-    MASKED,
-    Exponentials,
     PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
     joined,
-    positives,
     pull_positives,
     same_sample,
     scale_of,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar
-from compopt.kernel.pairs import MASKED, Exponentials, Extra, positives
+from compopt.kernel.blocks import MASKED, Exponentials, Extra, positives
 from compopt.pairs import PairPolicy
 
 
