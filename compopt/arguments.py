@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.checks.context import refuse_tangents, refuse_transforms
 from compopt.checks.inputs import (
     check_anchors,
@@ -36,13 +37,18 @@ class Choices:
     """What a call brings for its policy of pairs, on one rank.
 
     Attributes:
-        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within``, ``(b,)``,
+        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within1``, ``(b,)``,
             as far as the policy asks for them.
         of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     of_extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, count: int, given: Sequence[Tensor]) -> None:
+        """Note tensors of one name: at most ``count`` of the batch, and after these one of the further candidates."""
+        self.values.update({f"{name}{number}": value for number, value in enumerate(given[:count], start=1)})
+        self.of_extra.update(zip((name,), given[count:], strict=False))
 
     @property
     def guides(self) -> list[Tensor]:
@@ -158,11 +164,8 @@ def check_call(
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        choices = _check_choices(est, guide, within, one, views, extra)
-        if choices is not None:
-            choices.values.update(_check_targets(est, teacher, keys, one, views, extra))
-        elif teacher is not None:
-            _check_asked("teacher", True, "targets=...", False)
+        asked = {"guide": guide, "within": within, "teacher": teacher}
+        choices = _check_choices(est, asked, keys, one, views, extra)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
@@ -202,59 +205,28 @@ def _check_extra(
 
 
 def _check_choices(
-    est: Called,
-    guide: Sequence[Tensor] | None,
-    within: Tensor | tuple[Tensor, Tensor] | None,
-    like: Tensor,
-    views: int,
-    extra: Tensor | None,
+    est: Called, given: Mapping[str, Any], keys: Mapping[str, Tensor], like: Tensor, views: int, extra: Tensor | None
 ) -> Choices | None:
     """Check what the policy of pairs asks for: nothing may be missing, and nothing given in vain."""
     policy = est.pairs
-    _check_asked("guide", guide is not None, "guided=True", policy is not None and policy.guided)
-    _check_asked("within", within is not None, "within=True", policy is not None and policy.within)
+    options = {"guide": "guided=True", "within": "within=True", "teacher": "targets=..."}
+    for name, option in options.items():
+        _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
     if policy is None:
         return None
+    if policy.expects:
+        _check_expected(policy, keys, views, extra)
     choices, more = Choices(), None if extra is None else len(extra)
-    if guide is not None:
-        given = check_guide(guide, views, len(like), None if policy.spare_extra else more)
-        if policy.spare_extra and more is not None:
-            given.append(given[0].new_zeros(more, given[0].shape[1]))
-        dtype = working_dtype(like.dtype)
-        unit = [prepare(z.detach().to(like.device, dtype, copy=True), est.normalize)[0] for z in given]
-        choices.values.update({f"guide{view}": z for view, z in enumerate(unit[:views], start=1)})
-        choices.of_extra.update(zip(("guide",), unit[views:], strict=False))
-    if within is not None:
-        keys = [key.to(like.device) for key in check_within(within, len(like), more)]
-        choices.values["within"] = keys[0]
-        choices.of_extra.update(zip(("within",), keys[1:], strict=False))
+    if policy.guided:
+        _add_guide(choices, given["guide"], policy, est.normalize, like, views, more)
+    if policy.within:
+        checked = check_within(given["within"], len(like), more)
+        choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
+    if policy.targets is not None:
+        classes = isinstance(policy.targets, str)
+        features = check_teacher(given["teacher"], len(like), classes)
+        choices.add("teacher", 2, _units(features, like, est.normalize and not classes))
     return choices
-
-
-def _check_targets(
-    est: Called,
-    teacher: Tensor | Sequence[Tensor] | None,
-    keys: dict[str, Tensor],
-    like: Tensor,
-    views: int,
-    extra: Tensor | None,
-) -> dict[str, Tensor]:
-    """Check what says who is a positive, and return the teacher's features by name."""
-    policy = est.pairs
-    assert policy is not None
-    _check_asked("teacher", teacher is not None, "targets=...", policy.targets is not None)
-    if policy.positives == "labels" and "labels" not in keys:
-        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if policy.expects and (views > 2 or extra is not None):
-        given = "extra=" if extra is not None else f"{views} views"
-        raise ValueError(f"with targets= or positives= a batch has two modalities or views and no more, got {given}")
-    if teacher is None:
-        return {}
-    dtype, classes = working_dtype(like.dtype), isinstance(policy.targets, str)
-    features = check_teacher(teacher, len(like), classes)
-    features = [z.detach().to(like.device, dtype, copy=True) for z in features]
-    unit = [prepare(z, est.normalize and not classes)[0] for z in features]
-    return {f"teacher{number}": z for number, z in enumerate(unit, start=1)}
 
 
 def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
@@ -263,6 +235,31 @@ def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
         raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
     if wanted and not given:
         raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+
+
+def _check_expected(policy: PairPolicy, keys: Mapping[str, Tensor], views: int, extra: Tensor | None) -> None:
+    """Refuse calls whose positives cannot be expectations."""
+    if policy.positives == "labels" and "labels" not in keys:
+        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
+    if views > 2 or extra is not None:
+        given = "extra=" if extra is not None else f"{views} views"
+        raise ValueError(f"with targets= or positives= a batch has two modalities or views and no more, got {given}")
+
+
+def _add_guide(
+    choices: Choices, guide: Any, policy: PairPolicy, normalize: bool, like: Tensor, views: int, more: int | None
+) -> None:
+    """Check a guide's features; further candidates that are spared have any."""
+    features = check_guide(guide, views, len(like), None if policy.spare_extra else more)
+    if policy.spare_extra and more is not None:
+        features.append(features[0].new_zeros(more, features[0].shape[1]))
+    choices.add("guide", views, _units(features, like, normalize))
+
+
+def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
+    """Features of another model, on the device and in the working dtype of those of the call."""
+    copies = (z.detach().to(like.device, working_dtype(like.dtype), copy=True) for z in features)
+    return [prepare(z, normalize)[0] for z in copies]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -27,14 +27,14 @@ from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.blocks import Extra
-from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
-from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
+from compopt.kernel.pairs import PairOptions, PairStatistics
+from compopt.kernel.policies import swept
 from compopt.kernel.selection import Selection
-from compopt.kernel.targets import TargetPairs, Targets
+from compopt.kernel.source import Source
+from compopt.kernel.targets import Targets
 from compopt.objective import Objective, Summary
 from compopt.pairs import PairPolicy
 from compopt.stores import Offload
@@ -413,8 +413,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        own, keys = given.own.unit, list(batch.keys.values())
-        extra = self._gather_extra(batch, given)
+        extra, policy = self._gather_extra(batch, given), self.pairs
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
@@ -423,49 +422,28 @@ class ContrastiveEstimator(Estimator):
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            selection=Selection.of(self.pairs, batch.values, extra)
-            if self.pairs is not None and self.pairs.selects
-            else None,
+            selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
         )
-        pairs = self._swept(batch, own, tau, keys, options)
+        pairs = self._swept(batch, given.own.unit, tau, options)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
             self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
         return pairs
 
-    def _swept(
-        self, batch: Batch, own: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions
-    ) -> PairStatistics:
-        """Sweep the similarities that the policy asks for."""
-        engine, policy = self._engine, self.pairs
+    def _swept(self, batch: Batch, own: Tensor, tau: float | Tensor, options: PairOptions) -> PairStatistics:
+        """Sweep the pairs, as the policy asks for."""
+        ranks, keys = self._engine.ranks, list(batch.keys.values())
 
-        def build(
-            own: Tensor, everyone: Sequence[Tensor], options: PairOptions, tau: float | Tensor = tau
-        ) -> PairStatistics:
-            if engine.ranks.size == 1:
+        def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
+            if ranks.size == 1:
                 return Pairs(own, tau, keys, options)
-            return GatheredPairs(own, everyone, tau, keys, options, engine.ranks, batch.sizes)
+            return GatheredPairs(own, everyone, tau, keys, options, ranks, batch.sizes)
 
-        if policy is None:
-            return build(own, batch.features, options)
-        if policy.expects:
-            targets = Targets.of(policy, batch.values, batch.keys)
-
-            def gather(values: Tensor) -> Tensor:
-                return engine.ranks.gather([values], batch.sizes)[0]
-
-            return TargetPairs(build, own, batch.features, batch.own, options, targets, gather)
-        if policy.also:
-            pairs: PairStatistics = JoinedPairs(build, own, batch.features, batch.own, options)
-        else:
-            pairs = build(own, batch.features, options)
-        if policy.importance != "plain" and options.selection is not None:
-            plain = options._replace(selection=options.selection.without_hardness(), moments=False)
-            beta = policy.strengths[0]
-            weights = build(own, batch.features, plain, 1 / beta)
-            pairs = NormalizedPairs(pairs, weights, beta, tau, policy.importance == "differentiated")
-        if policy.prior is not None:
-            pairs = DebiasedPairs(pairs, policy.prior, scale_of(tau, pairs.positive, *pairs.positive.shape))
-        return pairs
+        if self.pairs is None:
+            return build(own, batch.features, tau, options)
+        gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
+        source = Source(own, batch.features, batch.own, tau, build, gather)
+        targets = Targets.of(self.pairs, batch.values, batch.keys) if self.pairs.expects else None
+        return swept(source, options, self.pairs, targets)
 
     def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:
         """Return the further candidates of all ranks."""

@@ -148,6 +148,12 @@ class PairPolicy:
         return self.targets is not None or self.positives != "own"
 
     @property
+    def asks(self) -> set[str]:
+        """Names of the arguments that each call must have."""
+        options = {"guide": self.guided, "within": self.within, "teacher": self.targets is not None}
+        return {name for name, asked in options.items() if asked}
+
+    @property
     def selects(self) -> bool:
         """True if it leaves pairs out, or gives them weights."""
         return self.false_negatives is not None or any(self.strengths) or self.within or bool(self.also)

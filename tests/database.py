@@ -413,7 +413,6 @@ DATABASE = [
 ]
 DATABASE += [
     with_policy(sogclr("sogclr"), false_negatives=0.5, hardness=1.5),
-    with_policy(isogclr("isogclr-adam", optimizer="adam"), false_negatives=0.6, hardness=0.5),
     with_policy(memory("memory-dual", length=9, dual="individual"), false_negatives=0.6, hardness=2.0),
 ]
 

@@ -9,7 +9,7 @@ Each kind ``k`` is a matrix of similarities with sums, masks and gradients of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from compopt.functional import Scalar, log
 from compopt.kernel.blocks import positives
 from compopt.kernel.pairs import PairOptions, PairStatistics, pull_positives
+from compopt.kernel.source import Source
 from compopt.pairs import Also
 
 # Which modality is along the rows and which along the columns; of the second, the sample's own is the positive again.
@@ -26,35 +27,28 @@ SIDES: dict[Also, tuple[int, int]] = {
     "document_to_query": (1, 0),
     "document_to_document": (1, 1),
 }
-Build = Callable[[Tensor, Sequence[Tensor], PairOptions], PairStatistics]
 
 
 class JoinedPairs(PairStatistics):
     """Statistics of all kinds of similarities of the anchors of one direction; ``sides`` are those of the first kind.
 
     Args:
-        build: makes the statistics of one kind from own features ``(2, b, d)``, everyone's and options.
-        own: this process's ``z1, z2``, ``(2, b, d)``.
-        everyone: those of all ranks, ``(B, d)`` each.
-        place: where this process's samples are among all.
+        source: the features ``z1, z2``.
         options: of the first kind, ``z1`` against ``z2``; their policy names the others.
     """
 
-    def __init__(
-        self, build: Build, own: Tensor, everyone: Sequence[Tensor], place: slice, options: PairOptions
-    ) -> None:
-        first = build(own, everyone, options)
+    def __init__(self, source: Source, options: PairOptions) -> None:
+        first, selection = source.pairs(options), options.selection
         super().__init__(first.keys, options, 2)
-        assert options.selection is not None
-        self._z, self._place, self.positive, self.sides = own, place, first.positive, first.sides
-        sides = [SIDES[kind] for kind in options.selection.policy.also]
-        shared = positives(torch.stack([*everyone]), 1)
-        selection = replace(options.selection, threshold=options.selection.thresholds(everyone, 1), extra=None)
-        options = options._replace(extra=None, positive=shared)
+        assert selection is not None  # which names the kinds
+        self._source, self.positive, self.sides = source, first.positive, first.sides
+        sides = [SIDES[kind] for kind in selection.policy.also]
+        selection = replace(selection, threshold=selection.thresholds(source.everyone, 1), extra=None)
+        options = options._replace(extra=None, positive=positives(torch.stack([*source.everyone]), 1))
         self._parts: list[tuple[tuple[int, int], PairStatistics]] = [((0, 1), first)]
         for side in sides:
             kind = options._replace(selection=selection.of_sides(side))
-            self._parts.append((side, build(own[list(side)], [everyone[view] for view in side], kind)))
+            self._parts.append((side, source.pairs(kind, views=side)))
         self._again = float(sum(side == (1, 0) for side in sides))  # how often the positive is a candidate
         self._join([part for _, part in self._parts])
 
@@ -73,7 +67,7 @@ class JoinedPairs(PairStatistics):
             self.mean_h = self.real((shares * torch.stack(means)).sum(0))
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
-        total, outside = torch.zeros_like(self._z), None
+        total, outside = torch.zeros_like(self._source.own), None
         for side, part in self._parts:
             gradient, of_extra = part.gradients(alpha + self.log_count - part.log_count, coefficient, 0.0)
             for view, of_view in zip(side, gradient, strict=True):
@@ -82,7 +76,7 @@ class JoinedPairs(PairStatistics):
         # the positive as a candidate has the weight of h = 0
         weight = positive_weight - self._again * (-alpha - self.log_count).exp_()
         pull = self.factor(coefficient) * weight
-        pull_positives(total, self._z, pull[self._place], self.directions)
+        pull_positives(total, self._source.own, pull[self._source.place], self.directions)
         return total, outside
 
     def release(self) -> None:

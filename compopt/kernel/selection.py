@@ -53,9 +53,9 @@ class Selection:
 
     @classmethod
     def of(cls, policy: PairPolicy, values: Mapping[str, Tensor], extra: Extra | None) -> Selection:
-        """Return the selection of a call from what it brought, gathered and by name: ``guide1``, ..., ``within``."""
+        """Return the selection of a call from what it brought, gathered and by name: ``guide1``, ..., ``within1``."""
         guide = [value for name, value in values.items() if name.startswith("guide")]
-        return cls(policy, guide, values.get("within"), extra)
+        return cls(policy, guide, values.get("within1"), extra)
 
     def thresholds(self, z: Sequence[Tensor], directions: int) -> Tensor | None:
         """Similarity above which a candidate of an anchor is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""

@@ -9,7 +9,7 @@ All other features are candidates, positives too. Since ``s_ij`` is linear in bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from compopt.functional import Scalar
 from compopt.kernel.corrected import CorrectedPairs
-from compopt.kernel.joined import Build
 from compopt.kernel.pairs import PairOptions
+from compopt.kernel.source import Source
 from compopt.pairs import PairPolicy
 
 BLOCK_ROWS = 1024  # of T, where the caller has set no chunk_size
@@ -54,7 +54,7 @@ class Targets:
     @classmethod
     def of(cls, policy: PairPolicy, values: Mapping[str, Tensor], keys: Mapping[str, Tensor]) -> Targets:
         """Return the targets of a call from what it brought, gathered and by name."""
-        key, dtype = values.get("within"), values["z1"].dtype
+        key, dtype = values.get("within1"), values["z1"].dtype
         if policy.targets is None:
             return cls(None, (), keys["labels"], key, dtype)
         tau = None if isinstance(policy.targets, str) else policy.targets
@@ -85,37 +85,24 @@ class TargetPairs(CorrectedPairs):
     """Statistics of all pairs, whose positives are expectations under :class:`Targets`.
 
     Args:
-        build: makes the statistics of the pairs.
-        own: this process's features, ``(V, b, d)``, of two modalities or views.
-        everyone: those of all ranks, ``(B, d)`` each.
-        place: where this process's samples are among all.
+        source: features of two modalities or views.
         options: of the pairs.
         targets: the weights.
-        gather: from values of the own samples to those of all.
 
-    Communicates: one all-gather of ``2 a`` floats per sample, beside what ``build`` does.
+    Communicates: one all-gather of ``2 a`` floats per sample, beside that of the pairs.
     """
 
-    def __init__(
-        self,
-        build: Build,
-        own: Tensor,
-        everyone: Sequence[Tensor],
-        place: slice,
-        options: PairOptions,
-        targets: Targets,
-        gather: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._everyone, self._place, self._targets = everyone, place, targets
+    def __init__(self, source: Source, options: PairOptions, targets: Targets) -> None:
+        self._everyone, self._place, self._targets = source.everyone, source.place, targets
         self._rows = options.chunk_size or BLOCK_ROWS
         anchors = range(options.directions)
         self._candidates = [(0, 1) if options.unimodal else (1 - view,) for view in anchors]
         found = [self._mean_positive(view) for view in anchors]
         self._means = [mean for mean, _ in found]
-        expected = [torch.linalg.vecdot(own[view], mean) for view, mean in enumerate(self._means)]
-        shared = gather(torch.stack([*expected, *(norm for _, norm in found)], dim=1))
+        expected = [torch.linalg.vecdot(source.own[view], mean) for view, mean in enumerate(self._means)]
+        shared = source.gather(torch.stack([*expected, *(norm for _, norm in found)], dim=1))
         positive, self._log_norm = shared.split(options.directions, dim=1)
-        super().__init__(build(own, everyone, options._replace(positive=positive, whole=True)))
+        super().__init__(source.pairs(options._replace(positive=positive, whole=True)))
         self.log_sum = self._pairs.log_sum
 
     def _blocks(self, view: int, rows: slice, others: int, columns: slice) -> Iterator[tuple[slice, Tensor]]:

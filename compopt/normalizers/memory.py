@@ -131,7 +131,7 @@ class MemoryNormalizer(Normalizer):
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
         if self._policy.within:
-            keys = torch.cat([keys, call.batch.values["within"][None]])
+            keys = torch.cat([keys, call.batch.values["within1"][None]])
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
         threshold = self._policy.threshold(mean_positive(pairs.positive, directions))
