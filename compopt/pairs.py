@@ -47,6 +47,8 @@ class PairPolicy:
             ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``.
         positives: ``"own"``, or ``"labels"``: all samples with the anchor's ``labels=`` are its positives, with equal
             shares, and stay candidates (SupCon, the form with the sum outside of the logarithm).
+        inside: of ``positives="labels"``: ``tau log mean_p exp(s_ip / tau)`` over the positives takes the place of the
+            mean of ``s_ip`` (SupCon, the form with the sum inside of the logarithm). Of temperatures that do not learn.
         targets: the positive is the expectation of ``s_ij`` under weights that a ``teacher=`` gives, all samples being
             candidates: a number is the temperature of a softmax over the teacher's similarities; ``"classes"``: weights
             are proportional to inner products of rows of soft labels.
@@ -71,7 +73,7 @@ class PairPolicy:
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
         Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
-        Khosla et al., Supervised Contrastive Learning (SupCon), NeurIPS 2020, eq. 2;
+        Khosla et al., Supervised Contrastive Learning (SupCon), NeurIPS 2020, eq. 2 and 3;
         Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
         2025, eq. 5 (detached weights ``exp(beta s_ij)``); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020.
 
@@ -91,13 +93,14 @@ class PairPolicy:
     importance: Importance = "plain"
     prior: float | None = None
     positives: Positives = "own"
+    inside: bool = False
     targets: SoftTargets | None = None
     also: tuple[Also, ...] = ()
     within: bool = False
 
     def __post_init__(self) -> None:
         _check_false_negatives(self.false_negatives)
-        for name in ("guided", "spare_extra", "within"):
+        for name in ("guided", "spare_extra", "within", "inside"):
             checks.flag(name, getattr(self, name))
         for name in ("guided", "spare_extra"):
             if getattr(self, name) and self.false_negatives is None:
@@ -118,6 +121,8 @@ class PairPolicy:
             checks.one_of("targets", self.targets, ("classes",))
         elif self.targets is not None:
             checks.positive("targets", self.targets)
+        if self.inside and self.positives != "labels":
+            raise ValueError('inside=True says how several positives are summed; give positives="labels" too')
         self._check_expected()
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")

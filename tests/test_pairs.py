@@ -283,6 +283,7 @@ REFUSED = [
     ({"targets": "soft"}, ValueError, "targets must be one of 'classes'"),
     ({"targets": 0.0}, ValueError, "targets must be greater than 0"),
     ({"targets": 0.1, "positives": "labels"}, ValueError, "both say what is positive"),
+    ({"inside": True}, ValueError, 'give positives="labels" too'),
     ({"targets": 0.1, "hardness": 2.0}, ValueError, "hardness=2.0 is for an anchor's one positive"),
 ]
 
@@ -350,6 +351,12 @@ def test_calls_that_are_refused(policy, given, kind, message):
     est = compopt.DCLEstimator(pairs=None if policy is None else PairPolicy(**policy))
     with pytest.raises(kind, match=message):
         est(*Z, **given)
+
+
+def test_the_form_inside_the_logarithm_takes_fixed_temperatures():
+    est = compopt.DCLEstimator(learn_tau=True, pairs=PairPolicy(positives="labels", inside=True))
+    with pytest.raises(ValueError, match="takes temperatures that do not learn"):
+        est(Z[0].clone().requires_grad_(), Z[1], labels=torch.arange(4) // 2)
 
 
 def test_several_views():
@@ -483,9 +490,10 @@ def dcl(tau, mode="bimodal", **options):
 @pytest.mark.parametrize("tau", [0.02, 0.1, 0.7])
 def test_supervised_contrastive_loss(tau, chunk_size):
     z = [x.requires_grad_() for x in features(8, DIM, seed=30)]
-    est = dcl(tau, "unimodal", positives="labels")
-    est.chunk_size = chunk_size
-    same(loss_of(est, z, 15, labels=LABELS), policies.supervised(torch.cat(z), LABELS.repeat(2), tau), z)
+    for inside, transcribed in ((True, policies.supervised_inside), (False, policies.supervised)):
+        est = dcl(tau, "unimodal", positives="labels", inside=inside)
+        est.chunk_size = chunk_size
+        same(loss_of(est, z, 15, labels=LABELS), transcribed(torch.cat(z), LABELS.repeat(2), tau), z)
     near(est.metrics["info_nce"], loss_of(est, z, 15, labels=LABELS)[0])
 
 
@@ -555,14 +563,16 @@ def expected_on_ranks(group, kind, policy, given, sizes, z, chunk_size):
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     options = {"process_group": group, "chunk_size": chunk_size, "pairs": PairPolicy(**policy)}
-    est, _ = make(BY_NAME["isogclr"], kind, N, tau=0.3, gamma=0.6, **options)
+    name = "sogclr" if policy.get("inside") else "isogclr"  # whose temperature learns
+    est, _ = make(BY_NAME[name], kind, N, tau=0.3, gamma=0.6, **options)
     given = {
         name: value[own] if isinstance(value, torch.Tensor) else [x[own] for x in value]
         for name, value in given.items()
     }
     found = run(est, *(x[own] for x in z), torch.arange(8)[own], **given)
     est.step()
-    return *found, est.read(torch.arange(8))["tau"], est.read(torch.arange(8))["log_u"]
+    rows = est.read(torch.arange(8))
+    return *found, *(rows[column] for column in sorted(rows) if column in ("log_u", "tau"))
 
 
 EXPECTED = [
@@ -570,6 +580,11 @@ EXPECTED = [
     ("bimodal", {"targets": 0.1, "within": True}, {"teacher": features(8, 5, seed=34), "within": LABELS // 2}),
     ("forward", {"targets": "classes"}, {"teacher": torch.rand(8, 3, generator=generator(35)).double()}),
     ("unimodal", {"targets": 0.5}, {"teacher": features(8, 5, seed=36)}),
+    (
+        "bimodal",
+        {"positives": "labels", "inside": True, "within": True},
+        {"labels": LABELS // 2, "within": LABELS // 3},
+    ),
 ]
 
 
@@ -581,7 +596,7 @@ def test_expected_positives_on_ranks(kind, policy, given, sizes, chunk_size):
     (whole,) = the_pool().run(expected_on_ranks, 1, kind, policy, given, [8], z, None)
     parts = the_pool().run(expected_on_ranks, len(sizes), kind, policy, given, sizes, z, chunk_size)
     for part in parts:
-        for at in (0, 3, 4):
+        for at in (0, *range(3, len(whole))):
             near(part[at], whole[at], 1e-10)
     for at in (1, 2):
         near(torch.cat([part[at] for part in parts]) / len(sizes), whole[at], 1e-10)

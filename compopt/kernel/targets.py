@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compopt.functional import Scalar
 from compopt.kernel.corrected import CorrectedPairs
-from compopt.kernel.pairs import PairOptions
+from compopt.kernel.pairs import PairOptions, scale_of
 from compopt.kernel.source import Source
 from compopt.pairs import PairPolicy
 
@@ -43,6 +43,7 @@ class Targets:
         label: of all samples, ``(B,)``, or ``None``.
         key: of ``within=``, ``(B,)``, or ``None``: none belong together that differ in it.
         dtype: of the weights.
+        inside: the positive is the log-mean-exp of similarities, whose weights are their softmax.
     """
 
     tau: float | None = None
@@ -50,13 +51,14 @@ class Targets:
     label: Tensor | None = None
     key: Tensor | None = None
     dtype: torch.dtype = torch.float32
+    inside: bool = False
 
     @classmethod
     def of(cls, policy: PairPolicy, values: Mapping[str, Tensor], keys: Mapping[str, Tensor]) -> Targets:
         """Return the targets of a call from what it brought, gathered and by name."""
         key, dtype = values.get("within1"), values["z1"].dtype
         if policy.targets is None:
-            return cls(None, (), keys["labels"], key, dtype)
+            return cls(None, (), keys["labels"], key, dtype, policy.inside)
         tau = None if isinstance(policy.targets, str) else policy.targets
         teacher = [values[name] for name in ("teacher1", "teacher2") if name in values]
         return cls(tau, teacher if len(teacher) == 2 else teacher * 2, None, key, dtype)
@@ -95,11 +97,20 @@ class TargetPairs(CorrectedPairs):
     def __init__(self, source: Source, options: PairOptions, targets: Targets) -> None:
         self._everyone, self._place, self._targets = source.everyone, source.place, targets
         self._rows = options.chunk_size or BLOCK_ROWS
+        if targets.inside and options.moments:
+            raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
+        batch = len(source.everyone[0])
+        scale = scale_of(source.tau, source.own, batch, options.directions)
+        scale = scale if isinstance(scale, Tensor) else source.own.new_full((), scale)
+        self._scale = scale.expand(batch, options.directions)
         anchors = range(options.directions)
         self._candidates = [(0, 1) if options.unimodal else (1 - view,) for view in anchors]
         found = [self._mean_positive(view) for view in anchors]
         self._means = [mean for mean, _ in found]
-        expected = [torch.linalg.vecdot(source.own[view], mean) for view, mean in enumerate(self._means)]
+        expected = [
+            self._log_mean_exp(view, norm) if targets.inside else torch.linalg.vecdot(source.own[view], mean)
+            for view, (mean, norm) in enumerate(found)
+        ]
         shared = source.gather(torch.stack([*expected, *(norm for _, norm in found)], dim=1))
         positive, self._log_norm = shared.split(options.directions, dim=1)
         super().__init__(source.pairs(options._replace(positive=positive, whole=True)))
@@ -110,6 +121,9 @@ class TargetPairs(CorrectedPairs):
         for start in range(rows.start, rows.stop, self._rows):
             part = slice(start, min(start + self._rows, rows.stop))
             logits = self._targets.logits(self._targets.side((view,), part), self._targets.side((others,), columns))
+            if self._targets.inside:
+                s = self._everyone[view][part] @ self._everyone[others][columns].T
+                logits = logits + s * self._scale[part, view, None]
             offset = start - columns.start
             if view == others and -len(logits) < offset < logits.shape[1]:
                 logits.diagonal(offset).fill_(-torch.inf)  # no feature is a candidate of itself
@@ -126,6 +140,17 @@ class TargetPairs(CorrectedPairs):
             norms.append(logits.logsumexp(1))
             means.append(logits.softmax(1) @ y)
         return torch.cat([y[:0], *means]), torch.cat([y[:0, 0], *norms])
+
+    def _log_mean_exp(self, view: int, norm: Tensor) -> Tensor:
+        """``tau_i log mean_p exp(s_ip / tau_i)`` of the own anchors, from the logarithm of the sum."""
+        label, key = self._targets.label, self._targets.key
+        assert label is not None
+        own = slice(self._place.start, self._place.stop)
+        together = label[own, None] == label
+        together = together if key is None else together & (key[own, None] == key)
+        views = len(self._candidates[view])
+        number = views * together.sum(1) - int(view in self._candidates[view])
+        return (norm - number.to(norm.dtype).log()) / self._scale[own, view]
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         gradient, outside = self._pairs.gradients(alpha, coefficient, 0.0)

@@ -72,6 +72,15 @@ def supervised(features: Tensor, labels: Tensor, tau: float) -> Tensor:
     return -((log_prob * positive).sum(1) / positive.sum(1)).mean()
 
 
+def supervised_inside(features: Tensor, labels: Tensor, tau: float) -> Tensor:
+    """Eq. 3 of the same: the mean over positives inside of the logarithm."""
+    s = cosines(features, features) / tau
+    itself = torch.eye(len(s), dtype=torch.bool)
+    log_prob = s - s.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
+    positive = (labels[:, None] == labels) & ~itself
+    return -(log_prob.masked_fill(~positive, -torch.inf).logsumexp(1) - positive.sum(1).double().log()).mean()
+
+
 def soft_targets(s: Tensor, weights: Tensor, tau: float) -> Tensor:
     """Cross-entropy of candidates against soft targets, whose rows sum to one."""
     return torch.nn.functional.cross_entropy(s / tau, weights)
