@@ -99,12 +99,18 @@ class PairPolicy:
     within: bool = False
 
     def __post_init__(self) -> None:
-        _check_false_negatives(self.false_negatives)
         for name in ("guided", "spare_extra", "within", "inside"):
             checks.flag(name, getattr(self, name))
+        _check_false_negatives(self.false_negatives)
         for name in ("guided", "spare_extra"):
             if getattr(self, name) and self.false_negatives is None:
                 raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
+        self._check_weights()
+        self._check_also()
+        self._check_positives()
+        self._check_expected()
+
+    def _check_weights(self) -> None:
         for strength in self.strengths:
             checks.non_negative("hardness", strength)
         checks.one_of("importance", self.importance, get_args(Importance))
@@ -116,6 +122,14 @@ class PairPolicy:
             )
         if self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
             raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
+
+    def _check_also(self) -> None:
+        if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
+            raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
+        for kind in self.also:
+            checks.one_of("also", kind, get_args(Also))
+
+    def _check_positives(self) -> None:
         checks.one_of("positives", self.positives, get_args(Positives))
         if isinstance(self.targets, str):
             checks.one_of("targets", self.targets, ("classes",))
@@ -123,11 +137,6 @@ class PairPolicy:
             checks.positive("targets", self.targets)
         if self.inside and self.positives != "labels":
             raise ValueError('inside=True says how several positives are summed; give positives="labels" too')
-        self._check_expected()
-        if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
-            raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
-        for kind in self.also:
-            checks.one_of("also", kind, get_args(Also))
 
     def __repr__(self) -> str:
         options = ((field, getattr(self, field.name)) for field in fields(self))
@@ -135,12 +144,12 @@ class PairPolicy:
 
     def _check_expected(self) -> None:
         """Refuse what compares with, or weighs, an anchor's one positive where that is an expectation."""
-        if self.expects and self.targets is not None and self.positives != "own":
+        if self.targets is not None and self.positives != "own":
             raise ValueError(
                 f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
             )
         other = ("false_negatives", "hardness", "prior", "also")
-        given = [name for name in other if getattr(self, name)]
+        given = [name for name in other if getattr(self, name) not in (None, ())]
         if self.expects and given:
             raise ValueError(
                 f"{given[0]}={getattr(self, given[0])!r} is for an anchor's one positive, and with targets= or "

@@ -284,6 +284,7 @@ REFUSED = [
     ({"targets": 0.0}, ValueError, "targets must be greater than 0"),
     ({"targets": 0.1, "positives": "labels"}, ValueError, "both say what is positive"),
     ({"inside": True}, ValueError, 'give positives="labels" too'),
+    ({"targets": 0.1, "false_negatives": 0.0}, ValueError, "false_negatives=0.0 is for an anchor's one positive"),
     ({"targets": 0.1, "hardness": 2.0}, ValueError, "hardness=2.0 is for an anchor's one positive"),
 ]
 

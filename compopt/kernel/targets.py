@@ -95,23 +95,17 @@ class TargetPairs(CorrectedPairs):
     """
 
     def __init__(self, source: Source, options: PairOptions, targets: Targets) -> None:
-        self._everyone, self._place, self._targets = source.everyone, source.place, targets
-        self._rows = options.chunk_size or BLOCK_ROWS
         if targets.inside and options.moments:
             raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
-        batch = len(source.everyone[0])
-        scale = scale_of(source.tau, source.own, batch, options.directions)
+        self._source, self._everyone, self._targets = source, source.everyone, targets
+        self._rows = options.chunk_size or BLOCK_ROWS
+        scale = scale_of(source.tau, source.own, len(source.everyone[0]), options.directions)
         scale = scale if isinstance(scale, Tensor) else source.own.new_full((), scale)
-        self._scale = scale.expand(batch, options.directions)
+        self._scale = scale.expand(len(source.everyone[0]), options.directions)
         anchors = range(options.directions)
         self._candidates = [(0, 1) if options.unimodal else (1 - view,) for view in anchors]
-        found = [self._mean_positive(view) for view in anchors]
-        self._means = [mean for mean, _ in found]
-        expected = [
-            self._log_mean_exp(view, norm) if targets.inside else torch.linalg.vecdot(source.own[view], mean)
-            for view, (mean, norm) in enumerate(found)
-        ]
-        shared = source.gather(torch.stack([*expected, *(norm for _, norm in found)], dim=1))
+        expected, self._means, norms = zip(*map(self._expect, anchors), strict=True)
+        shared = source.gather(torch.stack([*expected, *norms], dim=1))
         positive, self._log_norm = shared.split(options.directions, dim=1)
         super().__init__(source.pairs(options._replace(positive=positive, whole=True)))
         self.log_sum = self._pairs.log_sum
@@ -129,37 +123,36 @@ class TargetPairs(CorrectedPairs):
                 logits.diagonal(offset).fill_(-torch.inf)  # no feature is a candidate of itself
             yield part, logits
 
-    def _mean_positive(self, view: int) -> tuple[Tensor, Tensor]:
-        """``sum_j T_ij z_j`` of the own anchors of a view, ``(b, d)``, and the logarithm of what T was divided by."""
-        everyone, means, norms = slice(0, len(self._everyone[0])), [], []
+    def _expect(self, view: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Positives of the own anchors of a view, ``(b,)``.
+
+        Returns:
+            The similarity that stands for ``s_ii``; the mean ``sum_j T_ij z_j``, ``(b, d)``; the logarithm of what the
+            weights were divided by.
+        """
+        everyone, place = slice(0, len(self._everyone[0])), self._source.place
         candidates = self._candidates[view]
         y = torch.cat([self._everyone[other] for other in candidates])
-        by_view = (self._blocks(view, self._place, other, everyone) for other in candidates)
+        by_view = [self._blocks(view, place, other, everyone) for other in candidates]
+        means, norms, numbers = [y[:0]], [y[:0, 0]], [y[:0, 0]]
         for blocks in zip(*by_view, strict=True):
             logits = torch.cat([block for _, block in blocks], dim=1)
             norms.append(logits.logsumexp(1))
             means.append(logits.softmax(1) @ y)
-        return torch.cat([y[:0], *means]), torch.cat([y[:0, 0], *norms])
-
-    def _log_mean_exp(self, view: int, norm: Tensor) -> Tensor:
-        """``tau_i log mean_p exp(s_ip / tau_i)`` of the own anchors, from the logarithm of the sum."""
-        label, key = self._targets.label, self._targets.key
-        assert label is not None
-        own = slice(self._place.start, self._place.stop)
-        together = label[own, None] == label
-        together = together if key is None else together & (key[own, None] == key)
-        views = len(self._candidates[view])
-        number = views * together.sum(1) - int(view in self._candidates[view])
-        return (norm - number.to(norm.dtype).log()) / self._scale[own, view]
+            numbers.append((logits != -torch.inf).sum(1, dtype=y.dtype))
+        mean, norm = torch.cat(means), torch.cat(norms)
+        if self._targets.inside:
+            return (norm - torch.cat(numbers).log()) / self._scale[place, view], mean, norm
+        return torch.linalg.vecdot(self._source.own[view], mean), mean, norm
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         gradient, outside = self._pairs.gradients(alpha, coefficient, 0.0)
         pull = (self.factor(coefficient) * positive_weight * torch.ones_like(self.positive)).unsqueeze(2)
         for view, mean in enumerate(self._means):
-            gradient[view] -= pull[self._place, view] * mean
+            gradient[view] -= pull[self._source.place, view] * mean
             pulled = pull[:, view] * self._everyone[view]
             for other in self._candidates[view]:  # as candidates of everybody's anchors
-                for rows, logits in self._blocks(view, slice(0, len(pulled)), other, self._place):
+                for rows, logits in self._blocks(view, slice(0, len(pulled)), other, self._source.place):
                     t = (logits - self._log_norm[rows, view, None]).exp()
                     gradient[other] -= t.T @ pulled[rows]
         return gradient, outside
