@@ -601,3 +601,34 @@ def test_expected_positives_on_ranks(kind, policy, given, sizes, chunk_size):
             near(part[at], whole[at], 1e-10)
     for at in (1, 2):
         near(torch.cat([part[at] for part in parts]) / len(sizes), whole[at], 1e-10)
+
+
+def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
+    """Its slots keep the keys of ``within=``."""
+    data = batches(N, 6, BATCH, DIM, seed=40)
+    key = torch.tensor([0, 1, 0, 1, 0, 1, 1])
+    est, resumed = (compopt.MemoryEstimator(DIM, length=9, pairs=PairPolicy(within=True)) for _ in range(2))
+    for z1, z2, index in data[:4]:
+        est(z1, z2, index, within=key), est.step()
+    resumed.load_state_dict(est.state_dict())
+    for z1, z2, index in data[4:]:
+        for a, b in zip(*(run(e, z1, z2, index, within=key) for e in (est, resumed)), strict=True):
+            assert torch.equal(a, b)
+        est.step(), resumed.step()
+    assert est.state_dict()["extra"]["normalizer"]["keys"].shape == (4, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Similarities, those of the guide and of the teacher too, are of the same features in float32."""
+    z1, z2, guide, teacher = (x.to(dtype) for x in (*features(6, DIM, seed=41), *features(6, DIM, seed=42)))
+    for policy, given in (
+        ({"false_negatives": 0.0, "guided": True, "hardness": 1.0}, {"guide": [guide, teacher]}),
+        ({"targets": 0.5}, {"teacher": [guide, teacher]}),
+    ):
+        est = compopt.DCLEstimator(pairs=PairPolicy(**policy))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = est(z1, z2, **given)
+        full = est(z1.float(), z2.float(), **{name: [x.float() for x in value] for name, value in given.items()})
+        assert loss.dtype == torch.float32
+        near(loss, full, 1e-6)
