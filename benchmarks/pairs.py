@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -81,12 +82,13 @@ def section(B: int, chunk_size: int | None, seconds: dict[str, list[float]]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
-    parser.add_argument("--quick", action="store_true", help="B = 256, few rounds, printed only")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192], help="batch sizes B")
+    parser.add_argument("--rounds", type=int, default=9, help="calls of each policy per table, at least 2")
+    parser.add_argument("--quick", action="store_true", help="B = 256, printed only")
     args = parser.parse_args()
     env, parts, results = environment(), [ABOUT.format(dim=args.dim)], []
-    sizes = [(256, 5, None)] if args.quick else [(1024, 9, None), (1024, 9, CHUNK), (8192, 2, None)]
-    for B, rounds, chunk_size in sizes:
-        seconds = measure(B, args.dim, rounds, chunk_size)
+    for B, chunk_size in [(256, None)] if args.quick else product(args.sizes, (None, CHUNK)):
+        seconds = measure(B, args.dim, args.rounds, chunk_size)
         results.append({"B": B, "chunk_size": chunk_size, "seconds": seconds})
         parts.append(section(B, chunk_size, seconds))
     finish("pairs", "What a policy of pairs costs", env, parts, results, args.quick)
