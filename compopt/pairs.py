@@ -56,7 +56,8 @@ class PairPolicy:
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
             by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
-        within: only candidates with the anchor's key in ``within=`` are negatives: one data set, language or segment.
+        within: ``True``: only candidates with the key of the anchor in ``within=`` are negatives: one data set, or one
+            language.
 
     The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
     keys and the guide's features are gathered beside the features.
@@ -96,11 +97,13 @@ class PairPolicy:
     inside: bool = False
     targets: SoftTargets | None = None
     also: tuple[Also, ...] = ()
-    within: bool = False
+    within: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("guided", "spare_extra", "within", "inside"):
+        for name in ("guided", "spare_extra", "inside"):
             checks.flag(name, getattr(self, name))
+        if self.within is not None:
+            checks.flag("within", self.within)
         _check_false_negatives(self.false_negatives)
         for name in ("guided", "spare_extra"):
             if getattr(self, name) and self.false_negatives is None:
@@ -170,7 +173,7 @@ class PairPolicy:
     @property
     def selects(self) -> bool:
         """True if it leaves pairs out, or gives them weights."""
-        return self.false_negatives is not None or any(self.strengths) or self.within or bool(self.also)
+        return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
 
     @property
     def strengths(self) -> tuple[float, float]:

@@ -272,7 +272,7 @@ REFUSED = [
     ({"spare_extra": 1, "false_negatives": 0.1}, TypeError, "spare_extra must be True or False"),
     ({"hardness": -1.0}, ValueError, "hardness must be 0 or greater, got -1.0"),
     ({"hardness": (1.0, 2.0, 3.0)}, ValueError, r"hardness must be a number or \(of the batch, of extra\)"),
-    ({"within": None}, TypeError, "within must be True or False"),
+    ({"within": torch.arange(4)}, TypeError, "within must be True or False"),
     ({"importance": "plane", "hardness": 1.0}, ValueError, "importance must be one of 'plain', 'normalized'"),
     ({"importance": "normalized"}, ValueError, "give one hardness > 0 for all candidates"),
     ({"importance": "normalized", "hardness": (0.0, 1.0)}, ValueError, "give one hardness > 0 for all candidates"),

@@ -115,7 +115,7 @@ class MemoryNormalizer(Normalizer):
         super().joined(groups, setting)
         self._views, self._directions = setting.mode == "unimodal", setting.directions
         self._policy: PairPolicy = getattr(setting.owner, "pairs", None) or PairPolicy()
-        kept = len(KEYS) + self._policy.within
+        kept = len(KEYS) + bool(self._policy.within)
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
             "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),

@@ -12,6 +12,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
+from compopt.pairs import PairPolicy
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
 
@@ -139,6 +140,7 @@ def recommended(
     directions: Literal["both", "forward"] = "both",
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
+    pairs: PairPolicy | None = None,
 ) -> ContrastiveEstimator:
     """Return the estimator to begin with, which needs no tuning.
 
@@ -153,13 +155,13 @@ def recommended(
         batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
-        directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
+        directions, chunk_size, process_group, pairs: see :class:`~compopt.ContrastiveEstimator`.
 
     Returns:
         The estimator. Communicates nothing here; what its calls do, see there.
 
     Raises:
-        ValueError: dim, n or batch_size < 1, an unknown mode.
+        ValueError: dim, n or batch_size < 1, an unknown mode, a policy of pairs that the estimator refuses.
         TypeError: dim, n or batch_size is no integer.
 
     Example:
@@ -177,6 +179,7 @@ def recommended(
         "directions": directions,
         "chunk_size": chunk_size,
         "process_group": process_group,
+        "pairs": pairs,
     }
     if large or directions == "forward":
         return DCLEstimator(TAU, **options)
