@@ -11,9 +11,9 @@ the cache:
 3. :meth:`Pairs.gradients` scales the kept blocks into the coefficient matrix ``A`` and multiplies:
    ``dL/dX = A Y``, ``dL/dY = A^T X``.
 
-Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host), or blocks of
-``chunk_size`` rows that are computed a second time in step 3. Nothing of size ``P x Q`` outlives the call, and
-autograd records none of it. There is no host synchronisation.
+Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host; three under a policy
+whose two directions select different pairs), or blocks of ``chunk_size`` rows that are computed a second time in step
+3. Nothing of size ``P x Q`` outlives the call, and autograd records none of it. There is no host synchronisation.
 """
 
 from __future__ import annotations
