@@ -163,7 +163,7 @@ def compare_ranks(number, ranks, **corrections):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number, ranks", [(0, 2), (3, 3), (5, 2), (9, 3), (10, 2)])
+@pytest.mark.parametrize("number, ranks", [(0, 2), (9, 3), (10, 2)])
 def test_ranks(number, ranks):
     compare_ranks(number, ranks)
 
@@ -580,7 +580,7 @@ EXPECTED = [
     ("unimodal", {"positives": "labels"}, {"labels": LABELS}),
     ("bimodal", {"targets": 0.1, "within": True}, {"teacher": features(8, 5, seed=34), "within": LABELS // 2}),
     ("forward", {"targets": "classes"}, {"teacher": torch.rand(8, 3, generator=generator(35)).double()}),
-    ("unimodal", {"targets": 0.5}, {"teacher": features(8, 5, seed=36)}),
+    pytest.param("unimodal", {"targets": 0.5}, {"teacher": features(8, 5, seed=36)}, marks=pytest.mark.full),
     (
         "bimodal",
         {"positives": "labels", "inside": True, "within": True},
