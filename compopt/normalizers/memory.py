@@ -152,8 +152,7 @@ class MemoryNormalizer(Normalizer):
             self._pending_state = pushed(state, entries, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            logits.masked_fill_(logits == -math.inf, 0)
-            outside_wh = self._by_sample((weights * logits).sum(2), positive) / scale
+            outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
             outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
         norms = torch.linalg.vector_norm(weights, dim=2)
         effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, total, norms)
@@ -216,12 +215,15 @@ class MemoryNormalizer(Normalizer):
         scale: Tensor,
         threshold: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``."""
+        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``.
+
+        Slots above the threshold are marked in ``excluded`` too.
+        """
         logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
         if threshold is not None:
-            logits.masked_fill_(logits > self._by_queue((threshold - positive) * scale).unsqueeze(2), -math.inf)
-            excluded = logits == -math.inf
+            excluded |= logits > self._by_queue((threshold - positive) * scale).unsqueeze(2)
+            logits.masked_fill_(excluded, -math.inf)
         return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
 
     def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
@@ -229,8 +231,7 @@ class MemoryNormalizer(Normalizer):
         beta, _ = self._policy.strengths
         if not beta:
             return logits
-        of_anchors = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))
-        factor, shift = of_anchors
+        factor, shift = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))
         return logits * factor + shift
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
