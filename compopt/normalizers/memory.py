@@ -135,7 +135,7 @@ class MemoryNormalizer(Normalizer):
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
         threshold = self._policy.threshold(mean_positive(pairs.positive, directions))
-        logits, count = self._compare(z, queue, excluded, positive, scale, threshold)
+        logits, count, excluded = self._compare(z, queue, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         weighted = self._hardened(logits, positive, scale)
         log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
@@ -214,17 +214,18 @@ class MemoryNormalizer(Normalizer):
         positive: Tensor,
         scale: Tensor,
         threshold: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``.
 
-        Slots above the threshold are marked in ``excluded`` too.
+        The third result is what is excluded, with what is above the threshold.
         """
         logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
         if threshold is not None:
-            excluded |= logits > self._by_queue((threshold - positive) * scale).unsqueeze(2)
+            excluded = excluded | (logits > self._by_queue((threshold - positive) * scale).unsqueeze(2))
             logits.masked_fill_(excluded, -math.inf)
-        return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+        count = self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+        return logits, count, excluded
 
     def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
@@ -271,7 +272,7 @@ class MemoryNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
-            logits, count = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
+            logits, count, _ = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 
