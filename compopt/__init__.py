@@ -17,6 +17,7 @@ from compopt.normalizers import (
     NeuralNormalizer,
     ResidualNormalizer,
 )
+from compopt.pairs import PairPolicy
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -50,6 +51,7 @@ __all__ = [
     "NeuCLIPEstimator",
     "NeuralNormalizer",
     "Normalizer",
+    "PairPolicy",
     "ResidualEstimator",
     "ResidualNormalizer",
     "ScoreKeeper",

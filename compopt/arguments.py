@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.checks.context import refuse_tangents, refuse_transforms
 from compopt.checks.inputs import (
     check_anchors,
     check_extra,
     check_features,
+    check_guide,
     check_range,
     check_tau,
+    check_teacher,
     check_vector,
     check_views,
+    check_within,
     one_name,
     tau_facts,
 )
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
-from compopt.kernel.features import Encode, Encoder, Features, working_dtype
+from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
+from compopt.pairs import PairPolicy
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a call brings for its policy of pairs, on one rank.
+
+    Attributes:
+        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within1``, ``(b,)``,
+            as far as the policy asks for them.
+        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    of_extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, count: int, given: Sequence[Tensor]) -> None:
+        """Note tensors of one name: at most ``count`` of the batch, and after these one of the further candidates."""
+        self.values.update({f"{name}{number}": value for number, value in enumerate(given[:count], start=1)})
+        self.of_extra.update(zip((name,), given[count:], strict=False))
+
+    @property
+    def guides(self) -> list[Tensor]:
+        """Features of the guide and of the teacher."""
+        given = (*self.values.items(), *self.of_extra.items())
+        return [value for name, value in given if name.startswith(("guide", "teacher"))]
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What must be alike on all ranks."""
+        widths = {name: f"{name}1" for name in ("guide", "teacher")}
+        return {name: self.values[first].shape[1] if first in self.values else 0 for name, first in widths.items()}
 
 
 @dataclass(frozen=True)
@@ -38,6 +75,7 @@ class Given:
         extra, positions: further candidates, and their data-set positions, if there are any.
         encoder: features of samples outside the batch, if the caller can give them.
         facts: what must be alike on all ranks.
+        choices: for the policy of pairs, if there is one.
         graph: gradients may be wanted at all.
     """
 
@@ -50,6 +88,7 @@ class Given:
     encoder: Encoder | None
     facts: dict[str, int]
     graph: bool
+    choices: Choices | None
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -68,6 +107,7 @@ class Called(Protocol):
     normalizer: Normalizer
     temperature: Temperature
     mode: str
+    pairs: PairPolicy | None
     _anchors: int
 
     @property
@@ -88,6 +128,9 @@ def check_call(
     extra: Tensor | None,
     extra_index: Tensor | None,
     anchors: int | None,
+    guide: Sequence[Tensor] | None,
+    within: Tensor | tuple[Tensor, Tensor] | None,
+    teacher: Tensor | Sequence[Tensor] | None,
 ) -> Given:
     """Refuse what one rank can refuse by itself, and prepare the features."""
     refuse_transforms()
@@ -121,18 +164,20 @@ def check_call(
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
+        asked = {"guide": guide, "within": within, "teacher": teacher}
+        choices = _check_choices(est, asked, keys, one, views, extra)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
-        facts |= {"views": views, "anchors": directions}
+        facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled())
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled(), choices)
 
 
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
@@ -157,6 +202,64 @@ def _check_extra(
     if positions is not None and "index2" not in keys:
         check_range("extra_index", positions, est._engine.groups.n)
     return positions
+
+
+def _check_choices(
+    est: Called, given: Mapping[str, Any], keys: Mapping[str, Tensor], like: Tensor, views: int, extra: Tensor | None
+) -> Choices | None:
+    """Check what the policy of pairs asks for: nothing may be missing, and nothing given in vain."""
+    policy = est.pairs
+    options = {"guide": "guided=True", "within": "within=True", "teacher": "targets=..."}
+    for name, option in options.items():
+        _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
+    if policy is None:
+        return None
+    if policy.expects:
+        _check_expected(policy, keys, views, extra)
+    choices, more = Choices(), None if extra is None else len(extra)
+    if policy.guided:
+        _add_guide(choices, given["guide"], policy, est.normalize, like, views, more)
+    if policy.within:
+        checked = check_within(given["within"], len(like), more)
+        choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
+    if policy.targets is not None:
+        classes = isinstance(policy.targets, str)
+        features = check_teacher(given["teacher"], len(like), classes)
+        choices.add("teacher", 2, _units(features, like, est.normalize and not classes))
+    return choices
+
+
+def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
+    """Refuse an argument that the policy does not ask for, or that is missing."""
+    if given and not wanted:
+        raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
+    if wanted and not given:
+        raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+
+
+def _check_expected(policy: PairPolicy, keys: Mapping[str, Tensor], views: int, extra: Tensor | None) -> None:
+    """Refuse calls whose positives cannot be expectations."""
+    if policy.positives == "labels" and "labels" not in keys:
+        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
+    if views > 2 or extra is not None:
+        given = "extra=" if extra is not None else f"{views} views"
+        raise ValueError(f"with targets= or positives= a batch has two modalities or views and no more, got {given}")
+
+
+def _add_guide(
+    choices: Choices, guide: Any, policy: PairPolicy, normalize: bool, like: Tensor, views: int, more: int | None
+) -> None:
+    """Check a guide's features; further candidates that are spared have any."""
+    features = check_guide(guide, views, len(like), None if policy.spare_extra else more)
+    if policy.spare_extra and more is not None:
+        features.append(features[0].new_zeros(more, features[0].shape[1]))
+    choices.add("guide", views, _units(features, like, normalize))
+
+
+def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
+    """Features of another model, on the device and in the working dtype of those of the call."""
+    copies = (z.detach().to(like.device, working_dtype(like.dtype), copy=True) for z in features)
+    return [prepare(z, normalize)[0] for z in copies]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -27,11 +27,17 @@ from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.estimator.score_keeper import ScoreKeeper
+from compopt.kernel.blocks import Extra
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import Extra, PairOptions, PairStatistics
+from compopt.kernel.pairs import PairOptions, PairStatistics
+from compopt.kernel.policies import swept
+from compopt.kernel.selection import Selection
+from compopt.kernel.source import Source
+from compopt.kernel.targets import Targets
 from compopt.objective import Objective, Summary
+from compopt.pairs import PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 
@@ -72,6 +78,8 @@ class ContrastiveEstimator(Estimator):
         offload_dir: folder of that file, on a local disk; several ranks, each with a file of its own, may share it.
         shard: each rank keeps ``n / K`` rows instead of all; implied by ``offload="disk"``.
         dtype: of the rows, float32 or float64.
+        pairs: a :class:`~compopt.PairPolicy`, which candidates are negatives and with which weight; ``None``: all whose
+            index and labels differ, with equal weights.
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``, whose values go before those of the
             parts; sizes must be theirs.
         scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
@@ -112,6 +120,7 @@ class ContrastiveEstimator(Estimator):
     directions: Directions = fixed()
     normalize: bool = fixed()
     multiply_tau: bool = fixed()
+    pairs: PairPolicy | None = fixed()
     normalizer: Normalizer = fixed()
     temperature: Temperature = fixed()
     scores: ScoreKeeper | None = fixed()
@@ -132,6 +141,7 @@ class ContrastiveEstimator(Estimator):
         dtype: torch.dtype = torch.float32,
         sample_groups: GroupSpec | None = None,
         scores: ScoreKeeper | None = None,
+        pairs: PairPolicy | None = None,
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.one_of("directions", directions, DIRECTIONS)
@@ -148,12 +158,26 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
+        if pairs is not None:
+            if not isinstance(pairs, PairPolicy):
+                raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(pairs).__name__}")
+            normalizer.check_pairs(pairs)
+            if pairs.prior is not None and not normalize:
+                raise ValueError(f"prior={pairs.prior} bounds similarities by -1; build it with normalize=True")
+            if pairs.also and directions != "forward":
+                raise ValueError(
+                    f'also={pairs.also} adds to the sums of queries alone; build it with directions="forward" (in '
+                    f'mode="unimodal" both views are candidates already)'
+                )
+        self.pairs = pairs
         for part in parts.values():
             part.keep_edits()
         placement = Placement(process_group, offload, offload_dir, shard)
         groups = None if sample_groups is None else as_groups(sample_groups)
         count = len(DIRECTIONS[directions])
-        one = {} if directions == "both" else {"directions": directions}  # checkpoints of before have none
+        # checkpoints of before have neither
+        more: dict[str, str] = {} if directions == "both" else {"directions": directions}
+        more |= {} if pairs is None else {"pairs": repr(pairs)}
         engine = Engine(
             parts,
             mode=mode,
@@ -161,7 +185,7 @@ class ContrastiveEstimator(Estimator):
             directions=count,
             placement=placement,
             sample_groups=groups,
-            options={"normalize": normalize, "multiply_tau": multiply_tau, **one},
+            options={"normalize": normalize, "multiply_tau": multiply_tau, **more},
             row_keys=self._row_keys,
         )
         super().__init__(engine)
@@ -176,7 +200,8 @@ class ContrastiveEstimator(Estimator):
     def _described(self) -> dict[str, Any]:
         directions = {} if self.mode == "unimodal" else {"directions": self.directions}
         unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
-        return {"mode": self.mode, **directions, **unusual, **super()._described()}
+        pairs = {} if self.pairs is None else {"pairs": self.pairs}
+        return {"mode": self.mode, **directions, **unusual, **pairs, **super()._described()}
 
     @property
     def _remembers_index(self) -> bool:
@@ -203,6 +228,9 @@ class ContrastiveEstimator(Estimator):
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
         anchors: int | None = None,
+        guide: Sequence[Tensor] | None = None,
+        within: Tensor | tuple[Tensor, Tensor] | None = None,
+        teacher: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -223,7 +251,8 @@ class ContrastiveEstimator(Estimator):
                 once.
             tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
                 or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
-            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates).
+            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates);
+                with ``PairPolicy(positives="labels")`` they are each other's positives.
             extra: further candidates of the anchors of direction 1 beside the batch's, ``(M, d)``, perhaps with a
                 graph: mined hard negatives, for example. ``|N_i|`` counts them, and normalizers, weights and rows are
                 those of the larger set: what is estimated is then the objective of the mixture that the caller makes.
@@ -232,6 +261,13 @@ class ContrastiveEstimator(Estimator):
                 ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
             anchors: unimodal: the first so many views are anchors (the large crops of multi-crop training); all views
                 are positives and candidates. ``None``: all are anchors.
+            guide: with ``PairPolicy(guided=True)``: features of another model by which false negatives are told,
+                ``(B, g)`` of ``z1`` and of ``z2`` (or of each view), and ``(M, g)`` of ``extra`` unless these are
+                spared; no graph.
+            within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
+                contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
+            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``;
+                or, for ``"classes"``, soft labels ``(B, C)``; no graph.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
@@ -267,7 +303,9 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
-        given = check_call(self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors)
+        given = check_call(
+            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, guide, within, teacher
+        )
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
             hyper = self._hyper("temperature", batch)
@@ -284,7 +322,9 @@ class ContrastiveEstimator(Estimator):
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
-        self._last = Summary(objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits)
+        self._last = Summary(
+            objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits, pairs.whole
+        )
         self._shown = estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 
@@ -303,6 +343,9 @@ class ContrastiveEstimator(Estimator):
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
         anchors: int | None = None,
+        guide: Sequence[Tensor] | None = None,
+        within: Tensor | tuple[Tensor, Tensor] | None = None,
+        teacher: Tensor | Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
@@ -311,7 +354,8 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors: as in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher: as in a
+                call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
@@ -341,7 +385,9 @@ class ContrastiveEstimator(Estimator):
             given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
             leaves = [z for z in given if z is not None]
             call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels)
-            loss = call(extra=given[2], extra_index=extra_index, anchors=anchors)
+            loss = call(
+                extra=given[2], extra_index=extra_index, anchors=anchors, guide=guide, within=within, teacher=teacher
+            )
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
@@ -352,6 +398,8 @@ class ContrastiveEstimator(Estimator):
         values = {f"z{number}": z for number, z in enumerate(given.own.unit, start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
             values["tau"] = given.tau.detach().to(given.own.unit.device)
+        if given.choices is not None:
+            values |= given.choices.values
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         return self._read(given.keys, values, given.facts, least=2, more=more)
 
@@ -371,23 +419,37 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        engine, own, keys = self._engine, given.own.unit, list(batch.keys.values())
+        extra, policy = self._gather_extra(batch, given), self.pairs
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
-            extra=self._gather_extra(batch, given),
+            extra=extra,
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
+            selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
         )
-        if engine.ranks.size == 1:
-            pairs: PairStatistics = Pairs(own, tau, keys, options)
-        else:
-            pairs = GatheredPairs(own, batch.features, tau, keys, options, engine.ranks, batch.sizes)
+        pairs = self._swept(batch, given.own.unit, tau, options)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
             self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
         return pairs
+
+    def _swept(self, batch: Batch, own: Tensor, tau: float | Tensor, options: PairOptions) -> PairStatistics:
+        """Sweep the pairs, as the policy asks for."""
+        ranks, keys = self._engine.ranks, list(batch.keys.values())
+
+        def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
+            if ranks.size == 1:
+                return Pairs(own, tau, keys, options)
+            return GatheredPairs(own, everyone, tau, keys, options, ranks, batch.sizes)
+
+        if self.pairs is None:
+            return build(own, batch.features, tau, options)
+        gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
+        source = Source(own, batch.features, batch.own, tau, build, gather)
+        targets = Targets.of(self.pairs, batch.values, batch.keys) if self.pairs.expects else None
+        return swept(source, options, self.pairs, targets)
 
     def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:
         """Return the further candidates of all ranks."""
@@ -395,11 +457,17 @@ class ContrastiveEstimator(Estimator):
             return None
         engine, own, positions = self._engine, given.extra.unit[0], given.positions
         positive = batch.keys.get("index2", batch.keys["index"])
-        values = [own] if positions is None else [own, accelerator.to_device(positions, own.device)]
+        values = {"features": own}
+        if positions is not None:
+            values["positions"] = accelerator.to_device(positions, own.device)
+        if given.choices is not None:
+            values |= given.choices.of_extra
         first = sum(batch.more[: engine.ranks.rank])
-        everyone = engine.ranks.gather(values, batch.more) if max(batch.more) else values
+        gathered = engine.ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
+        found = dict(zip(values, gathered, strict=True))
         at = slice(first, first + len(own))
-        return Extra(own, everyone[0], positive, None if positions is None else everyone[1], at)
+        positions = found.get("positions")
+        return Extra(own, found["features"], positive, positions, at, found.get("guide"), found.get("within"))
 
     def _warn_rho(self, negatives: int) -> None:
         """Warn once if rho is too large for a batch with so many negatives per anchor."""
@@ -431,12 +499,14 @@ class ContrastiveEstimator(Estimator):
         """Return the value, NaN if a feature is bad, of which the user is warned."""
         pairs, unit = objective.pairs, given.own.unit
         value = objective.value().to(unit.dtype)
-        if pairs.extra is not None or len(pairs.keys) > 1:
+        if pairs.extra is not None or pairs.may_lack_negatives:
             # a sample may be in no pair; a network's alpha sees no extra
             more = () if pairs.extra is None else (pairs.extra.everyone,)
-            value = value + zero_or_nan(*objective.batch.features, *more)
+            guide = () if pairs.selection is None else pairs.selection.guides
+            value = value + zero_or_nan(*objective.batch.features, *more, *guide)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
+        units += [] if given.choices is None else given.choices.guides
         # a warning may be an error, and this call counts from here on
         self._engine.async_checks.watch_features(value, unit, *units)
         return value
@@ -450,7 +520,7 @@ class ContrastiveEstimator(Estimator):
         if self.scores is not None:
             proposals = {**proposals, **self.scores.proposals(replace(call, hyper=self._hyper("scores", call.batch)))}
         valid: Tensor | None = None
-        if len(pairs.keys) > 1 and isinstance(pairs.count, Tensor):
+        if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
             valid = pairs.count > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(call.batch, proposals, valid)

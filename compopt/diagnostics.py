@@ -327,6 +327,10 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     """Return rows and temperatures of all samples, and the ``views`` of the normalizer."""
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a ContrastiveEstimator, got {type(est).__name__}")
+    if est.pairs is not None:
+        raise ValueError(
+            f"est has pairs={est.pairs}, and what is exact here is the mean over all pairs; ask an estimator without"
+        )
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)

@@ -157,6 +157,7 @@ class Summary:
         log_sum, negatives: of the pairs: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and ``|N_i|``.
         rows: data-set positions, ``(B, R)``.
         count: visits so far, ``(B, D)``; ``None`` where none are counted.
+        whole: positives are among the negatives.
     """
 
     alpha: Tensor
@@ -166,6 +167,7 @@ class Summary:
     negatives: Scalar
     rows: Tensor
     count: Tensor | None
+    whole: bool = False
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
@@ -183,7 +185,7 @@ class Summary:
 
     def _cross_entropy(self) -> Tensor:
         """``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
-        loss = softplus(self.log_sum, threshold=60.0)
+        loss = self.log_sum if self.whole else softplus(self.log_sum, threshold=60.0)
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:

@@ -7,7 +7,7 @@ Duals start at tau and move a few percent per step, between bounds that are some
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from tests.reference import (
     MemoryReference,
     MovingAverageReference,
     NeuralReference,
+    PolicyReference,
     Reference,
     ResidualReference,
 )
@@ -332,6 +333,23 @@ def emc2(name, dual=None, multiply_tau=True, **options):
     )
 
 
+# policies of pairs --------------------------------------------------------------------------------
+
+
+def with_policy(info, **policy):
+    """The same with a policy that needs nothing at the call."""
+
+    def build(*args, **options):
+        return info.build(*args, **options, pairs=compopt.PairPolicy(**policy))
+
+    def twin(*args):
+        ref = info.twin(*args)
+        ref.policy = PolicyReference(**policy)
+        return ref
+
+    return replace(info, name=f"{info.name}-pairs", build=build, twin=twin, exact_at_gamma_1=False)
+
+
 DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
@@ -392,6 +410,10 @@ DATABASE = [
     emc2("emc2-dual", dual="individual"),
     emc2("emc2-global-dual", dual="global"),
     residual("residual-forgetful", remembers=False, network={"through_alpha": True, "eps": 0.1}),
+]
+DATABASE += [
+    with_policy(sogclr("sogclr"), false_negatives=0.5, hardness=1.5),
+    with_policy(memory("memory-dual", length=9, dual="individual"), false_negatives=0.6, hardness=2.0),
 ]
 
 BY_NAME = {info.name: info for info in DATABASE}

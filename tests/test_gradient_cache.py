@@ -27,7 +27,13 @@ ESTIMATORS = {
     "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=16, lr=0.1, updates=2, **o),
     "emc2": lambda **o: compopt.EMC2Estimator(N, tau=0.3, **o),
     "memory": lambda **o: compopt.MemoryEstimator(D, 40, **o),
+    "policy": lambda **o: compopt.DCLEstimator(0.3, pairs=compopt.PairPolicy(false_negatives=0.1, hardness=2.0), **o),
 }
+POLICY = compopt.PairPolicy(false_negatives=0.0, guided=True, within=True)
+
+
+def guided(x1, x2, x3, i):
+    return {"model": "model", "batch": (x1, x2), "encode": two, "guide": (x1, x1 + 0.1), "within": i % 2}
 
 
 class Encoders(nn.Module):
@@ -78,6 +84,7 @@ FEATURES = {
     "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
     "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
     "frozen": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2)},
+    "guided": guided,
 }  # fmt: skip
 
 
@@ -271,7 +278,8 @@ def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1
     trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
     owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
     before = [made.weights(part) for part in trained.values()]
-    est = ESTIMATORS[kind](dtype=torch.float64, **({"mode": "unimodal"} if feature == "views" else {}))
+    options = {"views": {"mode": "unimodal"}, "guided": {"pairs": POLICY}}.get(feature, {})
+    est = ESTIMATORS[kind](dtype=torch.float64, **options)
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         given = owns["model"] if names == "model" else tuple(owns[name] for name in names)
         loss = run(est, given, index=index, backward=made.backward, **call)

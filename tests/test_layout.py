@@ -14,7 +14,7 @@ LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the ground up. A room imports rooms of lower floors, and no others.
 FLOORS = [
     {"accelerator", "batch", "checks", "files", "functional", "rng"},
-    {"distributed", "data"},
+    {"distributed", "data", "pairs"},
     {"kernel", "stores"},
     {"estimator"},
     {"arguments", "checkpoint", "curation", "module", "negatives", "objective", "schedules", "temperatures"},

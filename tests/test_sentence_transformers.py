@@ -511,3 +511,103 @@ def test_bad_arguments():
         loss_of({})
     with pytest.raises(ValueError, match="mini_batch_size"):
         loss_of(estimator(), kind="CachedEstimatorLoss", mini_batch_size=0)
+
+
+# -- their losses as policies of pairs -------------------------------------------------------------------------
+
+
+class Columns(torch.nn.Module):
+    """A model whose inputs are its embeddings, for losses that embed columns themselves."""
+
+    tokenizer = None
+
+    def forward(self, inputs):
+        return {"sentence_embedding": inputs["x"]}
+
+
+def columns_of(count, dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(7, dim, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def close_to_theirs(est, loss, columns, candidates, **given):
+    """Value, up to the logarithm of the number of candidates, and gradients are those of a loss of theirs."""
+    import math
+
+    results = []
+    for ours in (True, False):
+        leaves = [column.clone().requires_grad_() for column in columns]
+        extra = {"extra": leaves[2]} if len(leaves) > 2 else {}
+        value = est(leaves[0], leaves[1], **extra, **given) + math.log(candidates) if ours else loss(leaves)
+        value.backward()
+        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+RANKING = [
+    ((), {}, 2, 6),
+    ((), {}, 3, 13),
+    (("query_to_query",), {}, 2, 12),
+    (("document_to_query",), {}, 3, 20),
+    (("document_to_document",), {}, 2, 12),
+    (("query_to_query", "document_to_query", "document_to_document"), {}, 2, 25),
+    ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 2, 6),
+    ((), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 13),
+    (("query_to_query",), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 19),
+]
+
+
+@pytest.mark.parametrize("also, hardness, columns, candidates", RANKING)
+def test_multiple_negatives_ranking_loss(also, hardness, columns, candidates):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    theirs = [name.replace("document", "doc") for name in also]
+    loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, directions=("query_to_doc", *theirs), **hardness)
+    policy = compopt.PairPolicy(also=tuple(also), hardness=hardness.get("hardness_strength"))
+    est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
+    data = columns_of(columns, 5, seed=columns)
+    close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), data, candidates)
+
+
+def test_one_softmax_per_direction():
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, **both)
+    est = compopt.InfoNCEEstimator(0.05, multiply_tau=False)
+    close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), columns_of(2, 5, 9), 6)
+
+
+@pytest.mark.parametrize("also", [("query_to_query", "document_to_document"), ("query_to_query",), ()])
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("strategy, margin", [("absolute", 0.1), ("absolute", 0.0), ("relative", 0.05)])
+def test_gist_embed_loss(strategy, margin, columns, also):
+    from sentence_transformers.sentence_transformer.losses import gist_embed
+
+    loss = gist_embed.GISTEmbedLoss.__new__(gist_embed.GISTEmbedLoss)  # its constructor wants two SentenceTransformers
+    torch.nn.Module.__init__(loss)
+    loss.model, loss.guide, loss.temperature, loss.must_retokenize = Columns(), Guide(), 0.05, False
+    loss.similarity_fct, loss.cross_entropy_loss = torch.nn.CosineSimilarity(dim=-1), torch.nn.CrossEntropyLoss()
+    loss.margin_strategy, loss.margin, loss.gather_across_devices = strategy, margin, False
+    loss.contrast_anchors, loss.contrast_positives = "query_to_query" in also, "document_to_document" in also
+    threshold = ("relative", 1 - margin) if strategy == "relative" else -margin
+    policy = compopt.PairPolicy(false_negatives=threshold, guided=True, also=also)
+    est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
+    data, guide = columns_of(columns, 5, seed=1), columns_of(columns, 4, seed=2)
+    leaves = [column.clone().requires_grad_() for column in data]
+    theirs = loss([{"x": x, "guide": g} for x, g in zip(leaves, guide, strict=True)], None)
+    theirs.backward()
+    ours = [column.clone().requires_grad_() for column in data]
+    value = est(ours[0], ours[1], guide=guide, **({"extra": ours[2]} if columns == 3 else {}))
+    value.backward()
+    # each anchor's mean is over the candidates that are left
+    value = value + est._last.negatives.log().mean()
+    torch.testing.assert_close(value, theirs, rtol=1e-6, atol=1e-9)
+    for a, b in zip(ours, leaves, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
+
+
+class Guide(torch.nn.Module):
+    def forward(self, inputs):
+        return {"sentence_embedding": inputs["guide"]}

@@ -38,7 +38,8 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
         raise TypeError(f"{name} must be a tensor of {wanted}, got {type(value).__name__}{remedy}")
     check_strided(name, value)
     if value.dtype not in INTEGERS:
-        kind = "any integers, equal ones for equal samples" if name in ("labels", "group") else "data-set positions"
+        names = name in ("labels", "group") or name.startswith("within")
+        kind = "any integers, equal ones for equal samples" if names else "data-set positions"
         raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}")
     if value.dim() != 1:
         wanted = "B" if batch is None else str(batch)
@@ -167,6 +168,54 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
         raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
     _check_alike("extra", extra, like)
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
+
+
+def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
+    """Return the guide's features, ``(B, g)`` of each modality or view, and ``(M, g)`` of ``more`` candidates."""
+    sizes = [batch] * views if more is None else [*[batch] * views, more]
+    if not isinstance(guide, tuple | list) or len(guide) != len(sizes):
+        wanted = "one per modality or view" + (
+            "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
+        )
+        raise ValueError(f"guide must be {len(sizes)} tensors of features, {wanted}, got {_count(guide)}")
+    for number, (z, size) in enumerate(zip(guide, sizes, strict=True)):
+        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
+            raise TypeError(f"guide[{number}] must be a floating-point tensor, got {getattr(z, 'dtype', type(z))}")
+        if z.dim() != 2 or z.shape != (size, guide[0].shape[-1]):
+            raise ValueError(f"guide[{number}] must have shape ({size}, g), one g for all, got {tuple(z.shape)}")
+    return list(guide)
+
+
+def check_teacher(teacher: Any, batch: int, classes: bool) -> list[Tensor]:
+    """Return a teacher's features of both modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
+    given = [teacher] if classes else teacher
+    if not isinstance(given, tuple | list) or len(given) != (1 if classes else 2):
+        raise ValueError(f"teacher must be 2 tensors of features, of z1 and of z2, got {_count(given)}")
+    for z in given:
+        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
+            wanted = "a floating-point tensor (B, C)" if classes else "floating-point tensors (B, g)"
+            raise TypeError(f"teacher must be {wanted}, got {getattr(z, 'dtype', type(z).__name__)}")
+        if z.dim() != 2 or z.shape != (batch, given[0].shape[-1]):
+            raise ValueError(f"teacher must have {batch} rows of one length, got shape {tuple(z.shape)}")
+        if classes and z.device.type == "cpu" and bool((z < 0).any()):
+            raise ValueError(f"teacher must hold shares >= 0 of classes, got {z.min().item():.6g}")
+    return list(given)
+
+
+def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
+    """Return keys of the batch, ``(B,)`` int64, and of ``more`` further candidates."""
+    keys = list(within) if isinstance(within, tuple | list) else [within]
+    if len(keys) != (1 if more is None else 2):
+        wanted = (
+            "one tensor of keys (B,)" if more is None else "a pair of tensors of keys, (B,) and those of extra (M,)"
+        )
+        raise ValueError(f"within must be {wanted}, got {_count(within)}")
+    sizes = {"within": batch} if more is None else {"within[0]": batch, "within[1]": more}
+    return [check_vector(name, key, size, "{} of them") for (name, size), key in zip(sizes.items(), keys, strict=True)]
+
+
+def _count(value: Any) -> str:
+    return f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:

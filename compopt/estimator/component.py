@@ -18,6 +18,7 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.pairs import PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 
@@ -232,6 +233,14 @@ class Normalizer(Component):
 
     def check_extra(self) -> None:
         """Refuse further candidates (``extra=``) with a ``ValueError``, where pairs have weights of their own."""
+
+    def check_pairs(self, policy: PairPolicy) -> None:
+        """Refuse a policy of pairs with a ``ValueError``, where it has no meaning."""
+        if policy.expects:
+            raise ValueError(
+                f"{type(self).__name__} compares candidates with the one positive of an anchor, and pairs={policy} "
+                f"has others; take BatchNormalizer() or MovingAverageEstimator"
+            )
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:

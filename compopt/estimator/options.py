@@ -12,6 +12,7 @@ import torch
 
 from compopt.checks import Directions, Mode
 from compopt.distributed.ranks import ProcessGroup
+from compopt.pairs import PairPolicy
 from compopt.stores import Offload
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class CommonOptions(PlacementOptions, total=False):
     normalize: bool
     chunk_size: int | None
     scores: ScoreKeeper | None
+    pairs: PairPolicy | None
 
 
 class Options(CommonOptions, total=False):

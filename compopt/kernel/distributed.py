@@ -26,21 +26,19 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
+from compopt.kernel.blocks import MASKED, Exponentials, Extra, positives
 from compopt.kernel.local import CPU_BLOCK_ROWS
 from compopt.kernel.pairs import (
-    MASKED,
-    Exponentials,
-    Extra,
     PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
     joined,
-    positives,
     pull_positives,
     same_sample,
     scale_of,
 )
+from compopt.kernel.selection import Matrix, exponentials
 
 
 class RowBlock:
@@ -53,6 +51,7 @@ class RowBlock:
         tau: the uniform temperature, or ``None``.
         diagonals: columns of the own samples of row 0, where samples are distinct.
         same: which pairs of rows (a slice) and columns are no negative ones, otherwise.
+        selected: what a policy does to the pairs.
     """
 
     def __init__(
@@ -65,9 +64,10 @@ class RowBlock:
         same: Callable[[slice], Tensor] | None,
         chunk_size: int | None,
         moments: bool,
+        selected: Matrix | None = None,
     ) -> None:
-        self.x, self.y, self.tau, self.diagonals, self._same = x, y, tau, diagonals, same
-        self.excluded = None if same is None else x.new_zeros(len(x))
+        self.x, self.y, self.tau, self.diagonals, self._same, self._selected = x, y, tau, diagonals, same, selected
+        self.excluded = None if same is None and selected is None else x.new_zeros(len(x))
         self.moments, self.recompute = moments, chunk_size is not None or scale is None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
         self._kept: list[tuple[Tensor, Exponentials]] = []
@@ -77,7 +77,9 @@ class RowBlock:
         parts = []
         for start, stop in self._bounds():
             s = self._similarities(start, stop, count=True)
-            rows = self._exponentials(s, scale[start:stop])
+            rows = self._exponentials(s, scale[start:stop], start)
+            if rows.excluded is not None and self.excluded is not None:
+                self.excluded[start:stop] = rows.excluded
             parts.append(Sums.over(rows, 1, start))
             if not self.recompute:
                 self._kept.append((s, rows))
@@ -101,10 +103,13 @@ class RowBlock:
                 self.excluded[start:stop] = same.sum(1)
         return s
 
-    def _exponentials(self, s: Tensor, scale: Tensor) -> Exponentials:
+    def _exponentials(self, s: Tensor, scale: Tensor, start: int) -> Exponentials:
         """Exponentials of the rows' anchors, in the same memory if the temperature is uniform."""
         if self.tau is not None:
             return Exponentials(s.exp_(), None, None)
+        if self._selected is not None:
+            logits = self._selected.logits(s, start, 1, scale[:, None])
+            return exponentials(logits, s if self.moments else None, scale[:, None], 1)
         shift = s.amax(1)
         e = (s - shift[:, None]).mul_(scale[:, None]).exp_()
         return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
@@ -120,11 +125,11 @@ class RowBlock:
         for number, (start, stop) in enumerate(self._bounds()):
             mine = {name: value[start:stop] for name, value in own.items()}
             if not self.recompute:
-                a = self._combine(*self._kept[number], mine, columns)
+                a = self._combine(*self._kept[number], mine, columns, start)
             else:
                 s = self._similarities(start, stop)
-                rows = None if self.sums is None else self._exponentials(s, mine["scale"])
-                a = self._combine(s, rows, mine, columns)
+                rows = None if self.sums is None else self._exponentials(s, mine["scale"], start)
+                a = self._combine(s, rows, mine, columns, start)
             torch.mm(a, self.y, out=result[start:stop])
         return result
 
@@ -133,7 +138,12 @@ class RowBlock:
         self._kept.clear()
 
     def _combine(
-        self, s: Tensor, rows: Exponentials | None, own: dict[str, Tensor], columns: dict[str, Tensor] | None
+        self,
+        s: Tensor,
+        rows: Exponentials | None,
+        own: dict[str, Tensor],
+        columns: dict[str, Tensor] | None,
+        start: int,
     ) -> Tensor:
         """Coefficients ``A_ij`` of one block, in place."""
         if self.tau is not None:
@@ -142,6 +152,8 @@ class RowBlock:
                 return s.exp_().mul_(by_column)
             return rows.exp.mul_(_factor(own, 0.0)[:, None] + by_column)
         if columns is not None:
+            if self._selected is not None:
+                s = self._selected.logits(s, start, 0, columns["scale"])
             s.sub_(columns["positive"]).mul_(columns["scale"]).sub_(columns["alpha"]).sub_(columns["log_count"]).exp_()
             s.mul_(columns["coefficient"])
         if rows is None:
@@ -175,7 +187,7 @@ class GatheredPairs(PairStatistics):
     def __init__(
         self,
         own: Tensor,
-        everyone: tuple[Tensor, ...],
+        everyone: Sequence[Tensor],
         tau: float | Tensor,
         keys: Sequence[Tensor],
         options: PairOptions,
@@ -189,8 +201,10 @@ class GatheredPairs(PairStatistics):
         scale = scale_of(tau, own, self._batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
-        self._options = (uniform, options.chunk_size, self.moments)
-        self._everything = torch.cat(everyone) if self.unimodal else None
+        self._options, self._given_positive = (uniform, options.chunk_size, self.moments), options.positive
+        self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
+        self._thresholds = None if self.selection is None else self.selection.thresholds(everyone, self.directions)
+        self._counted = not self.distinct or self.selection is not None  # who is no negative
         self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
         self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
@@ -205,9 +219,26 @@ class GatheredPairs(PairStatistics):
         if direction == 0 and self.extra is not None:
             y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
         scale = self._scale[self._own, direction] if direction < self.directions else None
-        diagonals = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
+        diagonals: Sequence[int] = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
+        if self.whole:
+            diagonals = (direction * self._batch + self._first,) if self.unimodal else ()
         same = None if self.distinct else self._same_as(direction)
-        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments)
+        selected = self._matrix(direction, len(y))
+        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments, selected)
+
+    def _matrix(self, direction: int, width: int) -> Matrix | None:
+        """Return what a policy compares in the block of a direction."""
+        if self.selection is None:
+            return None
+        everyone, views = slice(0, self._batch), range(self.views)
+        rows = self.selection.axis((direction,), self._own)
+        further = slice(None) if direction == 0 else None
+        columns = self.selection.axis(views if self.unimodal else (1 - direction,), everyone, further)
+        if self._thresholds is None:
+            return Matrix(self.selection.policy, rows, columns, (None, None))
+        mine = self._thresholds[self._own, direction, None] if direction < self.directions else None
+        theirs = self._column_values({"threshold": self._thresholds}, direction, width)
+        return Matrix(self.selection.policy, rows, columns, (mine, None if theirs is None else theirs["threshold"]))
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
         """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
@@ -227,17 +258,19 @@ class GatheredPairs(PairStatistics):
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Gather the statistics of the own anchors, so that every rank has those of all."""
         positive = positives(self._z, 1 if self.views == 2 else self.directions)
+        if self._given_positive is not None:
+            positive = self._given_positive[self._own]
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
         own = [positive, torch.stack(log_total, dim=1)]
         if self.moments:
             own.append(torch.stack([sums.dot / sums.total for sums in self.sides if sums.dot is not None], dim=1))
-        if not self.distinct:
+        if self._counted:
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
         self.positive = everyone[0].expand(-1, self.directions * (self.views - 1))
         by_anchor, *rest = [self.per_pair(value) for value in everyone[1:]]
-        excluded = None if self.distinct else rest[-1]
+        excluded = rest[-1] if self._counted else None
         self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
         self.log_sum = self.real(by_anchor - self.positive * self.per_pair(self._scale))
         self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
@@ -296,8 +329,9 @@ class GatheredPairs(PairStatistics):
             columns = {name: value[:, 1 - direction] for name, value in values.items()}
         else:
             return None
-        more = width - len(columns["alpha"])
+        more = width - len(next(iter(columns.values())))
         outside = {"scale": 1.0, "positive": 0.0, "alpha": torch.inf, "log_count": 0.0, "coefficient": 0.0}
+        outside["threshold"] = torch.inf
         return (
             {name: pad(value, (0, more), value=outside[name]) for name, value in columns.items()} if more else columns
         )
@@ -311,5 +345,10 @@ class GatheredPairs(PairStatistics):
             return extra.same(slice(None), slice(first + rows.start, first + rows.stop)).T
 
         masked = None if extra.positions is None else same
-        y = self._everyone[0]
-        return RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, moments).gradient({}, anchors)
+        y, selected = self._everyone[0], None
+        if self.selection is not None:
+            axes = self.selection.axis((), slice(0, 0), extra.own), self.selection.axis((0,), slice(0, self._batch))
+            thresholds = None if self._thresholds is None else self._thresholds[:, 0]
+            selected = Matrix(self.selection.policy, *axes, (None, thresholds))
+        block = RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, moments, selected)
+        return block.gradient({}, anchors)

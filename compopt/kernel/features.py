@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compopt.checks.context import refuse_tangents
 from compopt.checks.inputs import check_features
-from compopt.kernel.pairs import MASKED
+from compopt.kernel.blocks import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
 # Similarities of rows below this norm stay above what stands for "not a pair".

@@ -11,9 +11,9 @@ the cache:
 3. :meth:`Pairs.gradients` scales the kept blocks into the coefficient matrix ``A`` and multiplies:
    ``dL/dX = A Y``, ``dL/dY = A^T X``.
 
-Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host), or blocks of
-``chunk_size`` rows that are computed a second time in step 3. Nothing of size ``P x Q`` outlives the call, and
-autograd records none of it. There is no host synchronisation.
+Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host; three under a policy
+whose two directions select different pairs), or blocks of ``chunk_size`` rows that are computed a second time in step
+3. Nothing of size ``P x Q`` outlives the call, and autograd records none of it. There is no host synchronisation.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar
+from compopt.kernel.blocks import MASKED, Exponentials, positives
 from compopt.kernel.pairs import (
-    MASKED,
-    Exponentials,
     PairOptions,
     PairStatistics,
     Sums,
     is_uniform,
     joined,
-    positives,
     pull_positives,
     same_sample,
     scale_of,
 )
+from compopt.kernel.selection import Matrix, Selection, exponentials
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
@@ -75,11 +74,13 @@ class Pairs(PairStatistics):
         # exp(S) is its own transpose: one product with A + A^T replaces two
         self.symmetric = unimodal and self.uniform and self.shape[0] == self.shape[1]
         self._columns_are_anchors = not unimodal and self.directions == 2
-        self.positive = positives(z, self.directions)
+        self.positive = positives(z, self.directions) if options.positive is None else options.positive
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
-        # Rows may overwrite S unless S is needed again, for the columns or for the moments.
-        self._row_buffer = 0 if self.uniform or not (self._columns_are_anchors or self.moments) else 1
+        # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.
+        again = self._columns_are_anchors or self.moments or self.selection is not None
+        self._row_buffer = 0 if self.uniform or not again else 1
+        self._selected = None if self.selection is None else self._matrix(self.selection)
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
@@ -113,7 +114,9 @@ class Pairs(PairStatistics):
     def _mask(self, s: Tensor, start: int) -> Tensor | None:
         """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
         if self.distinct:
-            shifts = range(1 - self.directions, self.views) if self.unimodal else (0,)
+            shifts = range(1 - self.directions, self.views) if self.unimodal else range(1)
+            if self.whole:
+                shifts = range(int(self.unimodal))
             for offset in (shift * self.batch for shift in shifts):
                 if -s.shape[0] < offset + start < s.shape[1]:
                     s.diagonal(offset + start).fill_(MASKED)
@@ -132,6 +135,18 @@ class Pairs(PairStatistics):
             others = outside.new_ones(len(same) - len(outside), outside.shape[1])
             outside = torch.cat([outside, others])  # pad() of torch 2.4 refuses a tensor without entries
         return torch.cat([same, outside], dim=1)
+
+    def _matrix(self, selection: Selection) -> Matrix:
+        """Return what a policy compares along the two axes."""
+        everyone, views = slice(0, self.batch), range(self.views)
+        rows = selection.axis(views[: self.directions] if self.unimodal else views[:1], everyone)
+        columns = selection.axis(views if self.unimodal else views[1:], everyone, slice(None))
+        thresholds, by_column = selection.thresholds(self.z.unbind(), self.directions), None
+        if thresholds is None:
+            return Matrix(selection.policy, rows, columns, (None, None))
+        if self._columns_are_anchors:
+            by_column = self._by_column(thresholds, torch.inf)
+        return Matrix(selection.policy, rows, columns, (self._by_row(thresholds, 0, self.shape[0]), by_column))
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
@@ -162,13 +177,15 @@ class Pairs(PairStatistics):
             self._column_scale = self._by_column(self._scale, 1.0) if isinstance(self._scale, Tensor) else self._scale
         rows: list[Sums] = []
         columns: Sums | None = None
-        excluded = None if self.distinct else self.x.new_zeros(2, self.shape[1])
+        known = self.distinct and self.selection is None  # how many are no negatives
+        excluded = None if known else self.x.new_zeros(2, self.shape[1])
         for start, stop in self._bounds():
             s, same = self._similarities(start, stop)
-            if excluded is not None and same is not None:
-                excluded[0, start:stop] = same.sum(1)
-                excluded[1] += same.sum(0)
             block = self._exponentiate(s, start, stop, None if columns is None else columns.shift)
+            if excluded is not None:
+                by_row, by_column = self._excluded(block, same)
+                excluded[0, start:stop] = by_row
+                excluded[1] += by_column
             rows.append(Sums.over(block.rows, 1, start))
             if block.columns is not None:
                 more = Sums.over(block.columns, 0)
@@ -179,6 +196,14 @@ class Pairs(PairStatistics):
             columns = columns._replace(norms=columns.norms[: self.batch])
         self.sides = [joined(rows)] if columns is None else [joined(rows), columns]
         self._collect(excluded)
+
+    def _excluded(self, block: Block, same: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        """Numbers of candidates of a block that are no negatives, of its rows and of its columns."""
+        if block.rows.excluded is not None:
+            columns = None if block.columns is None else block.columns.excluded
+            return block.rows.excluded, 0.0 if columns is None else columns
+        assert same is not None
+        return same.sum(1), same.sum(0)
 
     def _collect(self, excluded: Tensor | None) -> None:
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
@@ -214,6 +239,8 @@ class Pairs(PairStatistics):
             shared = Exponentials(s.exp_(), None, None)
             return Block(start, stop, shared, shared if self._columns_are_anchors else None)
         scale = self._by_row(self._scale, start, stop) if isinstance(self._scale, Tensor) else self._scale
+        if self._selected is not None:
+            return self._select(self._selected, s, start, stop, scale, column_shift)
         shift = s.amax(1)
         e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop)).mul_(scale).exp_()
         scratch, dot = None, None
@@ -231,6 +258,18 @@ class Pairs(PairStatistics):
         e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
         dot = s.mul_(e).sum(0)
         return Block(start, stop, rows, Exponentials(e if scratch is None else s.copy_(e), top, dot))
+
+    def _select(
+        self, selected: Matrix, s: Tensor, start: int, stop: int, scale: Scalar, column_shift: Tensor | None
+    ) -> Block:
+        """Return exponentials of the pairs that a policy leaves, other ones for each side."""
+        moments, columns = s if self.moments else None, None
+        logits = selected.logits(s, start, 1, scale)
+        rows = exponentials(logits, moments, scale, 1, out=self._buffer(1, start, stop))
+        if self._columns_are_anchors:
+            logits = selected.logits(s, start, 0, self._column_scale)
+            columns = exponentials(logits, moments, self._column_scale, 0, column_shift, out=logits)
+        return Block(start, stop, rows, columns)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -13,24 +12,13 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log, minus_product
+from compopt.kernel.blocks import MASKED, Exponentials, Extra
+from compopt.kernel.selection import Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
-# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
-MASKED = -1e30
 # Anchors per side over which the effective number of negatives is measured.
 SPREAD_ANCHORS = 128
-
-
-class Exponentials(NamedTuple):
-    """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
-
-    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``.
-    """
-
-    exp: Tensor
-    shift: Tensor | None
-    dot: Tensor | None
 
 
 class Sums(NamedTuple):
@@ -108,6 +96,9 @@ class PairOptions(NamedTuple):
         bounded: features have norm at most one.
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
+        selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
+        positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
+        whole: all features but the anchor itself are candidates, those of the same sample too.
     """
 
     distinct: bool
@@ -117,6 +108,9 @@ class PairOptions(NamedTuple):
     bounded: bool = True
     chunk_size: int | None = None
     moments: bool = False
+    selection: Selection | None = None
+    positive: Tensor | None = None
+    whole: bool = False
 
 
 class PairStatistics(ABC):
@@ -130,11 +124,12 @@ class PairStatistics(ABC):
     Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
-        options: ``directions``, ``extra``, ``unimodal`` and ``moments`` become attributes too.
+        options: ``directions``, ``extra``, ``unimodal``, ``moments`` and ``selection`` become attributes too.
         views: ``V``; 2 for two modalities.
 
     Attributes:
-        distinct: known on the host: an anchor's own sample is the only candidate that is no negative of it.
+        distinct: known on the host: an anchor's own sample, or with ``whole`` the anchor itself, is all that is no
+            candidate of it.
         negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 where an anchor has no negatives. A number where it is one for all, known on the
@@ -154,10 +149,18 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments = options
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _, self.whole = (
+            options
+        )
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
-        self.distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
+        distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
+        self.distinct = distinct or self.whole
+
+    @property
+    def may_lack_negatives(self) -> bool:
+        """True if an anchor may have no negatives, and a sample be in no pair."""
+        return len(self.keys) > 1 or self.selection is not None
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +231,7 @@ class PairStatistics(ABC):
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
-        own = self.views if self.unimodal else 1
+        own = self.views if self.unimodal and not self.whole else int(self.unimodal or not self.whole)
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
@@ -262,13 +265,6 @@ class SampledPairs(ABC):
         """
 
 
-def positives(z: Tensor, directions: int) -> Tensor:
-    """``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
-    if len(z) == 2:
-        return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
-    return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
-
-
 def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scalar, directions: int) -> None:
     """Subtract the gradient of ``sum weight s_ii`` over all ordered pairs, in place.
 
@@ -297,7 +293,8 @@ def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
     """Return whether one exponential without any shift serves the anchors of both directions."""
-    return isinstance(tau, float) and options.bounded and 1 / tau <= MAX_UNSHIFTED_SCALE and not options.moments
+    plain = options.bounded and not options.moments and options.selection is None
+    return plain and isinstance(tau, float) and 1 / tau <= MAX_UNSHIFTED_SCALE
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
@@ -313,29 +310,3 @@ def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
     for row, column in zip(rows[1:], columns[1:], strict=True):
         same.logical_or_(row[:, None] == column[None, :])
     return same
-
-
-@dataclass(frozen=True)
-class Extra:
-    """Further candidates of the anchors of direction 1, beside the batch's features.
-
-    Attributes:
-        features: ``(M, d)``, no graph; of this process.
-        everyone: those of all ranks, in the order of the ranks; with one process the same.
-        positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
-        positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
-        own: where this process's are among all.
-    """
-
-    features: Tensor
-    everyone: Tensor
-    positive: Tensor
-    positions: Tensor | None
-    own: slice
-
-    def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
-        """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""
-        positive = self.positive[anchors, None]
-        if self.positions is None:
-            return torch.zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool, device=positive.device)
-        return positive == self.positions[None, candidates]

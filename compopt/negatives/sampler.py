@@ -23,6 +23,7 @@ from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
 from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
+from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column
 
 Proposals = Literal["pool", "sweep", "dataset"]
@@ -196,6 +197,12 @@ class MCMCNegativeSampler(Normalizer):
 
     def move(self, device: torch.device) -> None:
         """Leave the seed on the host, which reads it in every call."""
+
+    def check_pairs(self, policy: PairPolicy) -> None:
+        raise ValueError(
+            f"pairs={policy} has no effect on chains, which draw their negatives by exp(s_ij / tau); leave it out, or "
+            f"take a normalizer such as BatchNormalizer or MovingAverageEstimator"
+        )
 
     def estimate(self, call: Call) -> Estimate:
         call.pairs.release()  # its gradients are not asked for

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from compopt import checks
 from compopt.estimator.call import Call, Estimate
 from compopt.estimator.component import Normalizer
+from compopt.pairs import PairPolicy
 
 
 class BatchNormalizer(Normalizer):
@@ -49,6 +50,14 @@ class BatchNormalizer(Normalizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.flag("include_positive", group["include_positive"])
+
+    def check_pairs(self, policy: PairPolicy) -> None:
+        groups = [self.own_defaults, *self.own_groups]
+        if policy.expects and any(group.get("include_positive") for group in groups):
+            raise ValueError(
+                f"include_positive=True counts the positive once more, and with pairs={policy} positives are among the "
+                f"candidates; take include_positive=False, as DCLEstimator has it"
+            )
 
     def estimate(self, call: Call) -> Estimate:
         log_sum = call.pairs.log_sum

@@ -18,6 +18,8 @@ from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
+from compopt.kernel.selection import mean_positive
+from compopt.pairs import PairPolicy
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
@@ -49,6 +51,7 @@ class MemoryNormalizer(Normalizer):
     trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
     sample (the queue keeps ``index``, ``index2`` and ``labels``, as far as the calls give them); in unimodal mode there
     are two per sample. An anchor that has no negative in its batch contributes nothing.
+    A :class:`~compopt.PairPolicy` selects and weights the queue as it does the batch; ``within`` keeps a key per slot.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
@@ -64,7 +67,8 @@ class MemoryNormalizer(Normalizer):
     ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
-        ValueError: dim or length < 1; at the call features of another dimension.
+        ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance`` or ``prior``; at the call
+            features of another dimension.
         TypeError: dim or length is no integer.
 
     References:
@@ -91,15 +95,30 @@ class MemoryNormalizer(Normalizer):
     def check(self, group: Mapping[str, Any]) -> None:
         del group  # it has no hyper-parameters
 
+    def check_pairs(self, policy: PairPolicy) -> None:
+        super().check_pairs(policy)
+        for option, given in (
+            ("guided=True", policy.guided),
+            (f"importance={policy.importance!r}", policy.importance != "plain"),
+            (f"prior={policy.prior}", policy.prior is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"{option} is of the batch's candidates, and the memory has others; leave it out, or take a "
+                    f"normalizer without a memory, such as BatchNormalizer"
+                )
+
     def structure(self) -> dict[str, Any]:
         return {"dim": self.dim, "length": self.length}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._views, self._directions = setting.mode == "unimodal", setting.directions
+        self._policy: PairPolicy = getattr(setting.owner, "pairs", None) or PairPolicy()
+        kept = len(KEYS) + bool(self._policy.within)
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
-            "keys": torch.full((len(KEYS), self.length), UNKNOWN, device="cpu"),
+            "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }
 
@@ -111,12 +130,16 @@ class MemoryNormalizer(Normalizer):
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
+        if self._policy.within:
+            keys = torch.cat([keys, call.batch.values["within1"][None]])
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
-        logits, count = self._compare(z, queue, excluded, positive, scale)
+        threshold = self._policy.threshold(mean_positive(pairs.positive, directions))
+        logits, count, excluded = self._compare(z, queue, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(logits.logsumexp(2), positive))
-        weights = (logits - self._by_queue(log_total).unsqueeze(2)).exp_()
+        weighted = self._hardened(logits, positive, scale)
+        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
+        weights = (weighted - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
         log_total = pairs.per_pair(log_total, scale)  # the weights are the same for all positives of an anchor
         if call.training:
@@ -177,17 +200,40 @@ class MemoryNormalizer(Normalizer):
         """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
         stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
         excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
-        for key, others in zip(keys[1:], stored[1:], strict=True):
+        for key, others in zip(keys[1 : len(KEYS)], stored[1 : len(KEYS)], strict=True):
             excluded |= key[:, None] == others
+        if self._policy.within:
+            excluded |= keys[-1, :, None] != state["keys"][-1]
         return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
     def _compare(
-        self, z: Tensor, queue: Tensor, excluded: Tensor, positive: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``."""
+        self,
+        z: Tensor,
+        queue: Tensor,
+        excluded: Tensor,
+        positive: Tensor,
+        scale: Tensor,
+        threshold: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``.
+
+        The third result is what is excluded, with what is above the threshold.
+        """
         logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
         logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
-        return logits, self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+        if threshold is not None:
+            excluded = excluded | (logits > self._by_queue((threshold - positive) * scale).unsqueeze(2))
+            logits.masked_fill_(excluded, -math.inf)
+        count = self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+        return logits, count, excluded
+
+    def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+        """Return ``h_iq / tau_i + beta s_iq``."""
+        beta, _ = self._policy.strengths
+        if not beta:
+            return logits
+        factor, shift = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))
+        return logits * factor + shift
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
         return {
@@ -226,7 +272,7 @@ class MemoryNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
             keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
-            logits, count = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
+            logits, count, _ = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 

@@ -19,6 +19,7 @@ from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
+from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class MovingAverageEstimator(Normalizer):
         temperature = self._beside()
         if temperature is not None and "tau" in state.get("meaning", {}):
             temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
+
+    def check_pairs(self, policy: PairPolicy) -> None:
+        """Take any policy."""
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         name, reduce = DOMAINS[self.domain]

@@ -25,8 +25,9 @@ from compopt import functional as F
 from compopt.distributed.ranks import Ranks, Share
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
+from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization
-from compopt.kernel.pairs import MASKED, MAX_UNSHIFTED_SCALE, pull_positives
+from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
 
 PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
 # exp of more, squared, would leave float32 in the optimizer's sums.

@@ -14,6 +14,7 @@ from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import Options, takes_options
 from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer
+from compopt.pairs import PairPolicy
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
 
@@ -139,6 +140,7 @@ def recommended(
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
     keep_scores: bool = False,
+    pairs: PairPolicy | None = None,
 ) -> ContrastiveEstimator:
     """Return the estimator to begin with, which needs no tuning.
 
@@ -153,7 +155,7 @@ def recommended(
         batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
-        directions, chunk_size, process_group: see :class:`~compopt.ContrastiveEstimator`.
+        directions, chunk_size, process_group, pairs: see :class:`~compopt.ContrastiveEstimator`.
         keep_scores: keep a row of 48 bytes per sample beside the loss (:class:`~compopt.ScoreKeeper`), from which
             :mod:`compopt.curation` tells wrong pairs; needs ``n``, and ``index`` in every call. No gradient changes.
 
@@ -161,7 +163,8 @@ def recommended(
         The estimator. Communicates nothing here; what its calls do, see there.
 
     Raises:
-        ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``.
+        ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``, a policy of pairs
+            that the estimator refuses.
         TypeError: dim, n or batch_size is no integer.
 
     Example:
@@ -183,6 +186,7 @@ def recommended(
         "chunk_size": chunk_size,
         "process_group": process_group,
         "scores": ScoreKeeper(n) if keep_scores and n is not None else None,
+        "pairs": pairs,
     }
     if large or directions == "forward":
         return DCLEstimator(TAU, **options)

@@ -12,6 +12,7 @@ from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
 from tests.reference.neural import NeuralReference, ResidualReference, equation_12
 from tests.reference.normalizers import BatchReference, MovingAverageReference
+from tests.reference.policy import PolicyReference
 from tests.reference.sogclr import LiteralSogCLR
 from tests.reference.temperatures import (
     DualReference,
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryReference",
     "MovingAverageReference",
     "NeuralReference",
+    "PolicyReference",
     "Reference",
     "ResidualReference",
     "dense_global_gradient",

@@ -22,6 +22,7 @@ class Reference:
         self.rows = {key: defaultdict(dict) for key in ("u", "tau", "m", "v", "count", "chain")}
         self.pending = []  # proposals (row, column, key, value)
         self.steps = self.window = 0
+        self.policy = None  # tests.reference.policy.PolicyReference
 
     # hyper-parameters and counts ------------------------------------------------------------------
 
@@ -51,6 +52,8 @@ class Reference:
         extra=None,
         extra_index=None,
         anchors=None,
+        guide=None,
+        within=None,
     ):
         """Return (loss, g1, g2) as float64 tensors, and the gradient of extra if given; deposit proposals when train.
 
@@ -62,7 +65,11 @@ class Reference:
         given = (index, index2, group, extra_index)
         index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors)
+        also = () if self.policy is None else self.policy.also
+        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors, also)
+        self.within = within if within is None or isinstance(within, tuple) else (within,)
+        if self.policy is not None:
+            self.policy.apply(found, guide, self.within, self.normalize)
         column = [a.direction if self.columns == 2 else 0 for a in found]
         row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
@@ -76,7 +83,7 @@ class Reference:
         for number, (a, tau, rho, alpha) in enumerate(zip(found, taus, rhos, alphas, strict=True)):
             shared = hasattr(self.normalizer, "weight_alpha")  # with candidates outside the batch
             log_norm = self.normalizer.weight_alpha(number) if shared else alpha
-            w = [math.exp(h / tau - log_norm) / len(a.h) for h in a.h]
+            w = [math.exp(h / tau + b - log_norm) / len(a.h) for h, b in zip(a.h, a.log_weights, strict=True)]
             scale = 1.0 if self.multiply_tau else 1.0 / tau
             if sampled is not None:
                 batch_weights = w

@@ -26,25 +26,36 @@ class MemoryReference:
             means = [(means[0] + means[1]) / 2] * 2
         slots = self.pending if ref.train and self.pending is not None else self.slots
         self.outside, alphas = [], []
+        positives = {}
+        for a in found:
+            mine = [b.positive.item() for b in found if (b.view, b.position) == (a.view, a.position)]
+            positives[(a.view, a.position)] = sum(mine) / len(mine)
         for a, tau in zip(found, taus, strict=True):
             mine = [None if key is None else key[a.position] for key in ref.keys]
             own, partner = z[a.view][a.position], z[a.partner][a.position].detach()
-            terms = []
+            terms, biases = [], []
             for keys, features in slots:
-                if any(k is not None and k == other for k, other in zip(mine, keys, strict=True)):
+                if any(k is not None and k == other for k, other in zip(mine, keys[: len(mine)], strict=True)):
+                    continue
+                if ref.within is not None and keys[-1] != int(ref.within[0][a.position]):
                     continue
                 for side in (0, 1) if ref.mode == "unimodal" else (1 - a.direction,):
-                    terms.append(torch.dot(own, features[side] + means[side] - partner))
-            every = [h / tau for h in a.h] + [t.item() / tau for t in terms]
+                    candidate = features[side] + means[side]
+                    s = torch.dot(own, candidate).item()
+                    if ref.policy is None or not ref.policy.too_similar(s, positives[(a.view, a.position)]):
+                        terms.append(torch.dot(own, candidate - partner))
+                        biases.append(0.0 if ref.policy is None else ref.policy.strengths[0] * s)
+            every = [math.log(x) for x in a.terms(tau)]
+            every += [t.item() / tau + b for t, b in zip(terms, biases, strict=True)]
             log_total = torch.tensor(every, dtype=torch.float64).logsumexp(0).item() if every else 0.0
-            weights = [math.exp(t.item() / tau - log_total) for t in terms]
+            weights = [math.exp(t.item() / tau + b - log_total) for t, b in zip(terms, biases, strict=True)]
             alphas.append(log_total - math.log(max(1, len(every))))
             self.outside.append((log_total - math.log(max(1, len(a.h))), weights, terms))
         if ref.train:
             at = range(len(z[0]))
             new = [
                 (
-                    tuple(None if key is None else key[i] for key in ref.keys),
+                    (*(None if key is None else key[i] for key in ref.keys), *within_of(ref, i)),
                     [s[i].detach() - m for s, m in zip(z[:2], means, strict=True)],
                 )
                 for i in at
@@ -76,3 +87,8 @@ class MemoryReference:
     def discard(self):
         """The copy is dropped."""
         self.pending = None
+
+
+def within_of(ref, i):
+    """The key of a sample's data set, if the policy asks for one."""
+    return () if ref.within is None else (int(ref.within[0][i]),)

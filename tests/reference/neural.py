@@ -131,7 +131,7 @@ class NeuralReference:
             self.push(net, features, ref.steps, first)
         batches = [[] for _ in nets]
         for a, tau in zip(anchors, taus, strict=True):
-            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h) if a.h else None
+            ghat = sum(a.terms(tau)) / len(a.h) if a.h else None
             batches[a.direction % count].append((z[a.view][a.position], a.positive.item(), tau, ghat))
         if self.before is None:
             self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
@@ -165,7 +165,7 @@ class NeuralReference:
         """Term of one anchor through which alpha depends on its temperature t; its factor is held."""
         nets = nets or self.used
         net = nets[anchor.direction % len(nets)]
-        ghat = sum(math.exp(h / t.item()) for h in anchor.h) / len(anchor.h)
+        ghat = sum(anchor.terms(t.item())) / len(anchor.h)
         e = unit(self.features[anchor.view][anchor.position].detach())
         predicted = self.alpha(net, net["weights"], e, anchor.positive.item(), t)
         return slope * (1.0 - math.exp(-alpha) * (self.eps + ghat)) * predicted
@@ -183,7 +183,7 @@ class NeuralReference:
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
             if value_of is not None:
                 alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
-            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
+            ghat = sum(a.terms(tau)) / len(a.h)
             total = total + slope(tau) * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
         return total
 
@@ -222,7 +222,7 @@ class ResidualReference:
         predicted = self.network.before if self.prediction == "before" else after
         ratio = {}
         for a, tau, network in zip(anchors, taus, predicted, strict=True):
-            ghat = sum(math.exp(h / tau) for h in a.h) / len(a.h)
+            ghat = sum(a.terms(tau)) / len(a.h)
             ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
         if ref.mode == "unimodal" and self.has_rows:  # both views share a row
             for i in {position for _, position in ratio}:

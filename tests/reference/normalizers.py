@@ -17,7 +17,7 @@ class BatchReference:
         """Return alpha per anchor and no proposals."""
         result = []
         for a, tau in zip(anchors, taus, strict=True):
-            total = sum(math.exp(h / tau) for h in a.h)
+            total = sum(a.terms(tau))
             if self.include_positive:
                 total += 1.0
             result.append(math.log(total / len(a.negatives)))
@@ -40,8 +40,8 @@ class MovingAverageReference:
 
     def inner(self, anchor, tau):
         """g_i of this batch."""
-        scores = anchor.s if self.reference == "none" else anchor.h
-        return sum(math.exp(x / tau) for x in scores) / len(scores)
+        factor = math.exp(anchor.positive.item() / tau) if self.reference == "none" else 1.0
+        return factor * sum(anchor.terms(tau)) / len(anchor.h)
 
     def updated(self, ref, row, column, g):
         """The new u of one column of one row."""

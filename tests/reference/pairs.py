@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ class Anchor:
     position: int
     positive: Tensor
     negatives: list[Tensor]
+    who: list[tuple]  # of each negative: (view, place in the batch), or ("extra", place)
+    log_weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.log_weights = self.log_weights or [0.0] * len(self.negatives)
+
+    def terms(self, tau) -> list[float]:
+        """exp(h_ij / tau + b_ij), as floats."""
+        return [math.exp(h / tau + b) for h, b in zip(self.h, self.log_weights, strict=True)]
 
     @property
     def s(self) -> list[float]:
@@ -31,6 +41,9 @@ class Anchor:
     def h(self) -> list[float]:
         """h_ij = s_ij - s_ii, as floats."""
         return [x.item() - self.positive.item() for x in self.negatives]
+
+
+ALSO = {"query_to_query": (0, 0), "document_to_query": (1, 0), "document_to_document": (1, 1)}  # rows, columns
 
 
 def unit_rows(z: Tensor) -> list[Tensor]:
@@ -47,7 +60,7 @@ def may_be_negative(i, j, index, index2, group) -> bool:
     return group is None or group[i] != group[j]
 
 
-def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None):
+def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None, also=()):
     """All pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
     rows = unit_rows if normalize else lambda z: list(z.unbind(0))
     views = [rows(view) for view in z]
@@ -58,14 +71,21 @@ def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None,
     result = []
     for direction, (view, partner) in enumerate(pairs):
         own, other = views[view], views[partner]
-        candidates = views if mode == "unimodal" else [other]
+        candidates = list(enumerate(views)) if mode == "unimodal" else [(partner, other)]
         for i in range(len(index)):
-            negatives = []
+            negatives, who = [], []
             for j in range(len(index)):
                 if may_be_negative(i, j, index, index2, group):
-                    negatives += [(own[i] * side[j]).sum() for side in candidates]
+                    negatives += [(own[i] * side[j]).sum() for _, side in candidates]
+                    who += [(number, j) for number, _ in candidates]
+            for row, column in (ALSO[kind] for kind in also):
+                for j in range(len(index)):
+                    if may_be_negative(i, j, index, index2, group) or (i == j and row > column):
+                        negatives.append((views[row][i] * views[column][j]).sum())
+                        who.append(("also", row, column, j))
             for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())
-            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives))
+                    who.append(("extra", j))
+            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives, who))
     return result

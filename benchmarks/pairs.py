@@ -1,0 +1,98 @@
+"""What each option of a policy of pairs costs per call, against the same estimator without a policy.
+
+    python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json
+    python -m benchmarks.pairs --quick    # B = 256, printed and not written
+
+A call is a loss with both feature gradients. Contenders run round-robin in one process, in a new order each round;
+ratios pair the calls of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compopt
+from benchmarks.kernel import batch, ratios
+from benchmarks.report import environment, finish, quartiles, spread, table
+from compopt import PairPolicy
+
+ABOUT = """DCL, tau 0.07, float32, random normalised features, d = {dim}. *ms*: processor time of a call;
+*ratio*: to no policy in the same round; median (first to third quartile)."""
+TAU, GUIDE_DIM, CHUNK = 0.07, 64, 512
+POLICIES: dict[str, PairPolicy | None] = {
+    "none": None,
+    "prior": PairPolicy(prior=0.05),
+    "false_negatives": PairPolicy(false_negatives=0.1),
+    "hardness": PairPolicy(hardness=5.0),
+    "false_negatives and hardness": PairPolicy(false_negatives=0.1, hardness=5.0),
+    "guided": PairPolicy(false_negatives=0.1, guided=True),
+    "within": PairPolicy(within=True),
+    "importance, differentiated": PairPolicy(hardness=5.0, importance="differentiated"),
+    "positives by label": PairPolicy(positives="labels"),
+    "targets of a teacher": PairPolicy(targets=0.1),
+}
+
+
+def given(policy: PairPolicy | None, rows: Tensor) -> dict[str, Any]:
+    """Arguments of a call that a policy asks for; the last bits of the rows stand for classes and data sets."""
+    if policy is None:
+        return {}
+    features = torch.randn(2, len(rows), GUIDE_DIM, generator=torch.Generator().manual_seed(len(rows)))
+    asked = {
+        "guide": (policy.guided, features),
+        "within": (policy.within, rows % 2),
+        "labels": (policy.positives == "labels", rows % 64),
+        "teacher": (policy.targets is not None, features),
+    }
+    return {name: list(value) if value.dim() == 3 else value for name, (wanted, value) in asked.items() if wanted}
+
+
+def measure(B: int, d: int, rounds: int, chunk_size: int | None) -> dict[str, list[float]]:
+    """Seconds of processor time of each call by policy, after one warm-up round."""
+    made = {name: compopt.DCLEstimator(TAU, pairs=p, chunk_size=chunk_size) for name, p in POLICIES.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for i in range(-1, rounds):
+        z1, z2, index = batch(B, d, seed=i + 1)
+        for name, est in random.Random(i).sample(list(made.items()), len(made)):
+            a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
+            more = given(POLICIES[name], index)
+            start = time.process_time()
+            est(a, b, index, **more).backward()
+            if i >= 0:
+                seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def section(B: int, chunk_size: int | None, seconds: dict[str, list[float]]) -> str:
+    """A table of one batch size."""
+    body = [
+        [name, spread(quartiles(values), 1, 1e-3), spread(ratios(seconds, name, "none"))]
+        for name, values in seconds.items()
+    ]
+    return f"B = {B}, chunk_size = {chunk_size}\n\n" + table(["policy", "ms", "ratio"], body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192], help="batch sizes B")
+    parser.add_argument("--rounds", type=int, default=9, help="calls of each policy per table, at least 2")
+    parser.add_argument("--quick", action="store_true", help="B = 256, printed only")
+    args = parser.parse_args()
+    env, parts, results = environment(), [ABOUT.format(dim=args.dim)], []
+    for B, chunk_size in [(256, None)] if args.quick else product(args.sizes, (None, CHUNK)):
+        seconds = measure(B, args.dim, args.rounds, chunk_size)
+        results.append({"B": B, "chunk_size": chunk_size, "seconds": seconds})
+        parts.append(section(B, chunk_size, seconds))
+    finish("pairs", "What a policy of pairs costs", env, parts, results, args.quick)
+
+
+if __name__ == "__main__":
+    main()

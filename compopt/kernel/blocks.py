@@ -1,0 +1,61 @@
+"""What a block of similarities is made of: masks, exponentials of one side, positives, further candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+MASKED = -1e30
+
+
+class Exponentials(NamedTuple):
+    """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
+
+    ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``; ``excluded`` is the number of
+    candidates that are no negatives, where a policy decides for this side alone.
+    """
+
+    exp: Tensor
+    shift: Tensor | None
+    dot: Tensor | None
+    excluded: Tensor | None = None
+
+
+def positives(z: Tensor, directions: int) -> Tensor:
+    """``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
+    if len(z) == 2:
+        return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
+    return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Further candidates of the anchors of direction 1, beside the batch's features.
+
+    Attributes:
+        features: ``(M, d)``, no graph; of this process.
+        everyone: those of all ranks, in the order of the ranks; with one process the same.
+        positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
+        positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
+        own: where this process's are among all.
+        guide, key: what a policy of pairs asks of ``everyone``, ``(M, g)`` and ``(M,)``, or ``None``.
+    """
+
+    features: Tensor
+    everyone: Tensor
+    positive: Tensor
+    positions: Tensor | None
+    own: slice
+    guide: Tensor | None = None
+    key: Tensor | None = None
+
+    def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
+        """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""
+        positive = self.positive[anchors, None]
+        if self.positions is None:
+            return torch.zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool, device=positive.device)
+        return positive == self.positions[None, candidates]

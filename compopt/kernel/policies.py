@@ -1,0 +1,31 @@
+"""Statistics of pairs under a policy: one sweep, or several, with what is done to their sums."""
+
+from __future__ import annotations
+
+from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs
+from compopt.kernel.joined import JoinedPairs
+from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
+from compopt.kernel.source import Source
+from compopt.kernel.targets import TargetPairs, Targets
+from compopt.pairs import PairPolicy
+
+
+def swept(source: Source, options: PairOptions, policy: PairPolicy, targets: Targets | None) -> PairStatistics:
+    """Sweep what a policy asks for; ``targets`` where its positives are expectations."""
+    if targets is not None:
+        return TargetPairs(source, options, targets)
+    pairs = JoinedPairs(source, options) if policy.also else source.pairs(options)
+    if policy.importance != "plain":
+        pairs = _normalized(pairs, source, options, policy)
+    if policy.prior is not None:
+        pairs = DebiasedPairs(pairs, policy.prior, scale_of(source.tau, pairs.positive, *pairs.positive.shape))
+    return pairs
+
+
+def _normalized(pairs: PairStatistics, source: Source, options: PairOptions, policy: PairPolicy) -> PairStatistics:
+    """Divide importance weights by their mean, which is a sum at the temperature ``1 / beta``."""
+    assert options.selection is not None  # there is a hardness
+    beta, _ = policy.strengths
+    plain = options._replace(selection=options.selection.without_hardness(), moments=False)
+    weights = source.pairs(plain, tau=1 / beta)
+    return NormalizedPairs(pairs, weights, beta, source.tau, policy.importance == "differentiated")

@@ -1,0 +1,212 @@
+"""Policies of pairs: which candidates are negatives of an anchor, and with which weight they enter its sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from compopt import checks
+
+FalseNegatives = float | tuple[Literal["relative"], float]
+Hardness = float | tuple[float, float]
+Importance = Literal["plain", "normalized", "differentiated"]
+Positives = Literal["own", "labels"]
+SoftTargets = float | Literal["classes"]
+Also = Literal["query_to_query", "document_to_query", "document_to_document"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PairPolicy:
+    r"""Which pairs an estimator contrasts, and with which log-weight ``b_ij``; given to it as ``pairs=``.
+
+    .. math::
+        \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i + b_{ij}}, \qquad
+        w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij}/\tau_i + b_{ij} - \alpha_i}
+
+    ``N_i`` has the candidates that the options leave, and ``|N_i|`` counts them; ``b_ij`` is held constant, as the
+    weights are. All options compose, with each other, with ``index2``, ``labels`` and ``extra``, and with every
+    normalizer and temperature. What a normalizer stores is then the mean over the candidates that are left, with their
+    weights: ``log_u``, the ratio and the network's target are those of ``ghat`` above, and the queue of
+    :class:`~compopt.MemoryNormalizer` is selected and weighted as the batch is. Prototypes of a network are neither.
+
+    Args:
+        false_negatives: candidates that are too similar to be negatives are left out, in the direction of the anchor
+            whose threshold they exceed. A margin ``m``: those with ``s_ij > s_ii + m`` (GISTEmbed's margin is ``-m``).
+            ``("relative", r)``: those with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever has ``r = 0.95``). A copy of
+            the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves it out. Of more than two
+            views ``s_ii`` is here the mean over an anchor's positives.
+        guided: similarities of ``guide=`` features decide about false negatives, in place of the estimator's own.
+        spare_extra: the further candidates ``extra=`` are never false negatives.
+        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
+            A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones.
+        importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
+            constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
+        prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
+            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``.
+        positives: ``"own"``, or ``"labels"``: all samples with the anchor's ``labels=`` are its positives, with equal
+            shares, and stay candidates (SupCon, the form with the sum outside of the logarithm).
+        inside: of ``positives="labels"``: ``tau log mean_p exp(s_ip / tau)`` over the positives takes the place of the
+            mean of ``s_ip`` (SupCon, the form with the sum inside of the logarithm). Of temperatures that do not learn.
+        targets: the positive is the expectation of ``s_ij`` under weights that a ``teacher=`` gives, all samples being
+            candidates: a number is the temperature of a softmax over the teacher's similarities; ``"classes"``: weights
+            are proportional to inner products of rows of soft labels.
+        also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
+            queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
+            itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
+            by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
+        within: ``True``: only candidates with the key of the anchor in ``within=`` are negatives: one data set, or one
+            language.
+
+    The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
+    keys and the guide's features are gathered beside the features.
+
+    Raises:
+        TypeError, ValueError: a value of another type or out of range; options that need others (``guided`` and
+            ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``) or exclude them
+            (``positives`` and ``targets`` go with ``within`` alone).
+        ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance`` or ``prior`` with a
+            memory; ``positives`` or ``targets`` with a network, a memory or ``include_positive=True``; ``also`` without
+            ``directions="forward"``; ``prior`` without ``normalize``. At a call: an argument that an option asks for is
+            missing (``guide``, ``within``, ``teacher``, ``labels``), or given without it.
+
+    References:
+        Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
+        Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
+        Khosla et al., Supervised Contrastive Learning (SupCon), NeurIPS 2020, eq. 2 and 3;
+        Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
+        2025, eq. 5 (detached weights ``exp(beta s_ij)``); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020.
+
+    Example:
+        >>> import torch, compopt
+        >>> policy = compopt.PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> policy
+        PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> est = compopt.DCLEstimator(tau=0.1, pairs=policy)
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
+    """
+
+    false_negatives: FalseNegatives | None = None
+    guided: bool = False
+    spare_extra: bool = False
+    hardness: Hardness | None = None
+    importance: Importance = "plain"
+    prior: float | None = None
+    positives: Positives = "own"
+    inside: bool = False
+    targets: SoftTargets | None = None
+    also: tuple[Also, ...] = ()
+    within: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("guided", "spare_extra", "inside"):
+            checks.flag(name, getattr(self, name))
+        if self.within is not None:
+            checks.flag("within", self.within)
+        _check_false_negatives(self.false_negatives)
+        for name in ("guided", "spare_extra"):
+            if getattr(self, name) and self.false_negatives is None:
+                raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
+        self._check_weights()
+        self._check_also()
+        self._check_positives()
+        self._check_expected()
+
+    def _check_weights(self) -> None:
+        for strength in self.strengths:
+            checks.non_negative("hardness", strength)
+        checks.one_of("importance", self.importance, get_args(Importance))
+        one = self.strengths[0] > 0 and self.strengths[0] == self.strengths[1] and not self.also
+        if self.importance != "plain" and not one:
+            raise ValueError(
+                f"importance={self.importance!r} divides by the mean of one kind of weights; give one hardness > 0 for "
+                f"all candidates, and no also=, got hardness={self.hardness!r}"
+            )
+        if self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
+            raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
+
+    def _check_also(self) -> None:
+        if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
+            raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
+        for kind in self.also:
+            checks.one_of("also", kind, get_args(Also))
+
+    def _check_positives(self) -> None:
+        checks.one_of("positives", self.positives, get_args(Positives))
+        if isinstance(self.targets, str):
+            checks.one_of("targets", self.targets, ("classes",))
+        elif self.targets is not None:
+            checks.positive("targets", self.targets)
+        if self.inside and self.positives != "labels":
+            raise ValueError('inside=True says how several positives are summed; give positives="labels" too')
+
+    def __repr__(self) -> str:
+        options = ((field, getattr(self, field.name)) for field in fields(self))
+        return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
+
+    def _check_expected(self) -> None:
+        """Refuse what compares with, or weighs, an anchor's one positive where that is an expectation."""
+        if self.targets is not None and self.positives != "own":
+            raise ValueError(
+                f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
+            )
+        other = ("false_negatives", "hardness", "prior", "also")
+        given = [name for name in other if getattr(self, name) not in (None, ())]
+        if self.expects and given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])!r} is for an anchor's one positive, and with targets= or "
+                f'positives="labels" all samples are; leave one of them out'
+            )
+
+    @property
+    def expects(self) -> bool:
+        """True if the positive of an anchor is an expectation over candidates."""
+        return self.targets is not None or self.positives != "own"
+
+    @property
+    def asks(self) -> set[str]:
+        """Names of the arguments that each call must have."""
+        options = {"guide": self.guided, "within": self.within, "teacher": self.targets is not None}
+        return {name for name, asked in options.items() if asked}
+
+    @property
+    def selects(self) -> bool:
+        """True if it leaves pairs out, or gives them weights."""
+        return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
+
+    @property
+    def strengths(self) -> tuple[float, float]:
+        """Hardness of the batch's candidates, and of further ones; 0 where there is none."""
+        if isinstance(self.hardness, tuple):
+            if len(self.hardness) != 2:
+                raise ValueError(f"hardness must be a number or (of the batch, of extra), got {self.hardness!r}")
+            return self.hardness
+        return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
+
+    def threshold(self, positive: Tensor) -> Tensor | None:
+        """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""
+        if self.false_negatives is None:
+            return None
+        if isinstance(self.false_negatives, tuple):
+            return relative_threshold(positive, self.false_negatives[1])
+        return positive + self.false_negatives
+
+
+def relative_threshold(positive: Tensor, ratio: float) -> Tensor:
+    """``s_ii - (1 - r) |s_ii|``: the share ``r`` of a positive similarity (NV-Retriever, section 3.2: TopK-PercPos).
+
+    ``|s_ii|`` keeps the threshold below a negative ``s_ii``, as in GISTEmbedLoss of sentence-transformers.
+    """
+    return positive - (1 - ratio) * positive.abs()
+
+
+def _check_false_negatives(value: FalseNegatives | None) -> None:
+    """Refuse what is neither a margin nor ``("relative", r)``."""
+    if not isinstance(value, tuple):
+        if value is not None:
+            checks.number("false_negatives", value)
+        return
+    if len(value) != 2 or value[0] != "relative":
+        raise ValueError(f'false_negatives must be a margin or ("relative", r), got {value!r}')
+    checks.unit_interval("false_negatives[1]", value[1], "; it is the share of the positive's similarity")

@@ -1,0 +1,60 @@
+"""A policy of pairs (issue: false negatives, hard negatives, data sets), one anchor and one candidate at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from tests.reference.pairs import unit_rows
+
+
+@dataclass
+class PolicyReference:
+    """The options of compopt.PairPolicy."""
+
+    false_negatives: object = None
+    guided: bool = False
+    spare_extra: bool = False
+    hardness: object = None
+    also: tuple = ()
+    within: bool = False
+
+    @property
+    def strengths(self):
+        """beta of the batch's candidates and of further ones."""
+        return self.hardness if isinstance(self.hardness, tuple) else (self.hardness or 0.0,) * 2
+
+    def too_similar(self, s, positive) -> bool:
+        """A margin m: s > s_ii + m; ("relative", r): s > s_ii - (1 - r) |s_ii|."""
+        if self.false_negatives is None:
+            return False
+        if isinstance(self.false_negatives, tuple):
+            return s > positive - (1.0 - self.false_negatives[1]) * abs(positive)
+        return s > positive + self.false_negatives
+
+    def apply(self, anchors, guide, within, normalize):
+        """Drop candidates of each anchor, and note the log-weights of those that are left."""
+        rows = unit_rows if normalize else lambda z: list(z.unbind(0))
+        guides = [rows(z.double()) for z in guide or ()]
+        positives = defaultdict(list)
+        for a in anchors:
+            own, partner = a.positive.item(), None
+            if guides:
+                partner = (guides[a.view][a.position] * guides[a.partner][a.position]).sum().item()
+            positives[(a.view, a.position)].append((own, partner))
+        for a in anchors:
+            kept, own = [], positives[(a.view, a.position)]
+            for s, who in zip(a.negatives, a.who, strict=True):
+                outside = who[0] == "extra"
+                if within is not None and int(within[0][a.position]) != int(within[outside][who[-1]]):
+                    continue
+                seen, positive = s.item(), sum(p for p, _ in own) / len(own)
+                if guides and not (outside and self.spare_extra):
+                    view, other = (who[1], who[2]) if who[0] == "also" else (a.view, -1 if outside else who[0])
+                    seen = (guides[view][a.position] * guides[other][who[-1]]).sum().item()
+                    positive = sum(p for _, p in own) / len(own)
+                again = who == ("also", 1, 0, a.position)  # the positive itself
+                if not (outside and self.spare_extra) and not again and self.too_similar(seen, positive):
+                    continue
+                kept.append((s, who, 0.0 if who[0] == "also" else self.strengths[outside] * s.item()))
+            a.negatives, a.who, a.log_weights = ([entry[k] for entry in kept] for k in range(3))
