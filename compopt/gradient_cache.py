@@ -20,6 +20,7 @@ from compopt.kernel.features import with_gradients, working_dtype
 Encode = Callable[[Any, Any], Any]
 Sizes = int | Callable[[Any], Sequence[int]]
 BatchNorm = Literal["refuse", "update_once"]
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @outside_of_graphs
@@ -58,12 +59,15 @@ def gradient_cache(
     :meth:`~compopt.Estimator.parameters` too. Call the framework's step afterwards.
 
     Both passes draw the same random numbers, so that dropout drops the same; afterwards the generators are where the
-    first pass left them. The model's mode, autocast and what it checkpoints or compiles are its own affair.
+    first pass left them. Training mode, autocast, activation checkpointing and compilation of the model are left
+    as they are. Generators of the model's own, ``random`` and ``numpy`` are not replayed. A forward pass must not
+    change its inputs; buffers other than running statistics that it changes are changed twice.
 
     *Frameworks* are told from the modules of ``model``. ``DistributedDataParallel`` and FSDP2 reduce gradients in the
     last micro-batch alone. A DeepSpeed engine sees one accumulation boundary; ZeRO 2 and 3 reduce in every micro-batch
     by design. Ranks with fewer micro-batches encode their last one again, with gradients of zero, until all have the
-    same number: parameters that are gathered in every pass (FSDP2, ZeRO 3) need that, and nobody waits longer.
+    same number: parameters that are gathered in every pass (FSDP2, ZeRO 3) need that. It costs no time,
+    since the other ranks are still encoding. The estimator's process group must contain all ranks of the wrapper.
 
     Args:
         est: the estimator. Its rows are deposited once.
@@ -86,7 +90,8 @@ def gradient_cache(
             ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch, with a tensor of the loss's
             value. ``None``: ``loss.backward()``, or that of the DeepSpeed engine.
         reduce: ``False`` in all but the last of several calls for one update. Calls inside DDP's ``no_sync`` and
-            DeepSpeed's own ``gradient_accumulation_steps`` need no such word.
+            DeepSpeed's own ``gradient_accumulation_steps`` do not need it. Under FSDP2 use it instead of
+            ``set_requires_gradient_sync``, which this function sets itself and leaves at ``True``.
         batch_norm: for layers with running statistics in training mode. ``"refuse"``: raise. ``"update_once"``: the
             first pass updates them, once per micro-batch; a micro-batch is normalised by its own statistics, so that
             the gradients are not those of the whole batch.
@@ -113,14 +118,18 @@ def gradient_cache(
         >>> tuple(model.weight.grad.shape)
         (4, 8)
     """
+    if not isinstance(est, ContrastiveEstimator):
+        raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
     checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
     checks.flag("reduce", reduce)
-    towers = _towers(model, batch, micro_batch_size, encode)
-    statistics = _running_statistics(towers, batch_norm)
+    with est._engine.handshake.guard():  # other ranks do not wait for one that refuses its arguments
+        towers = _towers(model, batch, micro_batch_size, encode)
+        statistics = _running_statistics(towers, batch_norm)
     _pad(est, towers)
     features, further, temperature = _arrange([column for tower in towers for column in tower.encode()])
+    _check_samples(towers[0], features[0])
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
-    tau, extra = _one("tau", temperature, tau), _one("extra", further, extra)
+    tau, extra = _either("tau", temperature, tau), _either("extra", further, extra)
     z1, z2 = features[0], features[1] if features[1:] else None
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
     call = functools.partial(call, guide=guide, within=within, teacher=teacher)
@@ -148,9 +157,9 @@ def _back_propagate(
         held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
         with _without_reduction(held):
             pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
-            ran |= _run(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
+            ran |= _backward(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
     if not jobs:
-        ran = _run(with_gradients(loss.detach().clone(), shared), [], [], backward)
+        ran = _backward(with_gradients(loss.detach().clone(), shared), [], [], backward)
     if not ran:
         raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
 
@@ -167,9 +176,9 @@ def _differentiate(loss: Tensor, columns: list[_Column], others: list[Tensor]) -
     return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
 
 
-def _run(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
+def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
     """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
-    if not value.requires_grad:  # a tower of which nobody could tell that it is frozen
+    if not value.requires_grad:  # a callable without a module, whose outputs need no gradient
         return False
     engine = next((wrapper for wrapper in wrappers if hasattr(wrapper, BOUNDARY)), None)
     if engine is not None and (backward is None or engine in held):
@@ -192,8 +201,8 @@ class _Column:
         self.leaf = whole.to(working_dtype(whole.dtype), copy=self.is_tau).requires_grad_(trained)
         self.gradient: Tensor | None = None
 
-    def slices(self, number: int, like: Tensor) -> Tensor:
-        """Return the gradient of a micro-batch; zeros for one that only keeps other ranks company."""
+    def gradient_of(self, number: int, like: Tensor) -> Tensor:
+        """Return the gradient of a micro-batch; zeros for one that pads this rank to the largest number."""
         if self.gradient is None or number >= len(self.sizes):
             return torch.zeros_like(like, dtype=self.leaf.dtype)
         if self.is_tau:  # all micro-batches have the same temperature: each gets a share
@@ -228,6 +237,7 @@ class _Tower:
         found = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
         self.devices = sorted(found or ({accelerator.here(here)} if here else ()), key=str)
         self.columns: list[_Column] = []
+        self.statistics: list[Tensor] = []
 
     def _part(self, number: int) -> Any:
         return self.parts[min(number, len(self.parts) - 1)]
@@ -235,10 +245,15 @@ class _Tower:
     def encode(self) -> list[_Column]:
         """Encode all micro-batches without a graph, and note the random state of each."""
         self._states, made = [], []
-        with torch.no_grad():
-            for number in range(self.count):
-                self._states.append(_random_state(self.devices))
-                made.append(self.call(self._part(number)))
+        # what has no trainable parameter makes no graph, unless it uses a prompt, or inputs, that learn
+        frozen = torch.is_grad_enabled() and not self.trained
+        for number in range(self.count):
+            self._states.append(_random_state(self.devices))
+            more = number >= len(self.parts)  # pads this rank to the largest number of micro-batches
+            with torch.set_grad_enabled(frozen), _kept(self.statistics if more else ()):
+                outputs = self.call(self._part(number))
+            self.trained |= any(z.requires_grad for z in outputs)
+            made.append([z.detach() for z in outputs])
         pieces = zip(*made[: len(self.parts)], strict=True)
         self.columns = [_Column(list(column), self.trained) for column in pieces]
         return self.columns
@@ -247,7 +262,7 @@ class _Tower:
         """Encode a micro-batch with a graph; return pairs of its outputs and their gradients."""
         with _replayed(self._states[number], self.devices):
             outputs = self.call(self._part(number))
-        return [(z, column.slices(number, z)) for z, column in zip(outputs, self.columns, strict=True)]
+        return [(z, column.gradient_of(number, z)) for z, column in zip(outputs, self.columns, strict=True)]
 
 
 def _towers(model: Any, batch: Any, sizes: Any, encode: Encode | None) -> list[_Tower]:
@@ -278,7 +293,14 @@ def _outputs(model: Any, encode: Encode | None, part: Any) -> list[Tensor]:
     made = _apply(model, part) if encode is None else encode(model, part)
     made = [made] if isinstance(made, Tensor) else made
     if not isinstance(made, (tuple, list)) or not all(isinstance(z, Tensor) for z in made):
-        raise TypeError(f"features must be a tensor or a tuple of them, got {type(made).__name__}; give encode=")
+        kinds = [type(z).__name__ for z in made] if isinstance(made, (tuple, list)) else type(made).__name__
+        raise TypeError(f"features must be a tensor or a tuple of them, got {kinds}; give encode=")
+    odd = next((z for z in made if z.dim() == 1), None)
+    if odd is not None:
+        raise ValueError(
+            f"outputs must be features, (b, d) or (V, b, d), or a 0-d temperature, got shape {tuple(odd.shape)}; "
+            f"squeeze() a temperature of shape (1,), and pass one per sample as tau="
+        )
     if encode is None and any(z.dim() == 0 for z in made):
         raise ValueError("model returns a 0-d tensor; give encode=, which says what it is: (z1, z2), or (z1, z2, tau)")
     return list(made)
@@ -299,7 +321,16 @@ def _arrange(columns: list[_Column]) -> tuple[list[Tensor], Tensor | None, Tenso
     return features[:2], features[2] if features[2:] else None, temperatures[0] if temperatures else None
 
 
-def _one(name: str, made: Tensor | None, given: Any) -> Any:
+def _check_samples(tower: _Tower, z1: Tensor) -> None:
+    samples = sum(length for part in tower.parts for length in _lengths(part))
+    if z1.shape[-2] != samples:
+        raise ValueError(
+            f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; a list has one entry per sample, so that "
+            f"several inputs, [images, texts], must be a tuple"
+        )
+
+
+def _either(name: str, made: Tensor | None, given: Any) -> Any:
     if made is not None and given is not None:
         raise ValueError(f"{name} comes from model and as {name}=; give one of them")
     return given if made is None else made
@@ -313,7 +344,8 @@ def _cut(inputs: Any, at: slice) -> Any:
     if isinstance(inputs, Mapping):
         return {key: _cut(value, at) for key, value in inputs.items()}
     if isinstance(inputs, tuple):
-        return tuple(_cut(value, at) for value in inputs)
+        made = (_cut(value, at) for value in inputs)
+        return type(inputs)(*made) if hasattr(inputs, "_fields") else tuple(made)
     return inputs[at] if _is_column(inputs) else inputs
 
 
@@ -370,23 +402,32 @@ def _replayed(states: list[Tensor], devices: Sequence[torch.device]) -> Iterator
 def _running_statistics(towers: Iterable[_Tower], batch_norm: BatchNorm) -> list[Tensor]:
     """Return the buffers of layers that normalise by the statistics of their inputs and keep running ones."""
     modules = [module for tower in towers if tower.module is not None for module in tower.module.modules()]
-    layers = [m for m in modules if m.training and getattr(m, "running_mean", None) is not None]
+    layers = [m for m in modules if (m.training and _runs(m)) or (isinstance(m, BATCH_NORMS) and not _runs(m))]
     if layers and batch_norm == "refuse":
         raise ValueError(
             f"{type(layers[0]).__name__} in training mode normalises by the statistics of a micro-batch, not of the "
             f"batch, and would update its running ones twice; use group or layer normalisation, model.eval(), or "
             f'batch_norm="update_once"'
         )
+    for tower in towers:
+        own = set(tower.module.modules()) if tower.module is not None else set()
+        tower.statistics = [buffer for layer in layers if layer in own for buffer in layer.buffers()]
     return [buffer for layer in layers for buffer in layer.buffers()]
+
+
+def _runs(module: nn.Module) -> bool:
+    return getattr(module, "running_mean", None) is not None
 
 
 @contextmanager
 def _kept(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Give buffers the values back that they have now."""
     values = [(buffer, buffer.clone()) for buffer in buffers]
-    yield
-    for buffer, value in values:
-        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 # -- frameworks --------------------------------------------------------------------------------------------------------
@@ -414,12 +455,12 @@ def _without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
             elif hasattr(wrapper, SYNC):
                 stack.callback(getattr(wrapper, SYNC), True)
                 getattr(wrapper, SYNC)(False)
-            elif not _meets_its_static_graph(wrapper):
+            elif not _in_first_static_backward(wrapper):
                 stack.enter_context(wrapper.no_sync())
         yield
 
 
-def _meets_its_static_graph(wrapper: Any) -> bool:
+def _in_first_static_backward(wrapper: Any) -> bool:
     """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
 
     What has been averaged is averaged again with the rest, and stays as it is.

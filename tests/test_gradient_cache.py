@@ -580,3 +580,98 @@ def test_mistakes_are_named(change, error, message):
     call = {"model": Encoders(torch.float64), "batch": tuple(inputs[:2]), "encode": two, "micro_batch_size": 3}
     with pytest.raises(error, match=message):
         compopt.gradient_cache(compopt.DCLEstimator(), index=index, **{**call, **change})
+
+
+# what is refused, and what stays ----------------------------------------------------------------------------------
+
+
+def linear_towers():
+    first, second = nn.Linear(5, D), nn.Linear(4, D)
+    return first.double(), second.double()
+
+
+def cached(towers, batch, **options):
+    est = compopt.DCLEstimator(0.3)
+    return compopt.gradient_cache(est, towers, batch, torch.arange(16), micro_batch_size=4, **options)
+
+
+def test_normalisation_without_running_statistics_is_refused():
+    first, second = linear_towers()
+    normalised = nn.Sequential(first, nn.BatchNorm1d(D, track_running_stats=False).double()).eval()
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        cached((normalised, second), (torch.randn(16, 5).double(), torch.randn(16, 4).double()))
+
+
+def test_a_list_of_inputs_is_no_batch():
+    first, second = linear_towers()
+
+    def encode(model, part):
+        return first(part[0]), second(part[1])
+
+    with pytest.raises(ValueError, match="must be a tuple"):
+        cached(first, [torch.randn(16, 5).double(), torch.randn(16, 4).double()], encode=encode)
+
+
+def test_a_prompt_beside_a_frozen_tower_learns():
+    first, second = linear_towers()
+    first.requires_grad_(False)
+    prompt = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    x1, x2 = torch.randn(16, 5).double(), torch.randn(16, 4).double()
+
+    def encode(tower, part):
+        return tower(part + prompt) if tower is first else tower(part)
+
+    cached((first, second), (x1, x2), encode=encode)
+    found, prompt.grad = prompt.grad, None
+    compopt.DCLEstimator(0.3)(first(x1 + prompt), second(x2), torch.arange(16)).backward()
+    torch.testing.assert_close(found, prompt.grad)
+
+
+def test_an_error_in_the_second_pass_keeps_running_statistics():
+    first, second = linear_towers()
+    norm = nn.BatchNorm1d(D).double()
+    normalised, calls = nn.Sequential(first, norm), []
+
+    def encode(tower, part):
+        calls.append(tower)
+        if len(calls) == 10:  # eight of the first pass
+            raise KeyError("second pass")
+        return tower(part)
+
+    with pytest.raises(KeyError):
+        cached(
+            (normalised, second),
+            (torch.randn(16, 5).double(), torch.randn(16, 4).double()),
+            encode=encode,
+            batch_norm="update_once",
+        )
+    assert norm.num_batches_tracked == 4
+
+
+def test_outputs_that_are_refused():
+    first, second = linear_towers()
+    x1, x2 = torch.randn(16, 5).double(), torch.randn(16, 4).double()
+    with pytest.raises(ValueError, match="squeeze"):
+        cached(first, (x1, x2), encode=lambda model, part: (first(part[0]), second(part[1]), torch.ones(1)))
+    with pytest.raises(TypeError, match="NoneType"):
+        cached(first, (x1, x2), encode=lambda model, part: (first(part[0]), second(part[1]), None))
+    with pytest.raises(TypeError, match="est must be"):
+        compopt.gradient_cache(first, second, (x1, x2), micro_batch_size=4)
+
+
+def one_refuses(group):
+    est = compopt.DCLEstimator(0.3, process_group=group)
+    first, second = linear_towers()
+    sizes = (lambda part: [1, 2]) if dist.get_rank() == 0 else 4
+    batch = torch.randn(8, 5).double(), torch.randn(8, 4).double()
+    try:
+        compopt.gradient_cache(
+            est, (first, second), batch, torch.arange(8) + 8 * dist.get_rank(), micro_batch_size=sizes
+        )
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__
+
+
+@pytest.mark.distributed
+def test_ranks_do_not_wait_for_one_that_refuses_its_inputs():
+    assert the_pool().run(one_refuses, 2) == ["ValueError", "RuntimeError"]
