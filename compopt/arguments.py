@@ -214,6 +214,7 @@ def _check_choices(
         _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
     if policy is None:
         return None
+    est.normalizer.check_pairs(policy)  # hyper-parameters may have been edited
     if policy.expects:
         _check_expected(policy, keys, views, extra)
     choices, more = Choices(), None if extra is None else len(extra)

@@ -162,6 +162,8 @@ class ContrastiveEstimator(Estimator):
             if not isinstance(pairs, PairPolicy):
                 raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(pairs).__name__}")
             normalizer.check_pairs(pairs)
+            if pairs.inside and temperature.learns:
+                raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
             if pairs.prior is not None and not normalize:
                 raise ValueError(f"prior={pairs.prior} bounds similarities by -1; build it with normalize=True")
             if pairs.also and directions != "forward":
@@ -177,7 +179,7 @@ class ContrastiveEstimator(Estimator):
         count = len(DIRECTIONS[directions])
         # checkpoints of before have neither
         more: dict[str, str] = {} if directions == "both" else {"directions": directions}
-        more |= {} if pairs is None else {"pairs": repr(pairs)}
+        more |= {} if pairs in (None, PairPolicy()) else {"pairs": repr(pairs)}
         engine = Engine(
             parts,
             mode=mode,
@@ -192,6 +194,8 @@ class ContrastiveEstimator(Estimator):
         self.normalizer, self.temperature, self.scores = normalizer, temperature, scores
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
+        if pairs is not None:
+            normalizer.check_pairs(pairs)  # what sample_groups say too
         self._anchors = count  # directions that have anchors
         self._warned_rho = False
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}

@@ -1,4 +1,4 @@
-r"""Scores of samples that training keeps anyway: wrong pairs, and how many of them there are.
+r"""Scores of samples from the rows that training keeps: find wrong pairs and estimate how many there are.
 
 A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
 
@@ -18,6 +18,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +34,14 @@ CHANCE = 0.5  # mean rank of a positive that has nothing to do with its anchor
 
 @dataclass(frozen=True)
 class Scores:
-    r"""Facts of every sample, ``(n,)`` each on the CPU; NaN (0 for ``visits``) where it was never visited.
+    r"""Scores and statistics of every sample, ``(n,)`` each on the CPU; NaN (0 for ``visits``) where never visited.
 
     Attributes:
         score: :math:`-\log \hat g_i` in nats, alignment less log-normalizer, mean over the directions: the lower, the
             more likely is the pair wrong.
-        visits: int64, the largest number of any direction.
-        uncertainty: standard error of ``score``; ``None`` for rows that keep no variance.
+        visits: int64, the maximum over the directions.
+        uncertainty: standard error of ``score``, with the directions taken as independent; NaN after one visit;
+            ``None`` for rows that keep no variance.
         similarity: running mean of :math:`s_{ii}`; ``None`` without a :class:`~compopt.ScoreKeeper`.
         rank: running mean of the share of negatives above the positive, in [0, 1]; ``None`` where it is not kept.
         trend: change of ``score`` since earlier scores that were given; ``None`` without.
@@ -66,7 +68,8 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
             since have NaN.
 
     Returns:
-        The scores, 8 to 44 bytes per sample of host memory.
+        The scores, 16 to 48 bytes per sample of host memory, about twice that while it runs. With ``index2=`` a row
+        holds image ``i`` and caption ``i``, which need not be a pair: read ``est.scores`` by direction instead.
 
     Raises:
         ValueError: the rows hold no log-normalizer relative to the positive (``reference="none"``), ``since`` has more
@@ -83,24 +86,26 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         >>> int(compopt.curation.scores(est).score.isfinite().sum())
         8
     """
-    rows = _read(est)
-    seen = rows[COUNT] > 0
-    value = {name: _mean(x, seen) for name, x in rows.items() if name != COUNT}
-    kept = "log_g" in rows
+    check_rows(est)
+    # a part tells the samples that it has not met itself, the estimator those that no part has met
+    part: Any = getattr(est, "scores", None) or getattr(est, "normalizer", est)
+    value = _read(part)
+    visits, kept = value.pop(COUNT), "log_g" in value
     uncertainty = None
     if kept:
-        rate = torch.tensor([group["rate"] for group in est.sample_groups], dtype=torch.float64)
-        rate = rate.repeat_interleave(torch.tensor([group["n"] for group in est.sample_groups]))
-        directions = rows["log_g_var"].shape[1]
-        # equal weights have n effective visits, weights that fade at rate r have 2 / r - 1 in the long run
-        effective = torch.minimum(rows[COUNT].double(), 2 / rate - 1) * directions
-        uncertainty = (value["log_g_var"] / effective).sqrt()
+        groups = part.sample_groups
+        rate = torch.tensor([group["rate"] for group in groups], dtype=torch.float64)
+        rate = rate.repeat_interleave(torch.tensor([group["n"] for group in groups]))
+        # equal weights have n effective visits, weights that fade at rate r have 2 / r - 1 in the long run; the
+        # variance about a mean of n values has n - 1 degrees of freedom, so that one visit (or rate=1) tells nothing
+        effective = torch.minimum(visits.double(), 2 / rate - 1)
+        uncertainty = (value["log_g_var"] / (effective - 1) / est._facts.width).sqrt()
     score = -value["log_g" if kept else "log_u"]
-    return Scores(score, rows[COUNT], uncertainty, value.get("similarity"), value.get("rank"), _change(score, since))
+    return Scores(score, visits, uncertainty, value.get("similarity"), value.get("rank"), _change(score, since))
 
 
 def check_rows(est: Estimator) -> None:
-    """Refuse rows that do not tell how an anchor's normalizer compares with its positive, with a ``ValueError``."""
+    """Raise a ``ValueError`` if the rows do not compare an anchor's normalizer with its positive."""
     kept = [column.name for columns in est._facts.columns().values() for column in columns]
     references = {group.get("reference") for group in est.sample_groups}
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
@@ -111,12 +116,13 @@ def check_rows(est: Estimator) -> None:
 
 
 def _read(est: Estimator) -> dict[str, Tensor]:
-    """Return the columns of all samples on the CPU."""
-    check_rows(est)
+    """Return the columns of all samples on the CPU, as means over the directions, NaN where never visited."""
     rows: list[dict[str, Tensor]] = []
     for start in range(0, est.n or 1, READ_ROWS):
         index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
-        rows.append({name: x.cpu() for name, x in est.read(index).items()})
+        found = {name: x.cpu() for name, x in est.read(index).items()}
+        seen = found[COUNT] > 0
+        rows.append({name: x if name == COUNT else _mean(x, seen) for name, x in found.items()})
     return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
 
 
@@ -139,9 +145,9 @@ def wrong_share(found: Scores) -> float:
     The positive of such a pair is like any other candidate, so that its rank among them is uniform in [0, 1], while
     that of a right pair is near 0. Half of the wrong pairs are expected above 1/2, and (nearly) no right one:
 
-    .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac{1}{2}
+    .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac{1}{2},
 
-    the estimator that Storey (2002) uses for the share of true null hypotheses. A model that memorises wrong pairs
+    where a rank of 1/2 counts as half: the estimator that Storey (2002) uses for the share of true null hypotheses. A model that memorises wrong pairs
     moves their ranks down, so that the share is then estimated too low; it is best asked after the first epochs.
 
     Args:
@@ -166,8 +172,8 @@ def wrong_share(found: Scores) -> float:
     if found.rank is None:
         raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
     seen = found.visits > 0
-    above = (found.rank > CHANCE) & seen
-    return min(1.0, 2 * int(above.sum()) / max(1, int(seen.sum())))
+    above = torch.heaviside(found.rank - CHANCE, found.rank.new_full((), 0.5))[seen]
+    return min(1.0, 2 * float(above.sum()) / max(1, int(seen.sum())))
 
 
 def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -56,8 +56,8 @@ class PairPolicy:
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
             by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
-        within: ``True``: only candidates with the key of the anchor in ``within=`` are negatives: one data set, or one
-            language.
+        within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
+            those of its data set or language.
 
     The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
     keys and the guide's features are gathered beside the features.
@@ -68,8 +68,9 @@ class PairPolicy:
             (``positives`` and ``targets`` go with ``within`` alone).
         ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance`` or ``prior`` with a
             memory; ``positives`` or ``targets`` with a network, a memory or ``include_positive=True``; ``also`` without
-            ``directions="forward"``; ``prior`` without ``normalize``. At a call: an argument that an option asks for is
-            missing (``guide``, ``within``, ``teacher``, ``labels``), or given without it.
+            ``directions="forward"``; ``prior`` without ``normalize``; ``inside`` with a temperature that learns.
+            At a call: an argument that an option asks for is missing (``guide``, ``within``, ``teacher``, ``labels``),
+            or given without it.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
@@ -112,6 +113,25 @@ class PairPolicy:
         self._check_also()
         self._check_positives()
         self._check_expected()
+        self._normalize()
+
+    def _normalize(self) -> None:
+        """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
+        first, second = self.strengths
+        values = {
+            "false_negatives": _plain(self.false_negatives),
+            "hardness": None
+            if self.hardness is None
+            else float(first)
+            if first == second
+            else (float(first), float(second)),
+            "prior": _plain(self.prior),
+            "targets": _plain(self.targets),
+            "also": tuple(kind for kind in get_args(Also) if kind in self.also),
+            "within": self.within or None,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen
 
     def _check_weights(self) -> None:
         for strength in self.strengths:
@@ -127,10 +147,10 @@ class PairPolicy:
             raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
 
     def _check_also(self) -> None:
+        for kind in self.also if isinstance(self.also, tuple) else ():
+            checks.one_of("also", kind, get_args(Also))
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
-        for kind in self.also:
-            checks.one_of("also", kind, get_args(Also))
 
     def _check_positives(self) -> None:
         checks.one_of("positives", self.positives, get_args(Positives))
@@ -141,23 +161,23 @@ class PairPolicy:
         if self.inside and self.positives != "labels":
             raise ValueError('inside=True says how several positives are summed; give positives="labels" too')
 
-    def __repr__(self) -> str:
-        options = ((field, getattr(self, field.name)) for field in fields(self))
-        return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
-
     def _check_expected(self) -> None:
         """Refuse what compares with, or weighs, an anchor's one positive where that is an expectation."""
         if self.targets is not None and self.positives != "own":
             raise ValueError(
                 f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
             )
-        other = ("false_negatives", "hardness", "prior", "also")
-        given = [name for name in other if getattr(self, name) not in (None, ())]
+        given = [name for name in ("false_negatives", "hardness", "prior") if getattr(self, name) is not None]
+        given += ["also"] if self.also else []
         if self.expects and given:
             raise ValueError(
                 f"{given[0]}={getattr(self, given[0])!r} is for an anchor's one positive, and with targets= or "
                 f'positives="labels" all samples are; leave one of them out'
             )
+
+    def __repr__(self) -> str:
+        options = ((field, getattr(self, field.name)) for field in fields(self))
+        return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
 
     @property
     def expects(self) -> bool:
@@ -191,6 +211,13 @@ class PairPolicy:
         if isinstance(self.false_negatives, tuple):
             return relative_threshold(positive, self.false_negatives[1])
         return positive + self.false_negatives
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, also those of numpy, as floats of Python."""
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return value if value is None or isinstance(value, str) else float(value)
 
 
 def relative_threshold(positive: Tensor, ratio: float) -> Tensor:

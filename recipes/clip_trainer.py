@@ -44,7 +44,7 @@ from compopt.integrations.open_clip.rows import open_index
 from recipes import checkpoints, launch, tars
 from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
 from recipes.clip_webdataset import IMAGES, Decode, Loop, flags, hold_scale, parameter_groups, write
-from recipes.uploads import Uploads
+from recipes.uploads import Uploads, holds_run
 
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
 LOOK = 16  # samples of a shard that are looked at before training
@@ -198,6 +198,10 @@ class Trainer(Loop):
         if args.log_with not in (None, "all", *map(str, get_available_trackers())):
             raise SystemExit(f"--log-with {args.log_with}: it is not installed: pip install {args.log_with}")
         tracking = {"log_with": args.log_with, "project_dir": args.output}
+        if args.ddp_static_graph and args.accumulate > 1 and not args.gradient_cache:
+            raise SystemExit(
+                "--ddp-static-graph: torch's DDP cannot accumulate then; add --gradient-cache, or leave it out"
+            )
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
         self.told, self.gradient_norm = False, math.nan  # to stop, by a signal; of the last report's step
@@ -217,17 +221,29 @@ class Trainer(Loop):
         found = launch.from_main(checkpoints.latest(states))
         if found is not None and not args.resume:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
+        if (
+            args.upload
+            and found is None
+            and not args.evaluate
+            and launch.on_main(lambda: holds_run(args.upload, states))
+        ):
+            raise SystemExit(f"--upload {args.upload} holds a run: add --resume {args.upload}, or give another URL")
         if args.evaluate and not (args.val_shards or args.zero_shot):
             raise SystemExit("--evaluate: on what? give --val-shards or --zero-shot")
+        if args.evaluate and found is None and not args.pretrained:
+            raise SystemExit(f"--evaluate: there is no state in {args.output}; give another --output, or --pretrained")
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
         check_files(shard_list(args.val_shards or []))
         if args.zero_shot and (missing := [name for name in TEST_FILES if not (args.zero_shot / name).exists()]):
             raise SystemExit(f"--zero-shot: {args.zero_shot} lacks {', '.join(missing)}")
+        if args.zero_shot and not shard_list(args.zero_shot / "test"):
+            raise SystemExit(f"--zero-shot: no shards in {args.zero_shot / 'test'}")
         if found is None and rows and launch.is_local_main():
             shutil.rmtree(rows, ignore_errors=True)  # of a run that was killed before its first state
         if found is None and args.resume:
-            self.accelerator.print(f"no state in {args.output}: the run begins anew")
+            places = args.output if args.resume is True else f"{args.output} and at {args.resume}"
+            self.accelerator.print(f"no state in {places}: the run begins anew")
         launch.barrier()
 
     def _claim(self):
@@ -268,6 +284,8 @@ class Trainer(Loop):
         launch.set_micro_batch(accelerator, args.batch_size)
         if args.grad_clip and launch.uses_deepspeed(accelerator):
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SystemExit("--lock-image --lock-text: nothing is left to train")
         groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -276,7 +294,7 @@ class Trainer(Loop):
         accelerator.register_for_checkpointing(self)
         if args.log_with:
             accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
-        beside = [args.output / "run.json", args.output / "shards.json"]
+        beside = [args.output / "run.json", *([] if args.sizes else [args.output / "shards.json"])]
         uploads = launch.is_main() and args.upload
         self.pulse = launch.Pulse()
         self.uploads = Uploads(args.upload, args.output, beside, args.keep) if uploads else None
@@ -371,7 +389,7 @@ class Trainer(Loop):
         loader = super().loader(worker_init_fn=launch.leave_group, pin_memory=pinned)
         loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
-        self.began, self.waited, self.paces = time.perf_counter(), 0.0, []
+        self.began, self.waited, self.beats, self.paces = time.perf_counter(), 0.0, 0, []
         self.bar = tqdm(self._timed(loader), total=total, initial=batches.done, unit="batch", disable=quiet)
         return self.bar
 
@@ -390,7 +408,9 @@ class Trainer(Loop):
         now = time.perf_counter()
         told = self.pulse.beat(len(self.signals), self.waited, now - self.began)
         self.began, self.waited = now, 0.0
-        self.told, self.paces = bool(told[:, 0].any()), [*self.paces, told[:, 1:]]
+        self.told, self.beats = bool(told[:, 0].any()), self.beats + 1
+        if self.beats > 2:  # the first is of the epoch before, the second of the time before the first step
+            self.paces.append(told[:, 1:])
         return self.told or super().stops()
 
     def _timed(self, loader):
@@ -406,8 +426,7 @@ class Trainer(Loop):
 
     def _pace(self):
         """Return means over the steps since the last report; of the wait for data also the longest of a rank."""
-        steps = [paces for paces in self.paces[1:] if len(paces)]  # the first one has the start in it
-        self.paces = []
+        steps, self.paces = self.paces, []
         if not steps:
             return {}
         data, step = torch.stack(steps).mean(dim=0).unbind(dim=1)
@@ -587,7 +606,17 @@ def parse(argv=None):
     add("--quiet", action="store_true", help="no progress bar")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     args = root.parse_args(argv)
-    if args.upsample:
+    if args.lr_scheduler == "const-cooldown" and not 0 < args.epochs_cooldown <= args.epochs:
+        raise SystemExit(
+            f"--epochs-cooldown must be above 0 and at most --epochs {args.epochs}, got {args.epochs_cooldown}"
+        )
+    if not 0 <= args.warmup < 1:
+        raise SystemExit(f"--warmup is a share of the training, at least 0 and below 1, got {args.warmup}")
+    if args.upsample is not None:
+        if min(args.upsample, default=1) < 1:
+            raise SystemExit(
+                f"--upsample: factors must be at least 1, got {args.upsample}; leave a source out of --shards"
+            )
         if len(args.upsample) != len(args.shards):
             raise SystemExit(f"--upsample: {len(args.upsample)} factors for {len(args.shards)} sources of --shards")
         args.repeats = [k for k, part in zip(args.upsample, args.shards, strict=True) for _ in shard_list(part)]

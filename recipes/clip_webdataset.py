@@ -14,9 +14,12 @@ import argparse
 import io
 import math
 import os
+import random
+import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import open_clip
 import torch
 import torch.distributed as dist
@@ -54,7 +57,10 @@ class Decode:
         return *batch, lost
 
     def pair(self, sample):
-        torch.manual_seed(hash((self.seed, self.epoch, sample["index"])))  # augmented alike after a resume
+        seed = hash((self.seed, self.epoch, sample["index"]))  # augmented alike after a resume
+        torch.manual_seed(seed)
+        random.seed(seed)  # of open_clip's colour jitter and of timm
+        np.random.seed(seed % 2**32)
         image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
         text = sample.get("txt", b"").decode(errors="replace").strip()
         try:
@@ -102,6 +108,10 @@ class Loop:
         stage = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), self.index)
         options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed, "repeats": args.repeats}
         self.batches = ShardBatches(args.shards, stage, args.batch_size, sizes=sizes, **options)
+        if not 1 <= args.accumulate <= len(self.batches):
+            raise SystemExit(
+                f"--accumulate {args.accumulate}: an epoch has {len(self.batches)} batches on each process"
+            )
         self.name, model, preprocess, self.preprocess_val = self.build_model()
         self.tokenizer = open_clip.get_tokenizer(self.name)
         least = min(2, args.batch_size)  # one alone has no negative
@@ -246,14 +256,20 @@ class Loop:
 
     def begin(self):
         """Continue from the newest state, if asked to and there is one."""
-        path = self.args.output / "state.pt"
-        if not (self.args.resume and path.exists()):
+        path, rows = self.args.output / "state.pt", self.args.output / "rows"
+        if not path.exists():
             return
+        if not self.args.resume:
+            raise SystemExit(f"--output {self.args.output} holds a run: add --resume, or give another folder")
         state = torch.load(path, map_location=self.device, weights_only=True)
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        compopt.load(self.est, self.args.output / "rows" / state["rows"])
+        compopt.load(self.est, rows / state["rows"])
         self.step, self.lost = state["step"], state["lost"]
+        if rank() == 0:  # rows of saves that were cut off; two of them would push out those that the state names
+            for other in rows.glob("checkpoint-*"):
+                if other.name != state["rows"]:
+                    shutil.rmtree(other)
 
 
 def flags(description, output):

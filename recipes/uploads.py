@@ -68,14 +68,16 @@ class Uploads:
             if state != self._newest:
                 return
             self._current = state
-        if self._attempt(state, [*self._always, *_files(state)]):
+        if self._attempt(state, [*self._always, *_files(state)], anew=True):
             self._rotate(state)
         self._current = None
 
-    def _attempt(self, path: Path, files: Sequence[Path]) -> bool:
-        """Upload files in their order; return whether all are in the store."""
+    def _attempt(self, path: Path, files: Sequence[Path], anew: bool = False) -> bool:
+        """Upload files in their order; return whether all are in the store. ``anew``: remove what is there before."""
         for wait in (*self._waits, None):
             try:
+                if anew:
+                    self._delete(path)
                 for file in files:
                     self._remote.copy(file)
                 self._owed.pop(path, None)
@@ -88,14 +90,21 @@ class Uploads:
         return False
 
     def _rotate(self, newest: Path) -> None:
-        """Remove older states from the store, and those of a run that went further and was begun anew before them."""
+        """Remove older and incomplete states from the store, and newer ones of a run that was continued before them."""
+        states = newest.parent
         try:
-            states = {file.parent for file in _complete(self._remote, newest.parent)}
-            older = sorted(state for state in states if state < newest)
-            for state in {*older[: max(0, len(older) + 1 - self._keep)], *(s for s in states if s > newest)}:
-                self._remote.delete(state)
+            older = sorted(file.parent for file in _complete(self._remote, states) if file.parent < newest)
+            kept = {newest, *older[max(0, len(older) + 1 - self._keep) :]}
+            found = {states / file.relative_to(states).parts[0] for file in self._remote.find(states)}
+            for state in found - kept:
+                self._delete(state)
         except OSError as error:
             tqdm.write(f"older states stay in the store: {error}")
+
+    def _delete(self, state: Path) -> None:
+        """Remove a state from the store; its marker first, so that what is left does not look complete."""
+        self._remote.delete(state / COMPLETE)
+        self._remote.delete(state)
 
 
 def _files(path: Path) -> list[Path]:
@@ -107,6 +116,11 @@ def _files(path: Path) -> list[Path]:
 def _complete(remote: Remote, states: Path) -> list[Path]:
     """Return the markers of the complete states in the store."""
     return [file for file in remote.find(states) if file.name == COMPLETE and file.parent.parent == states]
+
+
+def holds_run(url: str, states: Path) -> bool:
+    """Return whether a run's states are in the store."""
+    return bool(_complete(Remote(url, states.parent), states))
 
 
 def download(url: str, states: Path, newest: Path | None) -> str | None:

@@ -184,7 +184,7 @@ def test_rows_separate_shuffled_pairs():
     found = curation.scores(est)
     assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
     assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of 40 wrong partners happen to be alike
-    assert (found.uncertainty >= 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
+    assert (found.uncertainty > 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
 
 
 def test_trend_is_the_change_since_earlier_scores():
@@ -242,6 +242,36 @@ def test_refusals(tmp_path):
         curation.export(made([0.0]), tmp_path / "scores.csv", keys=["a", "b"])
 
 
+def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
+    old, est = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, scores=compopt.ScoreKeeper(N))
+    first, second = batches(N, steps=2, seed=6, repeats=False)
+    run(old, *first), old.step()
+    est.normalizer.load_state_dict(old.normalizer.state_dict())
+    assert curation.scores(est).score.isnan().all()
+    run(est, *second), est.step()
+    assert curation.scores(est).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
+
+
+def test_uncertainty_is_the_standard_error_of_the_score():
+    """Each of 2,048 samples is seen five times with independent features: their scores spread as they claim."""
+    est = compopt.DCLEstimator(0.5, directions="forward", scores=compopt.ScoreKeeper(2048, rank=False))
+    g = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        for index in torch.arange(2048).split(64):
+            run(est, *torch.randn(2, 64, 4, generator=g), index)
+            est.step()
+    found = curation.scores(est)
+    claimed = found.uncertainty.square().mean().sqrt()
+    assert float(claimed) == pytest.approx(float(found.score.std()), rel=0.08)
+
+
+def test_equal_captions_tie():
+    est = compopt.DCLEstimator(0.2, scores=compopt.ScoreKeeper(N))
+    run(est, torch.randn(8, D), torch.randn(1, D).repeat(8, 1), torch.arange(8))
+    est.step()
+    near(est.read(torch.arange(8))["rank"][:, 0], torch.full((8,), 0.5))
+
+
 # -- the sampler ---------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +326,10 @@ def test_ranks_divide_an_epoch():
 def test_the_sampler_refuses():
     with pytest.raises(ValueError, match="ScoreKeeper"):
         compopt.samplers.ScoredSampler(compopt.SogCLREstimator(N))
+    with pytest.raises(ValueError, match="warm_up=0"):
+        compopt.samplers.ScoredSampler(trained(), warm_up=0)
+    with pytest.raises(ValueError, match="ranks"):
+        compopt.samplers.ScoredSampler(compopt.ISogCLREstimator(N))
     for name, value in (("share", 1.0), ("share", -0.1), ("returning", 2.0)):
         with pytest.raises(ValueError, match=name):
             compopt.samplers.ScoredSampler(trained(), **{name: value})

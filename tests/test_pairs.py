@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -632,3 +633,50 @@ def test_half_precision(dtype):
         full = est(z1.float(), z2.float(), **{name: [x.float() for x in value] for name, value in given.items()})
         assert loss.dtype == torch.float32
         near(loss, full, 1e-6)
+
+
+# equal policies, and what their hyper-parameters become ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"hardness": 5}, {"hardness": np.float64(5.0)}),
+        ({"hardness": (5.0, 5.0)}, {"hardness": 5.0}),
+        ({"false_negatives": np.float32(0.5)}, {"false_negatives": 0.5}),
+        ({"within": False}, {}),
+        ({"also": ("query_to_query", "document_to_query")}, {"also": ("document_to_query", "query_to_query")}),
+    ],
+)
+def test_equal_policies_have_one_form(one, other):
+    one, other = compopt.PairPolicy(**one), compopt.PairPolicy(**other)
+    assert one == other and repr(one) == repr(other)
+
+
+def test_a_policy_without_options_is_none():
+    state = compopt.DCLEstimator(0.1, pairs=compopt.PairPolicy()).state_dict()
+    compopt.DCLEstimator(0.1).load_state_dict(state)
+
+
+def test_the_positive_is_not_counted_twice_after_an_edit():
+    policy = compopt.PairPolicy(positives="labels")
+    parts = compopt.BatchNormalizer(), compopt.FixedTemperature(0.1)
+    with pytest.raises(ValueError, match="include_positive"):
+        compopt.ContrastiveEstimator(*parts, sample_groups=[{"n": 10, "include_positive": True}], pairs=policy)
+    est = compopt.DCLEstimator(0.1, pairs=policy)
+    est.sample_groups[0]["include_positive"] = True
+    with pytest.raises(ValueError, match="include_positive"):
+        est(*torch.randn(2, 6, 4), torch.arange(6), labels=torch.arange(6) // 2)
+
+
+def test_soft_labels_without_a_class_are_refused():
+    est = compopt.SogCLREstimator(10, pairs=compopt.PairPolicy(targets="classes"))
+    teacher = torch.rand(6, 3)
+    teacher[2] = 0
+    with pytest.raises(ValueError, match="sample 2"):
+        est(*torch.randn(2, 6, 4), torch.arange(6), teacher=teacher)
+    with pytest.raises(ValueError, match="at least one column"):
+        est(*torch.randn(2, 6, 4), torch.arange(6), teacher=torch.rand(6, 0))
+    parts = compopt.MovingAverageEstimator(10), compopt.TemperatureDual(10, rho=0.1)
+    with pytest.raises(ValueError, match="inside=True"):
+        compopt.ContrastiveEstimator(*parts, pairs=compopt.PairPolicy(positives="labels", inside=True))

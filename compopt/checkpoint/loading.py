@@ -160,9 +160,13 @@ def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
     with table.overwriting(), _HOST:
         for file in found:
             if file.spans and _may_have_rows_of(file, table):
-                opened = _open(source.path / file.name)
-                rows = torch.cat([torch.arange(start, stop) for start, stop in file.spans]) * file.stride + file.first
-                table.write(rows, {name: opened.get_tensor(name) for name in table.layout.offsets})
+                opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
+                numbers = (
+                    torch.cat([torch.arange(start, stop) for start, stop in file.spans]) * file.stride + file.first
+                )
+                for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may have more
+                    at = slice(start, start + manifest.PIECE_ROWS)
+                    table.write(numbers[at], {name: column[at] for name, column in opened.items()})
 
 
 def _open(path: Path, framework: str = "pt") -> Any:

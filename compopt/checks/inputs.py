@@ -181,6 +181,7 @@ def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Te
     for number, (z, size) in enumerate(zip(guide, sizes, strict=True)):
         if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
             raise TypeError(f"guide[{number}] must be a floating-point tensor, got {getattr(z, 'dtype', type(z))}")
+        _check_dense(f"guide[{number}]", z)
         if z.dim() != 2 or z.shape != (size, guide[0].shape[-1]):
             raise ValueError(f"guide[{number}] must have shape ({size}, g), one g for all, got {tuple(z.shape)}")
     return list(guide)
@@ -195,11 +196,23 @@ def check_teacher(teacher: Any, batch: int, classes: bool) -> list[Tensor]:
         if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
             wanted = "a floating-point tensor (B, C)" if classes else "floating-point tensors (B, g)"
             raise TypeError(f"teacher must be {wanted}, got {getattr(z, 'dtype', type(z).__name__)}")
+        _check_dense("teacher", z)
         if z.dim() != 2 or z.shape != (batch, given[0].shape[-1]):
             raise ValueError(f"teacher must have {batch} rows of one length, got shape {tuple(z.shape)}")
         if classes and z.device.type == "cpu" and bool((z < 0).any()):
             raise ValueError(f"teacher must hold shares >= 0 of classes, got {z.min().item():.6g}")
+        if classes and z.device.type == "cpu" and bool((z.sum(1) == 0).any()):
+            sample = int((z.sum(1) == 0).nonzero()[0])
+            raise ValueError(f"teacher has no class for sample {sample}, whose row is 0; give it one, such as its own")
     return list(given)
+
+
+def _check_dense(name: str, z: Tensor) -> None:
+    """Refuse tensors without values, without columns, or with another layout."""
+    if z.layout != torch.strided or z.is_meta:
+        raise TypeError(f"{name} must be a dense tensor with values, got {z.layout} on {z.device}")
+    if z.dim() == 2 and z.shape[1] == 0:
+        raise ValueError(f"{name} must have at least one column, got shape {tuple(z.shape)}")
 
 
 def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ RANK_ROWS = 512  # anchors whose similarities are held at a time
 class ScoreKeeper(Component):
     r"""Row per sample beside any loss: how well its positive stands out. No gradient uses it.
 
-    With ``x_i`` any of the three observations below, at the ``c``-th visit of a sample:
+    With ``x_i`` any of the three observations below, at the ``c``-th visit of the sample's row:
 
     .. math::
         r = \max(\rho, 1 / c), \qquad
@@ -35,15 +35,17 @@ class ScoreKeeper(Component):
     Args:
         n: number of samples, or a list of sample groups.
         rate: :math:`\rho`, in (0, 1], the weight of the newest visit in the long run.
-        rank: also observe the rank of the positive, for one more product of the features. Without it
-            :func:`suspects` must be told the share of wrong pairs.
+        rank: also observe the rank of the positive, for two more matrix products of the features (four in unimodal
+            mode). Without it :func:`~compopt.curation.suspects` must be told the share of wrong pairs.
 
     Hyper-parameters, which may differ between sample groups: ``rate``.
 
     State, per sample and direction (48 bytes with two): ``log_g`` and ``log_g_var``, of :math:`\log \hat g_i` in nats
     at the temperature of the call; ``similarity`` and ``similarity_var``, of :math:`s_{ii}`; ``rank``, the mean share
     of the batch's negatives that are more similar to the anchor than its positive is. In unimodal mode the mean over
-    all pairs of views (for ``rank``: of each view and the next). ``extra`` candidates count in ``log_g`` only.
+    all pairs of views (for ``rank``: of each view and the next). ``extra`` candidates count in ``log_g`` only. Under a
+    :class:`~compopt.PairPolicy` ``log_g`` is of the candidates that it leaves, ``similarity`` is the expectation where
+    the positive is one, and ``rank`` is of all candidates whose keys differ.
 
     Communicates, with several ranks: one all-gather of 1 float per anchor, with ``rank=True``; nothing otherwise.
 
@@ -116,22 +118,33 @@ def positive_ranks(call: Call, ranks: Ranks) -> Tensor:
     columns = []
     for anchors, others in sides[: len(z) if call.unimodal else call.pairs.directions]:
         candidates = z if call.unimodal else (others,)
-        columns.append(_share_above(anchors[batch.own], others[batch.own], candidates, keys, batch.own))
+        which = next(number for number, z2 in enumerate(candidates) if z2 is others)
+        columns.append(_share_above(anchors[batch.own], candidates, which, keys, batch.own))
     own = torch.stack(columns, dim=1)
     (everyone,) = ranks.gather([own], batch.sizes)
     return everyone.mean(1, keepdim=True) if call.unimodal else everyone
 
 
 def _share_above(
-    anchors: Tensor, positives: Tensor, candidates: Sequence[Tensor], keys: Sequence[Tensor], own: slice
+    anchors: Tensor, candidates: Sequence[Tensor], which: int, keys: Sequence[Tensor], own: slice
 ) -> Tensor:
-    """Return the share of negatives above the positive, ``(b,)``, in blocks of anchors."""
+    """Return the share of negatives above the positive, ``(b,)``, in blocks of anchors; a tie counts as half.
+
+    Args:
+        anchors: of this rank, ``(b, d)``.
+        candidates: of all ranks, ``(B, d)`` each; those number ``which`` hold the positives.
+        keys: of all samples, ``(B,)`` each.
+        own: which samples are this rank's.
+    """
     shares = []
     for start in range(0, len(anchors), RANK_ROWS):
         at = slice(start, start + RANK_ROWS)
         negatives = ~same_sample([key[own][at] for key in keys], keys)
-        positive = torch.linalg.vecdot(anchors[at], positives[at])[:, None]
-        above = sum(((anchors[at] @ z.T > positive) & negatives).sum(1) for z in candidates)
+        similarities = [anchors[at] @ z.T for z in candidates]
+        # of the same product as its rivals, so that equal features tie
+        positive = similarities[which].diagonal(own.start + start)[:, None]
+        half = positive.new_full((), 0.5)
+        above = sum((torch.heaviside(s - positive, half) * negatives).sum(1) for s in similarities)
         count = len(candidates) * negatives.sum(1)
-        shares.append(above.to(anchors.dtype) / count.clamp(min=1))
+        shares.append(above / count.clamp(min=1))
     return torch.cat(shares) if shares else anchors.new_zeros(0)

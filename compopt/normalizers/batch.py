@@ -52,7 +52,7 @@ class BatchNormalizer(Normalizer):
         checks.flag("include_positive", group["include_positive"])
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        groups = [self.own_defaults, *self.own_groups]
+        groups = [self.own_defaults, *self.own_groups] if self.owner is None else self.sample_groups
         if policy.expects and any(group.get("include_positive") for group in groups):
             raise ValueError(
                 f"include_positive=True counts the positive once more, and with pairs={policy} positives are among the "

@@ -197,6 +197,12 @@ class DiskStore(RowStore):
         if not self.writable():
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
         first, last = self._pages(rows)
+        if self._overwriting and self._holes:  # a zero in a hole needs no place: a sparse table stays sparse
+            needed = torch.from_numpy(self._written[first] | self._written[last])
+            needed |= block.view(torch.int64).any(dim=1)
+            if not needed.all():
+                rows, block = rows[needed], block[needed]
+                first, last = self._pages(rows)
         self._make_room(first if last is first else np.concatenate([first, last]))
         super().scatter(rows, block)
 

@@ -284,6 +284,9 @@ class RowTable:
         if self.sharded:
             mine = self.owned(rows)
             rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
+        self._write_own(rows, columns)
+
+    def _write_own(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
         self.find_partial(self.layout.write(block, columns))
         self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
@@ -291,10 +294,10 @@ class RowTable:
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
         with self.overwriting():
-            for start in range(0, self.n, BLOCK_ROWS):
-                stop = min(start + BLOCK_ROWS, self.n)
-                own = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
-                self.write(torch.arange(start, stop, device="cpu"), own)
+            for start in range(self.first, self.n, BLOCK_ROWS * self.stride):
+                stop = min(start + BLOCK_ROWS * self.stride, self.n)
+                own = {name: value.detach()[start : stop : self.stride].cpu() for name, value in columns.items()}
+                self._write_own(torch.arange(start, stop, self.stride, device="cpu"), own)
         if self.sharded:  # of rows elsewhere too
             self.find_partial(columns)
 

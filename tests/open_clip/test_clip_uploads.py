@@ -64,7 +64,7 @@ def test_a_run_goes_on_elsewhere_from_the_store(given, tmp_path, url, whole):  #
 
 def test_nothing_in_the_store_is_a_run_that_begins(given, tmp_path, url, capsys):  # noqa: F811
     train(given, tmp_path, "--resume", url, "--max-steps", "1")
-    assert f"no state in {tmp_path}: the run begins anew" in capsys.readouterr().out
+    assert f"no state in {tmp_path} and at {url}: the run begins anew" in capsys.readouterr().out
 
 
 def test_an_upload_that_was_cut_off_is_no_state(given, tmp_path, url, whole):  # noqa: F811
