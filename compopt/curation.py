@@ -147,8 +147,9 @@ def wrong_share(found: Scores) -> float:
 
     .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac{1}{2},
 
-    where a rank of 1/2 counts as half: the estimator that Storey (2002) uses for the share of true null hypotheses. A model that memorises wrong pairs
-    moves their ranks down, so that the share is then estimated too low; it is best asked after the first epochs.
+    where a rank of 1/2 counts as half: the estimator that Storey (2002) uses for the share of true null hypotheses. A
+    model that memorises wrong pairs moves their ranks down, so that the share is then estimated too low; it is best
+    asked after the first epochs.
 
     Args:
         found: of :func:`scores`, with ranks.
