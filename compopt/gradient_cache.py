@@ -50,7 +50,7 @@ def gradient_cache(
 
     .. math::
         \frac{\partial L}{\partial \theta} = \sum_{\text{micro-batches } m}
-        \Big(\frac{\partial z_m}{\partial \theta}\Big)^{\!\top} \frac{\partial L}{\partial z_m}
+        \frac{\partial L}{\partial z_m} \frac{\partial z_m}{\partial \theta}
 
     The batch is encoded in micro-batches without a graph; the estimator is called once, on all features, and gives
     :math:`\partial L / \partial z`; each micro-batch is encoded again, with a graph, and back-propagated. The memory is
