@@ -29,8 +29,7 @@ FACTS = {
     "views": "the number of views",
     "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
-    "guide": "the dimension of guide= (0: none)",
-    "teacher": "the dimension of teacher= (0: none)",
+    "policy": "the dimensions of guide= and, times 2^32, of teacher= (0: none)",
 }
 # Layout of a message: the operation, these five, the facts, and as much room for each of the keys.
 REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
