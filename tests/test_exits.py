@@ -39,6 +39,7 @@ def test_the_end_waits_until_tensors_are_given_back():
     assert not thread.is_alive()
 
 
+@pytest.mark.full
 def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(collectives, "GRACE", 0.1)
     thread = hold(3.0)

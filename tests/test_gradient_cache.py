@@ -335,7 +335,7 @@ def cases():
     return [*found, ("StaticDDP", "sogclr", "pair", 2)]
 
 
-DAILY = [("DDP", "clip", "pair", 2), ("FSDP2", "sogclr", "tau", 2)]
+DAILY = [("DDP", "clip", "pair", 2)]
 
 
 @pytest.mark.distributed

@@ -313,7 +313,9 @@ def two_ranks(group, folder, shard, directory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("shard", "directory"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("shard", "directory"), [pytest.param(False, True, marks=pytest.mark.full), (True, False), (True, True)]
+)
 def test_two_ranks(tmp_path, shard, directory):
     for whole, again, counts, plain in the_pool(2, 120).run(two_ranks, 2, str(tmp_path / "c"), shard, directory):
         assert same(whole, plain) and same(again, whole) and counts == (UPDATES, UPDATES, 2)

@@ -115,6 +115,7 @@ def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
     assert saving.lock_file(tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.full
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
     gc.collect()
     est = estimator()

@@ -45,7 +45,7 @@ def run(group, number, options, stop):
 
 
 @both
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_ranks_of_a_group_have_the_batches_of_one(make, world):
     options = whole_batches(make, world)
     whole = train(make(**options), STEPS)
