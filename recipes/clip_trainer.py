@@ -204,7 +204,8 @@ class Trainer(Loop):
             )
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
-        self.told, self.gradient_norm = False, math.nan  # to stop, by a signal; of the last report's step
+        self.stopping = False  # a signal told this run to stop
+        self.gradient_norm = math.nan  # of the last step that log_every divides
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
         self._check_output()
@@ -359,9 +360,9 @@ class Trainer(Loop):
                 super().train()
             self.states.finish()
         self.accelerator.end_training()
-        if self.told:
+        if self.stopping:
             raise SystemExit(STOPPED)
-        if self.uploads and (left := self.uploads.finish()):
+        if self.uploads and (left := self.uploads.finish(hurry=self.stopping)):
             missing = ", ".join(f"{path} ({why})" for path, why in left.items())
             raise SystemExit(f"--upload: the store lacks {missing}; the files in {self.args.output} are complete")
 
@@ -406,12 +407,12 @@ class Trainer(Loop):
     def stops(self):
         """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
         now = time.perf_counter()
-        told = self.pulse.beat(len(self.signals), self.waited, now - self.began)
+        beats = self.pulse.beat(len(self.signals), self.waited, now - self.began)
         self.began, self.waited = now, 0.0
-        self.told, self.beats = bool(told[:, 0].any()), self.beats + 1
+        self.stopping, self.beats = bool(beats[:, 0].any()), self.beats + 1
         if self.beats > 2:  # the first is of the epoch before, the second of the time before the first step
-            self.paces.append(told[:, 1:])
-        return self.told or super().stops()
+            self.paces.append(beats[:, 1:])
+        return self.stopping or super().stops()
 
     def _timed(self, loader):
         """Yield batches, and note how long they were waited for."""
@@ -497,10 +498,14 @@ class Trainer(Loop):
         place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
         place["samples_per_second_per_process"] = values["samples_per_second"] / launch.world_size()
         place["gradient_norm"] = self.gradient_norm
-        self.accelerator.log({**values, **estimator, **place, **self._pace()}, step=self.step)
+        pace = self._pace()
+        self.accelerator.log({**values, **estimator, **place, **pace}, step=self.step)
         info_nce = estimator["estimator/info_nce"]
-        told = f"loss {values['loss']:.3f}, InfoNCE {info_nce:.3f}, {values['samples_per_second']:.0f} samples/s"
-        self.bar.set_postfix_str(told)
+        line = f"loss {values['loss']:.3f}, InfoNCE {info_nce:.3f}, {values['samples_per_second']:.0f} samples/s"
+        self.bar.set_postfix_str(line)
+        if self.args.quiet and launch.is_main():  # a log file has no progress bar
+            more = {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
+            print(f"step {self.step}: {line}, " + ", ".join(f"{k} {v:.3g}" for k, v in more.items()), flush=True)
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -603,7 +608,7 @@ def parse(argv=None):
     add("--keep", type=int, default=2, help="states that stay")
     add("--upload", metavar="URL", help="copy states and models there meanwhile: s3://bucket/run")
     add("--log-with", help="a tracker of accelerate: tensorboard, wandb, ...")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="no progress bar; a line per report instead")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     args = root.parse_args(argv)
     if args.lr_scheduler == "const-cooldown" and not 0 < args.epochs_cooldown <= args.epochs:

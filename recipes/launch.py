@@ -105,23 +105,23 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 
 class Pulse:
-    """What each process tells all others once per step; it travels while the step runs, and nobody waits for it."""
+    """Exchange a few numbers of each process once per step, beside the step."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._told: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
         self._work: dist.Work | None = None
 
     def beat(self, *values: float) -> torch.Tensor:
-        """Tell numbers; return those of the call before, the same on all ranks: (ranks, k), empty at the first."""
+        """Send numbers; return those of the call before, the same on all ranks: (ranks, k), empty at the first."""
         if self._work is not None:
             self._work.wait()
-        before, mine = self._told, torch.tensor(values, dtype=torch.float64)
-        self._told = [torch.empty_like(mine) for _ in range(world_size())]
+        before, mine = self._sent, torch.tensor(values, dtype=torch.float64)
+        self._sent = [torch.empty_like(mine) for _ in range(world_size())]
         if self._group is None:
-            self._told = [mine]
+            self._sent = [mine]
         else:
-            self._work = dist.all_gather(self._told, mine, group=self._group, async_op=True)
+            self._work = dist.all_gather(self._sent, mine, group=self._group, async_op=True)
         return torch.stack(before) if before else mine.new_empty(0, len(values))
 
 
@@ -139,7 +139,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def leave_group(_: int) -> None:
-    """Let a loader's worker not get the signals that torchrun sends to the group of its process, which still saves."""
+    """Put a loader's worker into a process group of its own, out of reach of signals for the trainer's group."""
     os.setpgid(0, 0)
 
 

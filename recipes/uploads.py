@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +39,7 @@ class Uploads:
         self._owed: dict[Path, str] = {}  # what is not in the store, and why
         self._threads = ThreadPoolExecutor(1, "upload")
         self._last: Future[None] | None = None
+        self._hurried = threading.Event()
 
     def put(self, state: Path, others: Iterable[Path]) -> None:
         """Upload a complete state and other files or folders; return at once."""
@@ -52,8 +52,10 @@ class Uploads:
         with self._lock:
             return state == self._current
 
-    def finish(self) -> dict[Path, str]:
-        """Wait for all uploads; return what is not in the store, and why."""
+    def finish(self, hurry: bool = False) -> dict[Path, str]:
+        """Wait for all uploads; return what is not in the store, and why. ``hurry``: what fails is not tried again."""
+        if hurry:
+            self._hurried.set()
         if self._last is not None:
             self._last.result()
         return self._owed
@@ -84,8 +86,8 @@ class Uploads:
                 return True
             except Exception as error:  # drivers have classes of their own
                 self._owed[path] = str(error)
-                if wait is not None:
-                    time.sleep(wait)
+                if wait is None or self._hurried.wait(wait):
+                    break
         tqdm.write(f"{path} is not in the store ({self._owed[path]}); training goes on, and the next save tries again")
         return False
 

@@ -112,3 +112,36 @@ def test_the_newest_complete_state_is_fetched_if_it_is_newer(run, tmp_path):
     assert checkpoints.latest(run[0] / "state").name == "step-3"
     checkpoints.fetch(f"file://{tmp_path}/nothing", nowhere := tmp_path / "nowhere" / "state")
     assert checkpoints.latest(nowhere) is None
+
+
+def test_a_run_that_must_end_does_not_try_again(run, monkeypatch):
+    def fail(store, file):
+        raise OSError("unreachable")
+
+    store = Store(monkeypatch, fail)
+    made = uploading(run, waits=(60.0, 60.0))
+    made.put(state(run, 1), [])
+    (path,) = made.finish(hurry=True)
+    assert path.name == "step-1" and len(store.copied) <= 2
+
+
+def test_a_state_that_is_uploaded_anew_is_incomplete_until_it_is_whole(run, monkeypatch):
+    made = uploading(run)
+    made.put(state(run, 1), [])
+    made.finish()
+    monkeypatch.setattr(LocalFileSystem, "put_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("full")))
+    made.put(run[0] / "state" / "step-1", [])
+    assert made.finish() and not [name for name in there(run) if name.endswith(uploads.COMPLETE)]
+
+
+def test_files_of_a_state_that_failed_do_not_stay_in_the_store(run, monkeypatch):
+    def fail(store, file):
+        if "step-1" in str(file) and file.name == "model":
+            raise OSError("full")
+
+    Store(monkeypatch, fail)
+    made = uploading(run)
+    for step in (1, 2):
+        made.put(state(run, step), [])
+        made.finish()
+    assert {name[:12] for name in there(run)} == {"run.json", "state/step-2"}

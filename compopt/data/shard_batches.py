@@ -121,13 +121,14 @@ class ShardBatches(IterableDataset[Any]):
         num_workers: number of workers of the ``DataLoader`` that reads this.
         shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
         seed: seed of all orders.
-        repeats: how often an epoch reads each of ``shards``, up-sampling; ``None``: once. Rows stay those of ``sizes``.
+        repeats: how many times an epoch reads each of ``shards`` (up-sampling); ``None``: once each. A sample keeps the
+            row that ``sizes`` gives it.
         decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
             that never returns ``None`` may as well be the loader's ``collate_fn``.
         rank, ranks: this process and their number; by default those of ``torch.distributed``.
 
     Attributes:
-        n: samples of all shards.
+        n: samples of an epoch: of all shards, each as often as ``repeats`` says.
         epoch: see :meth:`set_epoch`.
         done: batches of this epoch that this rank has trained on, see :meth:`advance`.
 
