@@ -26,8 +26,14 @@ def main(argv=None):
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
-            size = args.micro_batch_size
-            loss = compopt.gradient_cache(est, model.train(), (images, tokens), index, micro_batch_size=size)
+            loss = compopt.gradient_cache(
+                est,
+                model.train(),
+                (images, tokens),
+                index,
+                micro_batch_size=args.micro_batch_size,
+                batch_norm="update_once",  # this model normalises each micro-batch by its own statistics
+            )
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)
