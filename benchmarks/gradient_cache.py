@@ -145,7 +145,7 @@ SCHEMES = {
 
 
 def gradients(model: Any) -> tuple[Tensor, Tensor | None]:
-    """Those of the towers in one vector, and that of the scale."""
+    """Return the gradients of the towers in one vector, and that of the scale."""
     found = [p.grad.double().flatten() for name, p in model.named_parameters() if name != "logit_scale"]
     return torch.cat(found), model.logit_scale.grad
 

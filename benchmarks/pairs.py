@@ -1,4 +1,4 @@
-"""What each option of a policy of pairs costs per call, against the same estimator without a policy.
+"""Cost of each option of a policy of pairs per call, against the same estimator without a policy.
 
     python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json
     python -m benchmarks.pairs --quick    # B = 256, printed and not written

@@ -34,7 +34,7 @@ from compopt.pairs import PairPolicy
 
 @dataclass(frozen=True)
 class Choices:
-    """What a call brings for its policy of pairs, on one rank.
+    """Tensors that a call brings for its policy of pairs, on one rank.
 
     Attributes:
         values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within1``, ``(b,)``,
@@ -58,7 +58,7 @@ class Choices:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What must be alike on all ranks."""
+        """Facts that must be alike on all ranks."""
         guide, teacher = (self.values[name].shape[1] if name in self.values else 0 for name in ("guide1", "teacher1"))
         return {"policy": guide + (teacher << 32)}  # one number, since a first message has little room
 

@@ -19,7 +19,7 @@ Also = Literal["query_to_query", "document_to_query", "document_to_document"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PairPolicy:
-    r"""Which pairs an estimator contrasts, and with which log-weight ``b_ij``; given to it as ``pairs=``.
+    r"""Selection of the pairs that an estimator contrasts, with log-weights ``b_ij``; given to it as ``pairs=``.
 
     .. math::
         \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i + b_{ij}}, \qquad

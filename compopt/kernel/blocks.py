@@ -1,4 +1,4 @@
-"""What a block of similarities is made of: masks, exponentials of one side, positives, further candidates."""
+"""Pieces of a block of similarities: masks, exponentials of one side, positives, further candidates."""
 
 from __future__ import annotations
 

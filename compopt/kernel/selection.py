@@ -1,4 +1,4 @@
-"""What a policy of pairs does to a block of similarities: some pairs are left out, others weigh more."""
+"""Effect of a policy of pairs on a block of similarities: some pairs are left out, others weigh more."""
 
 from __future__ import annotations
 

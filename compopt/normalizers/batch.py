@@ -52,8 +52,10 @@ class BatchNormalizer(Normalizer):
         checks.flag("include_positive", group["include_positive"])
 
     def check_pairs(self, policy: PairPolicy) -> None:
+        if not policy.expects:  # the path of every call
+            return
         groups = [self.own_defaults, *self.own_groups] if self.owner is None else self.sample_groups
-        if policy.expects and any(group.get("include_positive") for group in groups):
+        if any(group.get("include_positive") for group in groups):
             raise ValueError(
                 f"include_positive=True counts the positive once more, and with pairs={policy} positives are among the "
                 f"candidates; take include_positive=False, as DCLEstimator has it"

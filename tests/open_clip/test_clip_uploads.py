@@ -30,7 +30,7 @@ def at_once(monkeypatch):
 
 
 def names(url, folder=""):
-    """What is in a folder of the store."""
+    """Return the files in a folder of the store."""
     store, path = fsspec.url_to_fs(f"{url}/{folder}".rstrip("/"))
     return {file[len(path) + 1 :].split("/")[0] for file in store.find(path)}
 
