@@ -7,11 +7,12 @@
 
 The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
 from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
-copy of the checkout, where the tests run with -x: first the files most likely to notice, then the whole daily
-selection; the rest of the suite is asked about those that survive it, after all others, except for those that no test
-on a CPU can notice (BY_READING). What the daily tests notice, the full suite notices as well: it has them all. A test
-that hangs, and a library that cannot be imported, count as noticed: run nothing else meanwhile, since tests of several
-processes have time limits of their own. --lanes mutants are tried at a time, each by one process.
+copy of the checkout, where the tests run with -x: first those that run its line, the quickest first, for LIKELY
+seconds, then the whole daily selection; the rest of the suite is asked about those that survive it, after all others,
+except for those that no test on a CPU can notice (BY_READING). The lines that a test runs are measured once, with
+pytest-cov, on the unchanged library, which must pass. What the daily tests notice, the full suite notices as well: it
+has them all. A test that hangs, and a library that cannot be imported, count as noticed: run nothing else meanwhile,
+since tests of several processes have time limits of their own. --lanes mutants are tried at a time.
 
 Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
 file that was changed since is run again. The unchanged library must pass first.
@@ -36,24 +37,28 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
+from xml.etree import ElementTree
+
+from coverage import CoverageData
 
 from benchmarks.mutations import Mutation, mutations
 from benchmarks.report import RESULTS, ROOT, append_run, read_runs, table
 
-# name in the report: what of the library, and the test files that are likely to notice, the likeliest first
-ROOMS: dict[str, tuple[str, str]] = {
-    "kernel": ("kernel", "masks derivatives precision nan underflow autograd_edges mcmc ranks"),
-    "objective": ("objective", "derivatives autograd_edges agreement precision training contract"),
-    "normalizers": ("normalizers", "moving_average neural diagnostics agreement checkpoint"),
-    "temperatures": ("temperatures", "bad_input extremes presets agreement precision"),
-    "negatives": ("negatives", "mcmc mcmc_ranks draws agreement chains"),
-    "deposits": ("stores/deposits", "contract nan agreement placements"),
-    "stores": ("stores", "stores table_files placements threads shared_tables"),
-    "saving": ("checkpoint", "save_load old_formats checkpoint"),
-    "ranks": ("distributed", "control ranks sampler_ranks shared_tables integrations"),
+# name in the report: what of the library
+ROOMS = {
+    "kernel": "kernel",
+    "objective": "objective",
+    "normalizers": "normalizers",
+    "temperatures": "temperatures",
+    "negatives": "negatives",
+    "deposits": "stores/deposits",
+    "stores": "stores",
+    "saving": "checkpoint",
+    "ranks": "distributed",
 }
+Verdict = Callable[[Path, Mutation], dict]
 LATER = "not by test"  # the daily tests let it pass, and the others were not asked yet
 ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
 # Mutants that no test on a CPU can notice, found by reading them: file, function and kind -> why.
@@ -70,6 +75,7 @@ BY_READING = {
 }
 LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
 HANGS = 120  # seconds, after which one test does
+LIKELY = 60  # seconds of the tests that run a mutant's line, before all are asked
 
 
 # which ------------------------------------------------------------------------------------------------------------
@@ -77,13 +83,13 @@ HANGS = 120  # seconds, after which one test does
 
 def files_of(room: str) -> list[Path]:
     """The source files of a room; what has a room of its own is not in the larger one."""
-    place = ROOT / "compopt" / ROOMS[room][0]
+    place = ROOT / "compopt" / ROOMS[room]
     own = {f"{place.name}.py"} if place.with_suffix(".py").is_file() else set()
     found = [place.parent / name for name in own] + sorted(place.rglob("*.py"))
-    others = [ROOT / "compopt" / f"{path}.py" for name, (path, _) in ROOMS.items() if name != room]
+    others = [ROOT / "compopt" / f"{path}.py" for name, path in ROOMS.items() if name != room]
     found = [path for path in found if path not in others]
     if not found:
-        raise SystemExit(f"compopt has no {ROOMS[room][0]}: correct ROOMS in benchmarks/mutants.py")
+        raise SystemExit(f"compopt has no {ROOMS[room]}: correct ROOMS in benchmarks/mutants.py")
     return found
 
 
@@ -130,11 +136,11 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
+def run_tests(folder: Path, stage: str, *arguments: str) -> str | None:
     """The test that failed first, or None."""
     expression = selection("REST" if stage == "rest" else "DAILY")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *files]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -152,21 +158,54 @@ def run_tests(folder: Path, stage: str, files: list[str]) -> str | None:
     return failed.group(1) if failed else f"pytest ended with {process.returncode}: {said[-300:]}"
 
 
-def daily(folder: Path, room: str) -> dict:
-    """Verdict of the daily tests on the library in the folder: the likely files first, then all of them."""
-    likely = [f"tests/test_{name}.py" for name in ROOMS[room][1].split()]
-    files = [name for name in likely if (folder / name).exists()]
-    failed = run_tests(folder, "first", files) or run_tests(folder, "daily", [f"--ignore={name}" for name in files])
-    return {"noticed": "test" if failed else LATER, "test": failed}
+def measured(folder: Path) -> Callable[[Mutation], list[str]]:
+    """Run the daily tests of the unchanged library; return a function that gives the tests of a mutant's line.
+
+    Of every test function the quickest case that runs the line, the quickest function first, for LIKELY seconds. Lines
+    that run only in other processes have none.
+    """
+    lines, times = folder / ".coverage", folder / "times.xml"
+    options = ("--cov=compopt", "--cov-context=test", "--cov-report=", f"--junitxml={times}")
+    if failed := run_tests(folder, "daily", *options):
+        raise SystemExit(f"the unchanged library fails: {failed}")
+    data, seconds = CoverageData(str(lines)), {}
+    data.read()
+    for case in ElementTree.parse(times).iter("testcase"):
+        seconds[f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"] = float(case.get("time", 0))
+
+    def tests_of(mutant: Mutation) -> list[str]:
+        contexts = data.contexts_by_lineno(str(folder / mutant.path)).get(mutant.line, ())
+        cases = {context.partition("|")[0] for context in contexts} & seconds.keys()
+        quickest: dict[str, str] = {}
+        for case in sorted(cases, key=seconds.__getitem__):
+            quickest.setdefault(case.partition("[")[0], case)
+        sums = accumulate(seconds[case] for case in quickest.values())
+        return [case for case, total in zip(quickest.values(), sums, strict=True) if total <= LIKELY]
+
+    return tests_of
 
 
-def rest(folder: Path, room: str) -> dict:
+def rest(folder: Path, _: Mutation) -> dict:
     """Verdict of the other tests on what the daily ones let pass."""
-    failed = run_tests(folder, "rest", [])
+    failed = run_tests(folder, "rest")
     return {"noticed": "test-full" if failed else "nobody", "test": failed}
 
 
-def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], folders: list[Path], records: Path) -> None:
+def daily(tests_of: Callable[[Mutation], list[str]]) -> Verdict:
+    """Verdict of the daily tests: those that run the line first, then all of them."""
+
+    def ask(folder: Path, mutant: Mutation) -> dict:
+        tests, failed = tests_of(mutant), None
+        if tests:
+            (folder / "tests.txt").write_text("\n".join(tests))
+            failed = run_tests(folder, "first", "@tests.txt")
+        failed = failed or run_tests(folder, "daily")
+        return {"noticed": "test" if failed else LATER, "test": failed}
+
+    return ask
+
+
+def run(todo: list[tuple[str, Mutation]], ask: Verdict, folders: list[Path], records: Path) -> None:
     """Append the verdict on every mutant; each folder is a lane of its own."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     writing = threading.Lock()
@@ -181,7 +220,7 @@ def run(todo: list[tuple[str, Mutation]], ask: Callable[[Path, str], dict], fold
         file.write_bytes(mutant.apply(source))
         os.utime(file, (number, number))  # compiled files are told apart by the second
         try:
-            answer = ask(folder, room)
+            answer = ask(folder, mutant)
         finally:
             file.write_bytes(source)
             os.utime(file, (0, 0))
@@ -268,13 +307,12 @@ def main() -> None:
     if not options.report:
         with tempfile.TemporaryDirectory() as name:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
-            for stage, ask in (("daily", daily), ("rest", rest)):
+            for wanted in (None, LATER):
                 known = {record["key"]: judged(record)["noticed"] for record in read_runs(options.records)}
-                wanted = LATER if stage == "rest" else None
                 todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
-                if todo and (failed := run_tests(folders[0], stage, [])):
-                    raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
-                run(todo, ask, folders, options.records)
+                if todo:
+                    ask = rest if wanted == LATER else daily(measured(folders[0]))
+                    run(todo, ask, folders, options.records)
     known = {record["key"]: record for record in read_runs(options.records)}
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)
