@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -62,16 +63,16 @@ def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class ImageTower(nn.Module):
-    """Convolutions with stride 2: 32 x 32 images, as :func:`pixels` takes them -> (B, dim) features, not normalised."""
+    """Convolutions with stride 2: square images, as :func:`pixels` takes them -> (B, dim) features, not normalised."""
 
-    def __init__(self, dim: int = DIM, width: int = 32, channels: int = 1) -> None:
+    def __init__(self, dim: int = DIM, width: int = 32, channels: int = 1, size: int = 32) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *_stage(channels, width, kernel=5),  # 16 x 16
-            *_stage(width, 2 * width),  # 8 x 8
-            *_stage(2 * width, 4 * width),  # 4 x 4
+            *_stage(channels, width, kernel=5),
+            *_stage(width, 2 * width),
+            *_stage(2 * width, 4 * width),  # an eighth of each side
             nn.Flatten(),
-            nn.Linear(4 * width * 16, dim),
+            nn.Linear(4 * width * math.ceil(size / 8) ** 2, dim),
         )
         self.to(memory_format=torch.channels_last)
 
@@ -164,9 +165,9 @@ class TextTower(nn.Module):
 class TwoTowers(nn.Module):
     """CLIP's pair of encoders."""
 
-    def __init__(self, vocabulary: int, length: int, dim: int = DIM) -> None:
+    def __init__(self, vocabulary: int, length: int, dim: int = DIM, channels: int = 1, size: int = 32) -> None:
         super().__init__()
-        self.image = ImageTower(dim)
+        self.image = ImageTower(dim, channels=channels, size=size)
         self.text = TextTower(vocabulary, length, dim)
 
     def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

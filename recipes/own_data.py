@@ -1,65 +1,250 @@
-"""CLIP on a folder of pictures and texts (``cat.png`` beside ``cat.txt``), on one process or on several.
+"""CLIP on your own pictures and texts, on one process or on several: one file to copy.
 
-python -m recipes.own_data FOLDER
-python -m recipes.own_data FOLDER --epochs 4 --resume                        # two more epochs
-torchrun --nproc_per_node 2 -m recipes.own_data FOLDER --epochs 6 --resume   # two more, on two processes
+DATA is a folder (``cat.png`` beside ``cat.txt``, in any sub-folder), a table of paths and texts (CSV, JSONL, parquet),
+or what ``datasets.Dataset.save_to_disk`` wrote::
+
+    python -m recipes.own_data DATA
+    python -m recipes.own_data DATA --size 64 --augment crop flip jitter --labels label
+    python -m recipes.own_data DATA --model open_clip:ViT-B-32 --size 224 --precision bf16
+    python -m recipes.own_data DATA --epochs 12 --resume                         # further epochs
+    torchrun --nproc_per_node 2 -m recipes.own_data DATA --epochs 16 --resume    # further epochs, on two processes
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
 import zlib
 from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
+from PIL import ImageOps
+from torch import nn
+from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import compopt
-from recipes.models import Tokenizer, TwoTowers
-from recipes.tasks import retrieval
+from recipes.augment import NAMES, Augmentation
+from recipes.models import DIM, Tokenizer, TwoTowers, pixels
 
-PICTURES = (".png", ".jpg", ".jpeg")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-class Folder(Dataset):
-    """Pairs of a picture and a text, in the order of their names: a pair's position is its index.
+# -- data ----------------------------------------------------------------------------------------------------------
 
-    An item is the picture, the tokens of its text, and a number of that text: texts may repeat.
+
+def read(data, image="image", text="text"):
+    """Return DATA as a Hugging Face dataset with the columns "name", "image" and "text" (a list per picture)."""
+    if (data / "state.json").exists():
+        table = datasets.load_from_disk(str(data))
+    elif data.is_dir():
+        table = read_folder(data)
+    else:
+        separator = {"sep": "\t"} if data.suffix == ".tsv" else {}
+        kind = TABLES[data.suffix]
+        table = datasets.load_dataset(kind, data_files=str(data), split="train", **separator)
+    if missing := {image, text} - set(table.column_names):
+        raise SystemExit(f"{data} has no column {sorted(missing)}, only {table.column_names}: give --image and --text")
+    texts = [[found] if isinstance(found, str) else list(found) for found in table[text]]
+    table = table.rename_column(image, "image") if image != "image" else table
+    if isinstance(table.features["image"], datasets.Image):
+        names = [str(position) for position in range(len(table))]
+    else:
+        names, base = [str(path) for path in table["image"]], data if data.is_dir() else data.parent
+        paths = [str(base / name) for name in names]  # an absolute path stays as it is
+        table = table.remove_columns("image").add_column("image", paths).cast_column("image", datasets.Image())
+    return table.remove_columns(text).add_column("text", texts).add_column("name", names)
+
+
+def read_folder(folder):
+    """Pictures with a .txt beside each, one caption per line; the label is the name of the sub-folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES)
+    paths = [path for path in paths if path.with_suffix(".txt").exists()]
+    texts = [path.with_suffix(".txt").read_text().split("\n") for path in paths]
+    names = [str(path.relative_to(folder)) for path in paths]
+    labels = [path.parent.name for path in paths]
+    captions = [[line.strip() for line in lines if line.strip()] for lines in texts]
+    return datasets.Dataset.from_dict({"image": names, "text": captions, "label": labels})
+
+
+def split(table):
+    """Return the pairs to train on and a tenth that is held out: by their names, so that a new pair moves no other."""
+    held_out = np.array([zlib.crc32(name.encode()) % 10 == 0 for name in table["name"]], dtype=bool)
+    return table.select(np.flatnonzero(~held_out)), table.select(np.flatnonzero(held_out))
+
+
+class Pairs(Dataset):
+    """Pictures with one of their captions each: a picture's position is its index.
+
+    An item is the picture, the tokens of a caption, and the number of that caption's text: texts may repeat.
+
+    Args:
+        table: columns "image" and "text".
+        tokenizer: texts -> (k, length) tokens.
+        size: pixels per side; pictures are cut to squares.
     """
 
-    def __init__(self, paths, tokenizer=None):
-        self.paths = paths
-        self.texts = [path.with_suffix(".txt").read_text().strip() for path in paths]
-        self.tokenizer = tokenizer or Tokenizer(sorted(set(self.texts)))
-        self.tokens = self.tokenizer(self.texts)
-        self.caption = torch.from_numpy(np.unique(self.texts, return_inverse=True)[1])
+    def __init__(self, table, tokenizer, size):
+        self.table, self.size, self.epoch = table, size, 0
+        self.texts = list(table["text"])
+        self.distinct = sorted({text for texts in self.texts for text in texts})
+        number = {text: position for position, text in enumerate(self.distinct)}
+        self.captions = [[number[text] for text in texts] for texts in self.texts]
+        self.tokens = tokenizer(self.distinct)
 
     def __len__(self):
-        return len(self.paths)
+        return len(self.texts)
+
+    def picture(self, position):
+        """(3, size, size) uint8."""
+        picture = ImageOps.fit(self.table[position]["image"].convert("RGB"), (self.size, self.size))
+        return torch.from_numpy(np.array(picture)).movedim(2, 0)
 
     def __getitem__(self, position):
-        picture = Image.open(self.paths[position]).convert("L").resize((32, 32))
-        return torch.from_numpy(np.array(picture)), self.tokens[position], self.caption[position]
+        draw = random.Random(f"{self.epoch} {position}")  # another caption in every epoch, the same after a resume
+        caption = draw.choice(self.captions[position])
+        return self.picture(position), self.tokens[caption], caption
 
 
-def read(folder):
-    """Pairs to train on, and a tenth that is held out: by their names, so that a new pair moves no other."""
-    pictures = (path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
-    paths = sorted(path for path in pictures if path.with_suffix(".txt").exists())
-    held_out = {path for path in paths if zlib.crc32(path.name.encode()) % 10 == 0}
-    train = Folder([path for path in paths if path not in held_out])
-    return train, Folder(sorted(held_out), train.tokenizer)
-
-
-def fingerprint(*parts):
+def fingerprint(*tables):
     """Return a hash of the names and texts of all pairs: a resume on other pairs is refused."""
-    pairs = [[(path.name, text) for path, text in zip(part.paths, part.texts, strict=True)] for part in parts]
+    pairs = [list(zip(table["name"], table["text"], strict=True)) for table in tables]
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def build(name, texts, size):
+    """Return a model (pictures, tokens) -> features of both, and its tokenizer.
+
+    Args:
+        name: "small"; "timm:NAME", a picture encoder of timm beside the small text encoder; or "open_clip:NAME".
+        texts: those to train on, from which the small tokenizer takes its words.
+        size: pixels per side.
+    """
+    kind, _, name = name.partition(":")
+    if kind == "open_clip":
+        import open_clip
+
+        model = open_clip.create_model(name, force_image_size=size, output_dict=False)
+        return OpenClip(model), open_clip.get_tokenizer(name)
+    tokenizer = Tokenizer(sorted(set(texts)), length=32)
+    model = TwoTowers(len(tokenizer), tokenizer.length, channels=3, size=size)
+    if kind == "timm":
+        import timm
+
+        sized = {"img_size": size} if "vit" in name else {}
+        model.image = nn.Sequential(Scaled(), timm.create_model(name, num_classes=DIM, **sized))
+    return model, tokenizer
+
+
+class Scaled(nn.Module):
+    """Pictures, uint8 or floats between 0 and 1 -> floats with the mean 0 and the deviation 1, approximately."""
+
+    def forward(self, pictures):
+        return (pixels(pictures) - 0.5) / 0.25
+
+
+class OpenClip(nn.Module):
+    """A model of open_clip with the two encoders under the names of `recipes.models.TwoTowers`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.scaled = model, Scaled()
+        self.model.logit_scale.requires_grad_(False)  # the estimator has a temperature of its own
+
+    def image(self, pictures):
+        return self.model.encode_image(self.scaled(pictures))
+
+    def text(self, tokens):
+        return self.model.encode_text(tokens)
+
+    def forward(self, pictures, tokens):
+        return self.image(pictures), self.text(tokens)
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def encode(encoder, chunks, device):
+    """Return normalised features of all chunks, on the CPU."""
+    return torch.cat([normalize(encoder(chunk.to(device)).float(), dim=1).cpu() for chunk in chunks])
+
+
+def recall(similarities, right, k):
+    """Return the share of rows that have one of their ``right`` columns among the ``k`` most similar."""
+    best = similarities.topk(min(k, similarities.shape[1]), dim=1).indices
+    return right.gather(1, best).any(1).float().mean().item()
+
+
+@torch.no_grad()
+def evaluate(model, held_out, device, labels=None, classes=None):
+    """Return the recalls of held-out captions by picture and of pictures by caption, and the zero-shot accuracy.
+
+    Args:
+        held_out: the pairs.
+        labels: the class of each picture, a number, if there are classes.
+        classes: (classes, templates, length) tokens; the features of a class are the mean of its templates.
+    """
+    model.eval()
+    pictures = encode(model.image, (chunk for chunk, *_ in DataLoader(held_out, 256)), device)
+    similarities = pictures @ encode(model.text, held_out.tokens.split(256), device).T
+    right = torch.zeros(similarities.shape, dtype=torch.bool)
+    for row, captions in zip(right, held_out.captions, strict=True):
+        row[captions] = True
+    found = {f"recall@{k}": recall(similarities, right, k) for k in (1, 5)}
+    found |= {f"recall@{k} of pictures": recall(similarities.T, right.T, k) for k in (1, 5)}
+    if labels is not None:
+        each = normalize(encode(model.text, classes, device).unflatten(0, classes.shape[:2]).mean(1), dim=1)
+        found["zero-shot"] = ((pictures @ each.T).argmax(1) == torch.tensor(labels)).float().mean().item()
+    return found
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("data", type=Path, help="a folder, a table, or a saved data set")
+    add("--image", default="image", metavar="COLUMN", help="of a table: paths relative to its folder, or pictures")
+    add("--text", default="text", metavar="COLUMN", help="of a table: a text, or a list of them")
+    add("--labels", metavar="COLUMN", help="classes for zero-shot evaluation; of a folder: label, its sub-folders")
+    add("--templates", nargs="+", default=["a photo of a {}"], metavar="TEXT", help="texts of a class")
+    add("--model", default="small", help="small, timm:NAME or open_clip:NAME")
+    add("--size", type=int, default=32, help="pixels per side")
+    add("--augment", nargs="*", default=(), choices=NAMES)
+    add("--precision", default="float32", choices=("float32", "bfloat16"))
+    add("--epochs", type=int, default=2, help="in all, those before a resume included")
+    add("--batch-size", type=int, default=64, help="of each process")
+    add("--lr", type=float, default=1e-3)
+    add("--workers", type=int, default=0, help="processes that read pictures")
+    add("--output", type=Path, default=Path("runs/own_data"))
+    add("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    if not args.data.exists() or not (args.data.is_dir() or args.data.suffix in TABLES):
+        parser.error(f"{args.data} is no folder and no table ({', '.join(TABLES)})")
+    if args.resume and not (args.output / "last.pt").exists():
+        parser.error(f"--resume: there is no {args.output / 'last.pt'}")
+    return args, parser.error
+
+
+def start():
+    """Join the processes that torchrun started; return the device of this one."""
+    device, local = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(local)
+        device = torch.accelerator.current_accelerator()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group()
+    return device
 
 
 def load_state(est, path):
@@ -72,58 +257,73 @@ def load_state(est, path):
         ) from None
 
 
+def prepare(args, ranks, refuse):
+    """Return the pairs to train on, those held out, what `evaluate` needs of classes, the model and a fingerprint."""
+    tables = split(read(args.data, args.image, args.text))
+    needed = args.batch_size * ranks
+    if len(tables[0]) < needed:
+        refuse(
+            f"{args.data} has {len(tables[0])} pairs to train on ({', '.join(PICTURES)} with a .txt beside each, or "
+            f"lines of a table), and --batch-size {args.batch_size} on {ranks} processes asks for {needed}"
+        )
+    if len(tables[1]) < 2:
+        refuse(f"{args.data} has {len(tables[1])} pairs to evaluate on, a tenth of all: add pairs")
+    model, tokenizer = build(args.model, [text for texts in tables[0]["text"] for text in texts], args.size)
+    train, held_out = (Pairs(table, tokenizer, args.size) for table in tables)
+    classes = zero_shot_classes(tables, args.labels, args.templates, tokenizer) if args.labels else {}
+    return train, held_out, classes, model, fingerprint(*tables)
+
+
+def zero_shot_classes(tables, column, templates, tokenizer):
+    """Return the class of every held-out picture, and the tokens of the classes: arguments of `evaluate`."""
+    names = sorted({name for table in tables for name in table[column]})
+    labels = [names.index(name) for name in tables[1][column]]
+    tokens = [tokenizer([template.format(name) for template in templates]) for name in names]
+    return {"labels": labels, "classes": torch.stack(tokens)}
+
+
 @torch.no_grad()
-def recall(model, held_out):
-    """Share of held-out pictures whose nearest text is their own."""
-    texts, right = held_out.tokens.unique(dim=0, return_inverse=True)
-    pictures = torch.stack([picture for picture, *_ in held_out])
-    return retrieval(model.eval().image(pictures), model.text(texts), right).image_to_text
+def width(model, tokens):
+    """Return the number of features of a model."""
+    return model.eval().text(tokens).shape[1]
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="the folder")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
-    parser.add_argument("--output", type=Path, default=Path("runs/own_data"))
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun
-        dist.init_process_group("gloo")
+    args, refuse = parse(argv)
+    device = start()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
-    train, held_out = read(args.data)
-    if len(train) < args.batch_size * ranks:
-        parser.error(
-            f"{args.data} has {len(train)} pairs to train on, {', '.join(PICTURES)} with a .txt beside each, and "
-            f"--batch-size {args.batch_size} on {ranks} processes asks for {args.batch_size * ranks}"
-        )
-    if len(held_out) < 2:
-        parser.error(f"{args.data} has {len(held_out)} pairs to evaluate on, a tenth of all: add pairs")
+    train, held_out, classes, model, pairs = prepare(args, ranks, refuse)
     sampler = DistributedSampler(train, ranks, rank, drop_last=True)
-    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
-    model = TwoTowers(len(train.tokenizer), train.tokenizer.length)
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    indexed = compopt.data.Indexed(train)
+    loader = DataLoader(indexed, args.batch_size, sampler=sampler, drop_last=True, num_workers=args.workers)
+    augment = Augmentation(args.augment, channels=3, size=args.size)
     # after the process group: it gathers the features of all processes by itself
-    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size * ranks)
-    est.data_fingerprint = fingerprint(train, held_out)
+    est = compopt.recommended(dim=width(model, train.tokens[:1]), n=len(train), batch_size=args.batch_size * ranks)
+    est.to(device)
+    est.data_fingerprint = pairs
+    model.to(device)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     est.attach(optimizer)
     first = 0
-    if args.resume and not (args.output / "last.pt").exists():
-        parser.error(f"--resume: there is no {args.output / 'last.pt'}")
     if args.resume:
-        saved = torch.load(args.output / "last.pt")
+        saved = torch.load(args.output / "last.pt", map_location=device)
         first = saved["epoch"]
         load_state(est, args.output / "state" / saved["state"])  # before the model, whose tokens are those of the texts
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if first >= args.epochs:
-            parser.error(f"--resume: {first} epochs are done already, and --epochs {args.epochs} counts them")
+            refuse(f"--resume: {first} epochs are done already, and --epochs {args.epochs} counts them")
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)
+        train.epoch = epoch
+        draws = torch.Generator().manual_seed(epoch * ranks + rank)
         for pictures, tokens, caption, index in loader:
-            loss = est(*wrapped.train()(pictures, tokens), index, index2=caption)
+            pictures, tokens = augment(pictures, draws).to(device), tokens.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bfloat16"):
+                features = wrapped.train()(pictures, tokens)
+            loss = est(*features, index, index2=caption)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +331,9 @@ def main(argv=None):
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({"epoch": epoch + 1, "state": state, **states}, args.output / "last.pt")
-            print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
+            found = evaluate(model, held_out, device, **classes)
+            shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in found.items())
+            print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
