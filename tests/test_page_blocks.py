@@ -31,6 +31,7 @@ NEEDS = {
     "docs/coming_from/sentence_transformers.md": ("sentence_transformers", "datasets"),
     "docs/guides/accelerate.md": ("accelerate",),
     "docs/guides/deepspeed.md": ("deepspeed",),
+    "docs/guides/export.md": ("onnxruntime", "onnxscript"),
     "docs/guides/lightning.md": ("lightning",),
     "docs/guides/sentence_transformers.md": ("sentence_transformers", "datasets"),
     "docs/guides/transformers.md": ("transformers", "accelerate"),

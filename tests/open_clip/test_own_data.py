@@ -1,0 +1,46 @@
+"""The recipe for one's own data with encoders of timm and open_clip, and what it trains, loaded from a folder."""
+
+import json
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipes import own_data
+from tests.open_clip import tiny
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for at in range(60):
+        tiny.picture(at).save(folder / f"{at}.png")
+        (folder / f"{at}.txt").write_text(f"number {at}")
+    return folder
+
+
+def test_a_model_of_open_clip_is_trained_and_loaded_from_a_folder(pictures, tmp_path, capsys):
+    tiny.add_model()
+    run = [str(pictures), "--model", "open_clip:ViT-tiny", "--batch-size", "16", "--output", str(tmp_path / "run")]
+    own_data.main([*run, "--epochs", "1"])
+    own_data.main([*run, "--resume"])
+    assert "epoch 2: loss" in capsys.readouterr().out
+    model, tokenizer = own_data.build("open_clip:ViT-tiny", [], 32)
+    model.load_state_dict(torch.load(tmp_path / "run" / "last.pt")["model"])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(model.model.state_dict(), folder / "open_clip_model.safetensors")
+    config = {"model_cfg": open_clip.get_model_config("ViT-tiny"), "preprocess_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    loaded = open_clip.create_model(f"local-dir:{folder}").eval()
+    texts = open_clip.get_tokenizer(f"local-dir:{folder}")(["number 3"])
+    torch.testing.assert_close(loaded.encode_text(texts), model.eval().text(tokenizer(["number 3"])))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
+def test_a_picture_encoder_of_timm(pictures, name, tmp_path, capsys):
+    run = [str(pictures), "--model", f"timm:{name}", "--batch-size", "16", "--epochs", "1"]
+    own_data.main([*run, "--output", str(tmp_path / "run")])
+    assert "epoch 1: loss" in capsys.readouterr().out
