@@ -1,7 +1,10 @@
 """Pages that say ``executed: true`` in their front matter: the build runs their Python and shows what it prints.
 
 A page is one program: its blocks share their names, and run in a folder of their own. An exception is a warning, and
-``make docs`` makes warnings errors. Each of these pages is also written as a notebook, which the page links to.
+``make docs`` makes warnings errors.
+
+Each of these pages, and of :data:`NOTEBOOKS`, can be downloaded as a notebook. Those of :data:`NOTEBOOKS` are also
+files of the repository, which ``python docs/extensions/executed.py`` writes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,15 @@ from typing import Any
 from docutils import nodes
 from sphinx.util import logging
 
+DOCS = Path(__file__).parent.parent
+NOTEBOOKS = (
+    "start",
+    "guides/own_data",
+    "guides/curation",
+    "coming_from/open_clip",
+    "coming_from/sentence_transformers",
+)
+SETUP = "invisible-code-block: python"
 logger = logging.getLogger(__name__)
 count = 0
 
@@ -42,14 +54,32 @@ def run(blocks: list[nodes.literal_block], page: str) -> None:
 
 
 def notebook(page: str) -> dict[str, Any]:
-    """A Markdown page as a notebook without outputs: its Python blocks are cells, and so is the text between them."""
+    """A Markdown page as a notebook without outputs: its Python blocks are cells, and so is the text between them.
+
+    The blocks that the page does not show are cells too, so that the notebook is a complete program.
+    """
+    page = re.sub(rf"^<!---\s*{SETUP}\n(.*?)^-->\n", r"```python\n\1```\n", page, flags=re.S | re.M)
     page = re.sub(r"\A---.*?---\n|<!---.*?-->", "", page, flags=re.S)
     cells = []
     for at, part in enumerate(re.split(r"^```python\n(.*?)^```\n", page, flags=re.S | re.M)):
         code = {"cell_type": "code", "execution_count": None, "outputs": []} if at % 2 else {"cell_type": "markdown"}
-        cells.append({**code, "metadata": {}, "source": part.strip()})
+        if part.strip():
+            cells.append({**code, "metadata": {}, "source": part.strip()})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+
+
+def committed() -> dict[Path, str]:
+    """The notebooks of the repository, by path."""
+    folder, found = DOCS / "notebooks", {}
+    for page in (DOCS / f"{name}.md" for name in NOTEBOOKS):
+
+        def moved(link: re.Match[str], start: Path = page.parent) -> str:
+            return f"]({os.path.relpath(start / link[1], folder)})"
+
+        text = re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", moved, page.read_text())
+        found[folder / f"{page.stem}.ipynb"] = json.dumps(notebook(text), indent=1) + "\n"
+    return found
 
 
 def offer(app: Any, doctree: nodes.document) -> None:
@@ -62,16 +92,19 @@ def offer(app: Any, doctree: nodes.document) -> None:
 
 
 def execute(app: Any, doctree: nodes.document) -> None:
-    if not app.env.metadata[app.env.docname].get("executed"):
+    page = app.env.docname
+    runs = app.env.metadata[page].get("executed")
+    if runs or page in NOTEBOOKS:
+        offer(app, doctree)
+    if not runs:
         return
-    offer(app, doctree)
     blocks = [node for node in doctree.findall(nodes.literal_block) if node.get("language") == "python"]
     before = Path.cwd()
     os.environ.setdefault("COMPOPT_CACHE", str(before / ".cache"))  # data that was drawn once
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            run(blocks, app.env.docname)
+            run(blocks, page)
         finally:
             os.chdir(before)
 
@@ -85,3 +118,9 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("doctree-read", execute)
     app.connect("build-finished", report)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    for path, text in committed().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
