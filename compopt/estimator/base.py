@@ -17,7 +17,7 @@ from typing_extensions import Self
 from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
-from compopt.checks.inputs import check_index, check_vector
+from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
@@ -119,8 +119,7 @@ class Estimator:
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
-        assert self._core is not None
-        return self._core
+        return self._facts
 
     @property
     def _facts(self) -> Engine:
@@ -274,7 +273,7 @@ class Estimator:
         if engine.table is None or own == []:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), engine.copying():
-            rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
+            rows = engine.reader.agree(lambda: check_vector("index", index, None)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
             batch = engine.reader.look(rows, like)
         columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
@@ -321,7 +320,7 @@ class Estimator:
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        self._engine.reader.prefetch({name: check_index(name, value) for name, value in given.items()})
+        self._engine.reader.prefetch({name: check_vector(name, value, None) for name, value in given.items()})
 
     # -- deposit and commit ------------------------------------------------------------------------------------
 

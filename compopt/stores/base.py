@@ -17,7 +17,7 @@ from compopt import accelerator
 from compopt.stores.layout import WORD, word
 
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
-NO_MEMORY = (MemoryError, ValueError, OverflowError, getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError))
+NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
 
 
 class RowStore(ABC):

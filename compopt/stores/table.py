@@ -15,7 +15,7 @@ from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
-from compopt.distributed.ranks import ProcessGroup, Ranks, Share
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout, to_device_words
@@ -214,10 +214,10 @@ class RowTable:
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
-    def share(self, rank: int | None = None) -> Share:
+    def share(self, rank: int | None = None) -> range:
         """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
         each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
-        return Share(min(self.n, rank * each), min(self.n, (rank + 1) * each))
+        return range(min(self.n, rank * each), min(self.n, (rank + 1) * each))
 
     def share_dict(self) -> dict[str, Tensor]:
         """Copy every column of this rank's :meth:`share`, ``(share, D)``, to the CPU. Collective on shards."""
@@ -307,12 +307,11 @@ class RowTable:
         shares = [self.share(rank) for rank in range(ranks.size)]
         with self.overwriting():
             # In each round every rank sends the next piece of its share, so that all have the same work.
-            for start in range(0, shares[0].size, BLOCK_ROWS):
-                pieces = [Share(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
-                own = [pieces[ranks.rank].of(value) for value in parts.values()]
-                everyone = ranks.gather(own, [piece.size for piece in pieces])
-                places = zip(shares, pieces, strict=True)
-                rows = [torch.arange(s.start + p.start, s.start + p.stop, device="cpu") for s, p in places]
+            for start in range(0, len(shares[0]), BLOCK_ROWS):
+                at = slice(start, start + BLOCK_ROWS)
+                pieces = [share[at] for share in shares]
+                everyone = ranks.gather([value[at] for value in parts.values()], [len(piece) for piece in pieces])
+                rows = [torch.arange(piece.start, piece.stop, device="cpu") for piece in pieces]
                 self.write(torch.cat(rows), dict(zip(parts, everyone, strict=True)))
         self.agree_partial()
 
