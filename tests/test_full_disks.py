@@ -136,6 +136,7 @@ for number in range(1 << 12):
 """
 
 
+@pytest.mark.launch
 def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
     """A table of 16 MiB where there are eight; reading through the mapping would take room there too."""
     with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
