@@ -91,24 +91,6 @@ def test_discard_forgets_the_deposits(info, mode):
 
 
 @pytest.mark.covering()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", DATABASE, ids=str)
-def test_two_runs_are_bit_identical(info, mode, dtype):
-    results = []
-    for _ in range(2):
-        est, _ = make(info, mode, N, dtype=dtype, gamma=0.6)
-        trace = []
-        for t, (z1, z2, index) in enumerate(batches(N, 6, seed=56, dtype=dtype)):
-            trace += [bits(x) for x in run(est, z1, z2, index)]
-            if t % 2:
-                est.step()
-        results.append((trace, snapshot(est, N)))
-    assert results[0][0] == results[1][0]
-    assert_same_bits(results[0][1], results[1][1])
-
-
-@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_metrics_are_detached_scalars(info, mode):

@@ -289,7 +289,8 @@ class Estimator:
     def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> PrefetchLoader[Any] | None:
         """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
 
-        Values are those committed at the time of the call. Worth it with ``offload=`` or ``shard=True``.
+        Values are those committed at the time of the call. Worth it with ``offload=``: rows beside the features are
+        read in the call itself.
 
         Args:
             source: the ``index`` of a coming batch, ``(B,)``; or a loader, from which one batch is taken ahead.
@@ -304,8 +305,8 @@ class Estimator:
             IndexError: an index on the CPU is outside the data set.
             TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
-        Communicates: nothing; on shards row numbers, in a background thread, so that all ranks must prefetch the same
-        batches in the same order.
+        Communicates: nothing; on shards with ``offload=`` row numbers, in a background thread, so that all ranks must
+        prefetch the same batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)

@@ -268,9 +268,7 @@ class Engine:
         self.table: RowTable | None = None
         self.t = self.pending = 0
         self.training = True
-        self.attachments, self.forgotten = Attachments(), Forgotten()
-        self._reader: BatchReader | None = None
-        self._writing = False
+        self.forgotten = Forgotten()
         self._make_own()
 
     def open(self) -> Self:
@@ -350,7 +348,7 @@ class Engine:
                 part.discard_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks")
+        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks", "attachments")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -359,8 +357,9 @@ class Engine:
 
     def _make_own(self) -> None:
         """Make what copies and pickles have of their own."""
-        self._reader = None
+        self._reader: BatchReader | None = None
         self._lock, self._writing = threading.RLock(), False
+        self.attachments = Attachments()
         self.saving: SaveHandle | None = None
         self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 

@@ -17,7 +17,7 @@ from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
-from compopt.stores import Ticket
+from compopt.stores import Ticket, WriteBehind
 from compopt.stores.layout import Column, to_device_words
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
@@ -122,7 +122,9 @@ class BatchReader:
         self.row_keys = row_keys
         self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
         self.async_checks, self.ranks = async_checks, handshake.ranks
-        self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
+        self.prefetcher: Prefetcher | None = None  # rows beside the features are read in the call itself
+        if table is not None and isinstance(table.rows, WriteBehind):
+            self.prefetcher = Prefetcher(table.rows, table, self.ranks)
         self._device = torch.device("cpu")
         self._columns = {role: own for role, own in columns.items() if own}
         shown = [(role, column) for role, own in columns.items() for column in own]

@@ -98,7 +98,7 @@ class RowTable:
         ranks: Ranks,
         firsts: Collection[str] = (),
     ) -> None:
-        self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
+        self.layout, self.n, self._ranks = RowLayout(columns, firsts), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
         self.rows: RowAccess = placement.open(self._before(n, self.first), self.layout.words, ranks)
         self._deposits: list[Deposit] = []

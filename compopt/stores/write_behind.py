@@ -25,7 +25,7 @@ REMEMBERED = 8
 
 @dataclass(eq=False)
 class Ticket:
-    """Rows under way, see :meth:`RowAccess.prefetch`.
+    """Rows under way, see :meth:`WriteBehind.prefetch`.
 
     Attributes:
         access: issued it.
@@ -35,7 +35,7 @@ class Ticket:
         number, settled: the access's counts of commits and of settlements when it was issued.
     """
 
-    access: RowAccess
+    access: WriteBehind
     rows: Tensor
     device: torch.device
     future: Future[Any] | None = None
@@ -55,7 +55,7 @@ class Ticket:
 class RowAccess:
     """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
 
-    Every read sees every commit made before it, also where a subclass reads ahead and writes behind.
+    Every read sees every commit made before it, also where :class:`WriteBehind` reads ahead.
     """
 
     def __init__(self, store: RowStore) -> None:
@@ -69,14 +69,6 @@ class RowAccess:
         rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
         return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
 
-    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
-        return Ticket(self, rows, device)
-
-    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
-        """Return the rows of a ticket, see :meth:`Ticket.take`."""
-        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
-
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
         device = self.store.device
@@ -87,10 +79,7 @@ class RowAccess:
         self.store.ready()
 
     def settle(self) -> None:
-        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
-
-        Tickets stay good: those under way read anew when they are taken.
-        """
+        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself."""
 
 
 @dataclass(eq=False)
@@ -126,7 +115,8 @@ class WriteBehind(RowAccess):
     commits are pending, the next one waits.
 
     *Read-ahead.* The same thread gathers the rows of tickets and sends them to a device with streams. On other devices
-    it only brings rows from the disk to memory, where taking the ticket reads them.
+    it only brings rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when
+    :meth:`settle` was called read anew.
 
     On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
     that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
@@ -172,6 +162,7 @@ class WriteBehind(RowAccess):
         return [commit for commit in self._commits if commit.number > number]
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
         self.ready()
         device = accelerator.here(device)  # the thread may have another current device
         ticket = Ticket(self, rows.clone(), device)  # a loader may reuse its buffer
@@ -191,18 +182,22 @@ class WriteBehind(RowAccess):
             return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
+        """Return the rows of a ticket, see :meth:`Ticket.take`."""
         self.check()
         if ticket.future is None or ticket.settled != self._settled:
-            return super().take(ticket, device)
+            return self._take_now(ticket, device)
         read = ticket.future.result()
         with self._changed:
             later = self._since(ticket.number)
             complete = len(later) == self._committed - ticket.number
         if read is None or not complete or ticket.device.type != device.type:
-            return super().take(ticket, device)
+            return self._take_now(ticket, device)
         block, rows, event = read
         accelerator.wait_event(event, device, (block, rows))
         return overlay(block, rows, later)
+
+    def _take_now(self, ticket: Ticket, device: torch.device) -> Tensor:
+        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
 
     def _side(self, device: torch.device) -> Any:
         """Stream on which copies to and from a device run; ``None`` where there are no streams."""
