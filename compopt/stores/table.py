@@ -16,7 +16,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores import DiskStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
+from compopt.stores import DiskStore, MemoryStore, Offload, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout, to_device_words
 from compopt.stores.snapshot import Snapshot
@@ -60,12 +60,12 @@ class Placement:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which stays with its process
 
-    def open(self, n: int, words: int, ranks: Ranks) -> RowAccess:
+    def open(self, n: int, words: int, ranks: Ranks) -> RowStore | WriteBehind:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
             store = MemoryStore(n, words, on_host=self.offload == "cpu")
-            return RowAccess(store) if self.offload is None else WriteBehind(store)
+            return store if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
@@ -100,7 +100,7 @@ class RowTable:
     ) -> None:
         self.layout, self.n, self._ranks = RowLayout(columns, firsts), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows: RowAccess = placement.open(self._before(n, self.first), self.layout.words, ranks)
+        self.rows = placement.open(self._before(n, self.first), self.layout.words, ranks)
         self._deposits: list[Deposit] = []
         self.partial: set[str] = set()
 
@@ -111,7 +111,7 @@ class RowTable:
 
     @property
     def store(self) -> RowStore:
-        return self.rows.store
+        return self.rows.store if isinstance(self.rows, WriteBehind) else self.rows
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

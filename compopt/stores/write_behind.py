@@ -1,4 +1,4 @@
-"""Accesses: they read and commit the rows of a store, at once, or ahead of time and after the step (write-behind)."""
+"""Write-behind: the rows of a store on the host, read ahead of time and written after the step."""
 
 from __future__ import annotations
 
@@ -52,36 +52,6 @@ class Ticket:
             self.future.cancel()
 
 
-class RowAccess:
-    """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
-
-    Every read sees every commit made before it, also where :class:`WriteBehind` reads ahead.
-    """
-
-    def __init__(self, store: RowStore) -> None:
-        self.store = store
-
-    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
-
-        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
-        """
-        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
-        return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
-
-    def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
-        device = self.store.device
-        self.store.scatter(accelerator.to_device(rows, device), to_device_words(block, device))
-
-    def ready(self) -> None:
-        """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
-        self.store.ready()
-
-    def settle(self) -> None:
-        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself."""
-
-
 @dataclass(eq=False)
 class Commit:
     """Rows and their values: on the features' device, and on the CPU after ``event``; commits are numbered 1, 2, ..."""
@@ -106,8 +76,10 @@ class Commit:
         return accelerator.to_device(rows, device), to_device_words(block, device)
 
 
-class WriteBehind(RowAccess):
+class WriteBehind:
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
+
+    It is used in the place of the store: every read sees every commit made before it.
 
     *Write-behind.* A commit is appended to the pending ones, on the features' device, and is done; one thread copies it
     to the host and scatters it. A read gathers from the store and lays over it, on the features' device, every commit
@@ -131,8 +103,7 @@ class WriteBehind(RowAccess):
     """
 
     def __init__(self, store: RowStore, limit: int = PENDING_LIMIT) -> None:
-        super().__init__(store)
-        self._limit = limit
+        self.store, self._limit = store, limit
         # Commits `_written` + 1 to `_committed` are pending. `_commits` has these, and some that were written before.
         self._commits: deque[Commit] = deque()
         self._committed = self._written = self._settled = 0
@@ -150,6 +121,7 @@ class WriteBehind(RowAccess):
         self._sides: dict[torch.device, Any] = {}
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Read committed rows, see :meth:`RowStore.fetch`."""
         self.check()
         # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
         # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
@@ -206,6 +178,7 @@ class WriteBehind(RowAccess):
         return self._sides[device]
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
+        """Commit rows, see :meth:`RowStore.commit`."""
         self.ready()
         if not self.store.writable():
             raise RuntimeError("these rows are written by the parent of this forked process, which only reads them")
@@ -252,6 +225,7 @@ class WriteBehind(RowAccess):
                 self._changed.notify_all()
 
     def settle(self) -> None:
+        """Wait for the thread, see :meth:`RowStore.settle`."""
         self.check()
         if self._last is not None:
             wait([self._last])  # and with it all before it
@@ -270,6 +244,7 @@ class WriteBehind(RowAccess):
             ) from self._error
 
     def ready(self) -> None:
+        """Raise now what would make a read or a commit fail: a failed write, rows of an earlier run."""
         self.check()
         self.store.ready()
 
