@@ -162,12 +162,15 @@ class RowTable:
         """Convert numbers of rows that this process holds to those of its store."""
         return rows // self.stride
 
-    def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
-        """Collect rows ``(R,)`` of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+    def fetch_sharded(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
+        """Collect rows ``(R,)``, given on the CPU, from their owners: one all-reduce of 16-byte words, bit for bit.
 
-        ``mine`` are the blocks of the positions ``owned``, given on the CPU, that this process holds.
+        ``mine`` are those that this process holds, on ``device``, where they have been read already.
         """
-        block = self.layout.zeros(len(rows), device)
+        owned, block = self.owned(rows), self.layout.zeros(len(rows), device)
+        if mine is None:
+            local = self.local(rows[owned])
+            mine = self.rows.fetch(accelerator.to_device(local, device), local)
         block[accelerator.to_device(owned, device)] = mine
         return self._ranks.sum_bits(block)
 
@@ -232,19 +235,16 @@ class RowTable:
         first, last = (0, self.n) if self.sharded else (start, stop)  # on shards ranks give rows to each other
         for low in range(first, last, BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, last)
-            block = self._gathered(low, high) if self.sharded else store.block(low, high)
+            if self.sharded:
+                block = self.fetch_sharded(torch.arange(low, high, device="cpu"), store.device)
+            else:
+                block = store.block(low, high)
             a, b = max(low, start), min(high, stop)
             if a < b:
                 views = self.layout.unpack(block)
                 for name, column in full.items():
                     column[a - start : b - start].copy_(views[name][a - low : b - low])
         return full
-
-    def _gathered(self, start: int, stop: int) -> Tensor:
-        """Collect successive rows of a sharded table from their holders."""
-        rows, device = torch.arange(start, stop, device="cpu"), self.store.device
-        owned = self.owned(rows)
-        return self.fetch_sharded(rows, device, owned, self.store.gather(self.local(rows[owned]).to(device)))
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
         """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
@@ -281,25 +281,21 @@ class RowTable:
 
     def write(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write rows ``(R,)``, given on the CPU, as far as this process holds them; inside :meth:`overwriting`."""
+        self.find_partial(columns)  # of rows elsewhere too
         if self.sharded:
             mine = self.owned(rows)
             rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
-        self._write_own(rows, columns)
-
-    def _write_own(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
-        self.find_partial(self.layout.write(block, columns))
+        self.layout.write(block, columns)
         self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
         with self.overwriting():
-            for start in range(self.first, self.n, BLOCK_ROWS * self.stride):
-                stop = min(start + BLOCK_ROWS * self.stride, self.n)
-                own = {name: value.detach()[start : stop : self.stride].cpu() for name, value in columns.items()}
-                self._write_own(torch.arange(start, stop, self.stride, device="cpu"), own)
-        if self.sharded:  # of rows elsewhere too
-            self.find_partial(columns)
+            for start in range(0, self.n, BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, self.n)
+                block = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
+                self.write(torch.arange(start, stop, device="cpu"), block)
 
     def load_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
