@@ -271,6 +271,14 @@ class Engine:
         self.forgotten = Forgotten()
         self._make_own()
 
+    def _make_own(self) -> None:
+        """Make what copies and pickles have of their own."""
+        self._reader: BatchReader | None = None
+        self._lock, self._writing = threading.RLock(), False
+        self.attachments = Attachments()
+        self.saving: SaveHandle | None = None
+        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
+
     def open(self) -> Self:
         """Make the rows and their reader, once."""
         if self._reader is None:
@@ -354,14 +362,6 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_own()
-
-    def _make_own(self) -> None:
-        """Make what copies and pickles have of their own."""
-        self._reader: BatchReader | None = None
-        self._lock, self._writing = threading.RLock(), False
-        self.attachments = Attachments()
-        self.saving: SaveHandle | None = None
-        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
