@@ -305,8 +305,8 @@ class Estimator:
             IndexError: an index on the CPU is outside the data set.
             TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
-        Communicates: nothing; on shards with ``offload=`` row numbers, in a background thread, so that all ranks must
-        prefetch the same batches in the same order.
+        Communicates: nothing; on shards with ``offload=``, which all ranks then have, row numbers in a background
+        thread: all ranks must prefetch the same batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
