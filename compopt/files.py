@@ -102,13 +102,13 @@ def checksum(path: Path, crc32: bool = False) -> str:
 
 # Seconds to wait for a lock whose holder is about to end: the kernel frees the memory of a killed process first.
 PATIENCE = 2.0
-# A second flock of this process would be refused like that of another one, so that its claims share what it holds.
-_locks: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()
+# A second flock of this process would be refused like that of another one, so that all share the one that it holds.
+_locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 _guard = threading.RLock()
 
 
-class _Lock:
-    """A locked file, shared by the claims of this process.
+class Lock:
+    """A locked file, see :func:`lock`; unlocked when nothing refers to this object any more.
 
     The kernel releases a flock when every copy of the descriptor is closed, as at the end of the process. Forked
     children close theirs at once, so that a DataLoader's worker that outlives its run holds nothing.
@@ -117,6 +117,11 @@ class _Lock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
         weakref.finalize(self, _unlock, path, descriptor, os.getpid())
+
+    @property
+    def valid(self) -> bool:
+        """True while the file is in its place."""
+        return _is_file(self.path, self.descriptor)
 
 
 def _unlock(path: Path, descriptor: int, pid: int) -> None:
@@ -134,13 +139,16 @@ def _is_file(path: Path, descriptor: int) -> bool:
     return False
 
 
-class Claim:
-    """Claim of this process on what a lock file stands for, until :meth:`release`.
+def lock(path: Path, what: Path, remedy: str) -> Lock | None:
+    """Lock a file on behalf of this process.
 
     Args:
         path: of the lock file; its directory exists.
         what: the file or directory that is written, for messages.
         remedy: advice for a refused run.
+
+    Returns:
+        The lock, which this process holds as long as something refers to it; ``None`` where there are no locks.
 
     Raises:
         RuntimeError: another process holds the lock; the message says which, on which machine, since when.
@@ -149,25 +157,12 @@ class Claim:
     Warns:
         UserWarning: the file system has no locks.
     """
-
-    def __init__(self, path: Path, what: Path, remedy: str) -> None:
-        self._lock: _Lock | None
-        with _guard:
-            self._lock = _locks.get(path.absolute())
-            if not self.valid:
-                self._lock = _acquire(path.absolute(), what, remedy)
-
-    @property
-    def valid(self) -> bool:
-        """True while the lock is held and its file is in its place."""
-        return self._lock is not None and _is_file(self._lock.path, self._lock.descriptor)
-
-    def release(self) -> None:
-        """Drop the claim; the last claim of this process releases the lock."""
-        self._lock = None
+    with _guard:
+        held = _locks.get(path.absolute())
+        return held if held is not None and held.valid else _acquire(path.absolute(), what, remedy)
 
 
-def _acquire(path: Path, what: Path, remedy: str) -> _Lock | None:
+def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
     """Lock a file; return ``None`` where the file system has no locks."""
     end = time.monotonic() + PATIENCE
     while True:
@@ -175,8 +170,8 @@ def _acquire(path: Path, what: Path, remedy: str) -> _Lock | None:
         refused = _flock(descriptor)
         if refused is None and _is_file(path, descriptor):
             _sign(descriptor)
-            _locks[path] = lock = _Lock(path, descriptor)
-            return lock
+            _locks[path] = held = Lock(path, descriptor)
+            return held
         holder = _holder(descriptor)
         os.close(descriptor)
         if refused is not None and refused.errno not in (errno.EACCES, errno.EAGAIN):
@@ -220,8 +215,8 @@ def _holder(descriptor: int) -> str:
 def _close_in_child() -> None:
     global _guard
     _guard = threading.RLock()
-    for lock in list(_locks.values()):
-        os.close(lock.descriptor)
+    for held in list(_locks.values()):
+        os.close(held.descriptor)
     _locks.clear()
 
 

@@ -37,6 +37,11 @@ def fold(*counters: int) -> int:
     return state
 
 
+def permutation(count: int, *counters: int) -> Tensor:
+    """Return a random permutation, ``(count,)`` int64 on the CPU, a function of the counters."""
+    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(fold(*counters) >> 1), device="cpu")
+
+
 def scramble_(words: Tensor) -> Tensor:
     """Apply :func:`scramble` to int64 tensors, in place; their products wrap around as unsigned ones do."""
     shifted = torch.empty_like(words)

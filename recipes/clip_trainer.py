@@ -23,7 +23,6 @@ import os
 import shutil
 import socket
 import time
-import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from tqdm import tqdm
 import compopt
 from compopt.data import ShardIndex, shard_list
 from compopt.data.shard_files import check_files
-from compopt.files import Claim
+from compopt.files import lock
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
 from compopt.integrations.open_clip.rows import open_index
@@ -251,10 +250,9 @@ class Trainer(Loop):
         """Lock the folder until this process ends; a run that still writes there is refused by its process."""
         remedy = "two runs would write one folder; end that one, or give another --output"
         try:
-            claim = Claim(self.args.output / ".lock", self.args.output, remedy)
+            self.lock = lock(self.args.output / ".lock", self.args.output, remedy)
         except RuntimeError as error:
             raise SystemExit(f"--output: {error}") from None
-        weakref.finalize(self, claim.release)
 
     def load_indices(self):
         """Return what gives samples their rows, and the sizes of all shards; counted once if nothing says them."""

@@ -57,6 +57,13 @@ def train(est, data):
     return trace
 
 
+def warmed(info, mode, n, seed, **options):
+    """An estimator after two committed steps."""
+    est, _ = make(info, mode, n, gamma=0.6, **options)
+    train(est, batches(n, 2, seed=seed))
+    return est
+
+
 def through_a_file(state):
     """Save and load as a user would."""
     buffer = io.BytesIO()

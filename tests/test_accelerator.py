@@ -11,6 +11,7 @@ from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
 pytestmark = needs_accelerator
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BUILD)
 def test_as_on_the_cpu_and_nothing_waits(name, kind):
@@ -26,6 +27,7 @@ def test_as_on_the_cpu_and_nothing_waits(name, kind):
         same_rows(there, on_cpu)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("name", WITH_ROWS)

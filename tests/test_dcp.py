@@ -48,7 +48,7 @@ def trained(steps=3, seed=70, **options):
 # one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering("info mode")
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_every_estimator_goes_on_bit_for_bit(info, mode, tmp_path):
@@ -243,6 +243,7 @@ LAYOUTS = [{}, {"shard": True}, {"offload": "disk"}]
 
 
 @pytest.mark.distributed
+@pytest.mark.covering()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "disk"])
 def test_saved_by_two_ranks_loaded_by_any_number(options, kind, tmp_path):

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,7 +19,7 @@ from compopt.stores import DiskStore
 from tests.disks import CannotMount, fill, full_after, mounted, mounted_in_memory
 from tests.helpers import assert_same_bits, features
 from tests.helpers import snapshot as shown
-from tests.launching import ROOT, environment
+from tests.launching import run_code
 
 N = 20_000
 STEP = 6
@@ -113,10 +111,7 @@ for number in range(1 << 12):
 def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
     """A table of 16 MiB on a disk of two: every page that is written is new."""
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PAGES, disk / "rows"],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = run_code(PAGES, disk / "rows")
     assert done.returncode == 0, (done.returncode, done.stderr)  # a write into the mapping alone: -SIGBUS
     number, code, written = map(int, done.stdout.split())
     assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
@@ -136,13 +131,11 @@ for number in range(1 << 12):
 """
 
 
+@pytest.mark.launch
 def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
     """A table of 16 MiB where there are eight; reading through the mapping would take room there too."""
     with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", READS, disk / "rows"],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = run_code(READS, disk / "rows")
     assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
     said = done.stdout
     commits = re.search(r"the rows end with commit (\d+)", said)  # told by a later one: the thread writes behind
@@ -217,11 +210,7 @@ for left in (0, 4096):
 
 
 def test_a_truncated_table_is_an_error_not_a_crash(tmp_path):
-    """In a process of its own, which a SIGBUS may end."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRUNCATED, tmp_path],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_code(TRUNCATED, tmp_path)
     assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.stderr
     for left in (0, 4096):
         assert done.stdout.count(f"somebody truncated this table to {left:,} of 323,584 bytes") == 3

@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import compopt
 from compopt import files
 from compopt.checkpoint import manifest
 from tests.helpers import assert_same_bits, batches, features, run, snapshot
+from tests.launching import run_code
 
 N = 23
 LIBRARY = Path(compopt.__file__).parent
@@ -391,8 +391,7 @@ except ValueError as error:
 
 def in_little_memory(path, folder):
     """Return what a process says that may take 200 MiB more than its sizes of chunks."""
-    command = [sys.executable, "-c", LIMITED, str(path), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=LIBRARY.parent)
+    done = run_code(LIMITED, path, folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

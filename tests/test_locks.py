@@ -17,7 +17,7 @@ import compopt
 from compopt import files
 from compopt.checkpoint import saving
 from tests.helpers import features
-from tests.launching import ROOT, environment
+from tests.launching import ROOT, environment, run_code
 
 N = 50
 HOLDER = """
@@ -127,8 +127,7 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
         compopt.save(est, tmp_path / "checkpoints")
         assert locks_held() == held  # no descriptor is left
     code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
-    command = [sys.executable, "-c", code, tmp_path / "checkpoints"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run_code(code, tmp_path / "checkpoints")
     assert f"is in use by process {os.getpid()}" in done.stderr
 
 
@@ -159,7 +158,8 @@ def test_a_forked_process_neither_has_nor_gives_back_the_lock(tmp_path, impatien
         try:
             estimator(tmp_path / "rows")
         except RuntimeError:
-            est._engine.table.store._release()
+            del est
+            gc.collect()
             status = 0
         os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import compopt
 from tests.database import BY_NAME, GLOBAL, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, bits, run, snapshot, warmed
 from tests.pool import the_pool
 
 N = 20
@@ -21,15 +21,6 @@ def poisoned(z, rows, value):
     z = z.clone()
     z[rows, 1] = value
     return z
-
-
-def warmed(info, mode, **options):
-    """Two committed steps."""
-    est, _ = make(info, mode, N, gamma=0.6, **options)
-    for z1, z2, index in batches(N, 2, seed=90):
-        run(est, z1, z2, index)
-        est.step()
-    return est
 
 
 def quietly(function, *args):
@@ -61,7 +52,7 @@ def bad_rows(est, z1, z2, index, **options):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
 def test_the_state_keeps_its_values(info, mode, side, value):
-    est, twin = warmed(info, mode), warmed(info, mode)
+    est, twin = warmed(info, mode, N, 90), warmed(info, mode, N, 90)
     before = snapshot(est, N)
     z1, z2, index = batches(N, 1, seed=91)[0]
     z = [z1, z2]
@@ -89,7 +80,7 @@ def test_the_state_keeps_its_values(info, mode, side, value):
 @pytest.mark.parametrize("info", [info for info in GLOBAL if not info.draws], ids=str)
 def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
     """Momentum, Adam sums and the step count continue as if the bad batch had not been."""
-    est, twin = warmed(info, "bimodal"), warmed(info, "bimodal")
+    est, twin = warmed(info, "bimodal", N, 90), warmed(info, "bimodal", N, 90)
     z1, z2, index = batches(N, 1, seed=93)[0]
     quietly(est, poisoned(z1, [0], float("nan")), z2, index)
     quietly(est.step)
@@ -226,7 +217,7 @@ def test_a_sampler_s_bank_leaves_large_rows_out():
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "batch-dual"])
 def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
     """Two deposits with different samples, one of them spoiled."""
-    est, twin = (warmed(BY_NAME[name], mode) for _ in range(2))
+    est, twin = (warmed(BY_NAME[name], mode, N, 90) for _ in range(2))
     z1, z2, _ = batches(N, 1, batch=6, seed=96)[0]
     good, bad = torch.arange(0, 6), torch.arange(6, 12)
     for which in order:
@@ -246,7 +237,7 @@ def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
 def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
     """Its index is that of the second sample, its label that of the third; its gradient would be NaN all the same."""
-    est = warmed(info, mode)
+    est = warmed(info, mode, N, 90)
     z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     z[side] = poisoned(z[side], 0, float("nan"))
     index, labels = torch.tensor([3, 3, 5, 7]), torch.tensor([1, 0, 1, 1])
@@ -256,7 +247,7 @@ def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
 @pytest.mark.parametrize("name", ["neural-through-alpha", "dcl"])
 def test_a_bad_further_candidate(name):
     """A network's alpha does not depend on it; the weights do."""
-    est = warmed(BY_NAME[name], "bimodal")
+    est = warmed(BY_NAME[name], "bimodal", N, 90)
     z1, z2, extra = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1
 

@@ -13,8 +13,9 @@ from tests import pretend
 from tests.devices import PRETEND
 
 ROOT = Path(__file__).parent.parent
-DAILY = ("cuda", ["tests/test_accelerator.py"])
+DAILY = ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and not full"])
 SLOW = [
+    ("cuda", ["tests/test_accelerator.py"]),
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/test_alone.py"]),
     ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),

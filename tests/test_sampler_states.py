@@ -65,6 +65,7 @@ def looped(sampler, workers, steps, trace):
 
 
 @both
+@pytest.mark.covering("make workers")
 @pytest.mark.parametrize("refreshed", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_with_workers_train_on_the_same_batches(make, workers, refreshed):

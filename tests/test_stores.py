@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.stores import DiskStore, MemoryStore, RowAccess, WriteBehind
+from compopt.stores import DiskStore, MemoryStore, WriteBehind
 from compopt.stores.layout import to_device_words
 from compopt.stores.snapshot import Snapshot
 from tests.devices import DEVICE, PRETEND, marked, needs_accelerator, quiet
@@ -172,7 +172,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
     """Random reads, tickets in any order, commits, drops, settling: each take() sees every commit before it."""
     g, n = generator(seed), 60
     choose = random.Random(seed)
-    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), RowAccess(MemoryStore(n, 1))
+    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), MemoryStore(n, 1)
     tickets = []
     for _ in range(250):
         action = choose.choice(["fetch", "prefetch", "prefetch", "take", "take", "commit", "commit", "drop", "settle"])
@@ -195,7 +195,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
         elif action == "settle" and choose.random() < 0.1:
             rows.settle()
     rows.settle()
-    assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))
+    assert bits(rows.store.block(0, n)) == bits(direct.block(0, n))
 
 
 @marked(needs_accelerator)
@@ -203,8 +203,8 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
 def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_path):
     """Commits computed on the device, behind a queue of work; the writer slow; nothing in the loop may wait."""
     device, g, n = DEVICE, generator(0), 500
-    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), RowAccess(MemoryStore(n, 1))
-    direct.store.to(device)
+    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), MemoryStore(n, 1)
+    direct.to(device)
     busy = torch.randn(*([100, 100] if PRETEND else [2000, 2000]), device=device)
     batches = [random_rows(n, 300, g) for _ in range(60)]
     blocks = [to_device_words(random_block(batch, 1, g), device) for batch in batches]
@@ -223,7 +223,7 @@ def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_pa
         assert bits(to_device_words(found, CPU)) == bits(to_device_words(expected, CPU))
     assert bits(rows.fetch(batches[0])) == bits(direct.fetch(batches[0]))  # on the CPU, as est.read() does
     rows.settle()
-    assert bits(rows.store.block(0, n)) == bits(direct.store.block(0, n))
+    assert bits(rows.store.block(0, n)) == bits(direct.block(0, n))
 
 
 class Gated(MemoryStore):

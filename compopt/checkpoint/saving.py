@@ -332,7 +332,7 @@ class _Job:
 
 # By estimator: the latest directories that it saved into, with the lock of this process where there is one; and the
 # checkpoints (by save_id) that were there when it was saved to, or loaded from, their directory.
-_locks: WeakKeyDictionary[Estimator, dict[Path, files.Claim]] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Estimator, dict[Path, files.Lock | None]] = WeakKeyDictionary()
 _had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
 _writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
@@ -360,13 +360,13 @@ def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> No
 def _lock(est: Estimator, directory: Path) -> None:
     """Keep other processes from saving into a directory until the estimator is collected."""
     own = _locks.setdefault(est, {})
-    claim = own.pop(directory, None)
-    if claim is None or not claim.valid:  # somebody may have removed the lock file
+    lock = own.pop(directory, None)
+    if lock is None or not lock.valid:  # somebody may have removed the lock file
         path = lock_file(directory)
         with files.named(path, manifest.KEPT):
             remedy = "two runs that save there remove each other's checkpoints"
-            claim = files.Claim(path, directory, f"{remedy}; end that one, or save into another directory")
-    own[directory] = claim
+            lock = files.lock(path, directory, f"{remedy}; end that one, or save into another directory")
+    own[directory] = lock
     while len(own) > CLAIMS:
         del own[next(iter(own))]
 

@@ -51,11 +51,6 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
     return value if value.dtype == torch.int64 else value.to(torch.int64)
 
 
-def check_index(name: str, value: Any) -> Tensor:
-    """Return a 1-D integer tensor of any length as int64."""
-    return check_vector(name, value, None)
-
-
 class Survey(NamedTuple):
     """Facts about integers on the host: the least, the greatest, and whether all differ."""
 

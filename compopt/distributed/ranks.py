@@ -18,23 +18,6 @@ from compopt.distributed import collectives
 from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Doing, ProcessGroup
 
 
-@dataclass(frozen=True)
-class Share:
-    """Contiguous part ``start`` to ``stop`` that one rank has of something that all ranks share."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Length of the part."""
-        return self.stop - self.start
-
-    def of(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of a whole tensor, a view."""
-        return whole.narrow(dim, self.start, self.size)
-
-
 @dataclass
 class Control:
     """Facts of one process group that all objects of this process share which communicate over it.
@@ -241,16 +224,21 @@ class Ranks:
             result.append(own.view(len(gathered), *tensor.shape[1:]))
         return result
 
-    def part(self, count: int, rank: int | None = None) -> Share:
-        """Return the share of a rank (by default this one) of ``count`` things; sizes differ by one at most."""
+    def part(self, count: int, rank: int | None = None) -> range:
+        """Return which of ``count`` things are a rank's (by default this one's); sizes differ by one at most."""
         rank = self.rank if rank is None else rank
-        return Share(rank * count // self.size, (rank + 1) * count // self.size)
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def own(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's :meth:`part` of a tensor along ``dim``, a view."""
+        part = self.part(whole.shape[dim])
+        return whole.narrow(dim, part.start, len(part))
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
         """Return the whole of what :meth:`part` split along ``dim``; collective."""
         if self.size == 1:
             return own
-        sizes = [self.part(count, rank).size for rank in range(self.size)]
+        sizes = [len(self.part(count, rank)) for rank in range(self.size)]
         return self.gather([own.movedim(dim, 0).contiguous()], sizes)[0].movedim(0, dim).contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class Attached:
 
 
 class Attachments:
-    """Optimizers that commit an estimator's deposits. Copies of an estimator are attached to nothing."""
+    """Optimizers that commit an estimator's deposits."""
 
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}  # by the optimizer's id
@@ -228,6 +228,3 @@ class Attachments:
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for optimizer in self._listening() for group in optimizer.param_groups for p in group["params"])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Attachments, ()

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from compopt import checks
 from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
-from compopt.checks.inputs import check_index, check_vector
+from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
@@ -119,8 +119,7 @@ class Estimator:
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
-        assert self._core is not None
-        return self._core
+        return self._facts
 
     @property
     def _facts(self) -> Engine:
@@ -274,7 +273,7 @@ class Estimator:
         if engine.table is None or own == []:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
         with doing("read()", self.t), engine.copying():
-            rows = engine.reader.agree(lambda: check_index("index", index)).cpu()
+            rows = engine.reader.agree(lambda: check_vector("index", index, None)).cpu()
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
             batch = engine.reader.look(rows, like)
         columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
@@ -290,7 +289,8 @@ class Estimator:
     def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> PrefetchLoader[Any] | None:
         """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
 
-        Values are those committed at the time of the call. Worth it with ``offload=`` or ``shard=True``.
+        Values are those committed at the time of the call. Worth it with ``offload=``: rows beside the features are
+        read in the call itself.
 
         Args:
             source: the ``index`` of a coming batch, ``(B,)``; or a loader, from which one batch is taken ahead.
@@ -305,8 +305,8 @@ class Estimator:
             IndexError: an index on the CPU is outside the data set.
             TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
 
-        Communicates: nothing; on shards row numbers, in a background thread, so that all ranks must prefetch the same
-        batches in the same order.
+        Communicates: nothing; on shards with ``offload=``, which all ranks then have, row numbers in a background
+        thread: all ranks must prefetch the same batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
@@ -321,7 +321,7 @@ class Estimator:
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        self._engine.reader.prefetch({name: check_index(name, value) for name, value in given.items()})
+        self._engine.reader.prefetch({name: check_vector(name, value, None) for name, value in given.items()})
 
     # -- deposit and commit ------------------------------------------------------------------------------------
 

@@ -268,10 +268,16 @@ class Engine:
         self.table: RowTable | None = None
         self.t = self.pending = 0
         self.training = True
-        self.attachments, self.forgotten = Attachments(), Forgotten()
-        self._reader: BatchReader | None = None
-        self._writing = False
+        self.forgotten = Forgotten()
         self._make_own()
+
+    def _make_own(self) -> None:
+        """Make what copies and pickles have of their own."""
+        self._reader: BatchReader | None = None
+        self._lock, self._writing = threading.RLock(), False
+        self.attachments = Attachments()
+        self.saving: SaveHandle | None = None
+        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
     def open(self) -> Self:
         """Make the rows and their reader, once."""
@@ -350,19 +356,12 @@ class Engine:
                 part.discard_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks")
+        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks", "attachments")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_own()
-
-    def _make_own(self) -> None:
-        """Make what copies and pickles have of their own."""
-        self._reader = None
-        self._lock, self._writing = threading.RLock(), False
-        self.saving: SaveHandle | None = None
-        self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:

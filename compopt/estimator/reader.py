@@ -17,7 +17,7 @@ from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
 from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
-from compopt.stores import Ticket
+from compopt.stores import WriteBehind
 from compopt.stores.layout import Column, to_device_words
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
@@ -122,7 +122,9 @@ class BatchReader:
         self.row_keys = row_keys
         self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
         self.async_checks, self.ranks = async_checks, handshake.ranks
-        self.prefetcher = None if table is None else Prefetcher(table, self.ranks)
+        self.prefetcher: Prefetcher | None = None  # rows beside the features are read in the call itself
+        if table is not None and isinstance(table.rows, WriteBehind):
+            self.prefetcher = Prefetcher(table.rows, table, self.ranks)
         self._device = torch.device("cpu")
         self._columns = {role: own for role, own in columns.items() if own}
         shown = [(role, column) for role, own in columns.items() for column in own]
@@ -189,7 +191,7 @@ class BatchReader:
         block = None
         if self.table is not None and self.table.sharded:
             indices = self.ranks.gather_objects(index.cpu())  # each rank may ask for others
-            found = self._read_sharded(torch.cat(indices), None, like.device)
+            found = self.table.fetch_sharded(torch.cat(indices), like.device)
             block = found.split([len(other) for other in indices])[self.ranks.rank]
         elif self.table is not None:
             block = self._fetch_own(rows, index[:, None], None, False)
@@ -282,22 +284,14 @@ class BatchReader:
         block: Tensor | None = None
         if own is None and self.table is not None:
             assert host_rows is not None  # several ranks have their keys on the CPU
-            ticket = None if fetch is None or agreed.prefetched == 0 else fetch.claim()
-            block = self._read_sharded(host_rows.flatten(), ticket, self._device)
+            mine = None
+            if fetch is not None and agreed.prefetched:
+                mine = to_device_words(fetch.claim().take(), self._device)
+            block = self.table.fetch_sharded(host_rows.flatten(), self._device, mine)
         # rows travel with the features, in one message
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
         block = block if own is None else everyone.pop()
         return block, dict(zip(values, everyone, strict=True))
-
-    def _read_sharded(self, rows: Tensor, ticket: Ticket | None, device: torch.device) -> Tensor:
-        assert self.table is not None
-        owned = self.table.owned(rows)
-        local = self.table.local(rows[owned])
-        if ticket is not None:
-            mine = to_device_words(ticket.take(), device)
-        else:
-            mine = self.table.rows.fetch(accelerator.to_device(local, device), local)
-        return self.table.fetch_sharded(rows, device, owned, mine)
 
     def _batch(
         self,

@@ -187,4 +187,4 @@ def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, in
     table = est._engine.table
     if table is not None:
         own = table.share()
-        table.check_values(parts, own.size, own.start)
+        table.check_values(parts, len(own), own.start)

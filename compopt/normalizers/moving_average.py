@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
@@ -21,9 +22,6 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Reference = Literal["none", "positive"]
 Domain = Literal["log", "linear"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from compopt import functional as F
-from compopt.distributed.ranks import Ranks, Share
+from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call
 from compopt.functional import Scalar
 from compopt.kernel.blocks import MASKED
@@ -60,8 +60,7 @@ class Prototypes:
         self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
         self.log_count = active.sum(dtype=features.dtype).log_()
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
-        own = ranks.part(len(active)).of(active)
-        self._bias = own.log().clamp_(min=MASKED).to(features.dtype).expand(len(features), 1, -1)
+        self._bias = ranks.own(active).log().clamp_(min=MASKED).to(features.dtype).expand(len(features), 1, -1)
         # work space, made by the operation that fills it first
         self._logits: Tensor | None = None
         self._e: Tensor | None = None
@@ -386,7 +385,7 @@ class FunctionalOptimizer:
         return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
 
 
-def empty_ring(networks: int, width: int, dim: int, part: Share, dtype: torch.dtype) -> dict[str, Tensor]:
+def empty_ring(networks: int, width: int, dim: int, part: range, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a ring of the newest features, without any, as entries of a normalizer's state.
 
     ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: slots of all ranks that hold a feature, ``(m,)``.
@@ -395,14 +394,14 @@ def empty_ring(networks: int, width: int, dim: int, part: Share, dtype: torch.dt
     the slots then keep what they held.
     """
     return {
-        "queue": torch.zeros(networks, part.size, dim, dtype=dtype, device="cpu"),
+        "queue": torch.zeros(networks, len(part), dim, dtype=dtype, device="cpu"),
         "queue_active": torch.zeros(width, dtype=torch.bool, device="cpu"),
         "queue_place": torch.tensor([0, 0, -1], device="cpu"),
     }
 
 
 def push(
-    state: State, new: Tensor, usable: Tensor, part: Share, t: int, restart_every: int | None
+    state: State, new: Tensor, usable: Tensor, part: range, t: int, restart_every: int | None
 ) -> tuple[dict[str, Tensor], bool]:
     """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes where that is due.
 
@@ -419,7 +418,7 @@ def push(
     restart = filled < width == now_filled
     if restart_every is not None:
         restart = restart or t // restart_every != restarted_at // restart_every
-    known = part.of(state["queue_active"])
+    known = state["queue_active"][part.start : part.stop]
     # On an accelerator the host cannot know that every slot holds a feature without waiting.
     fill = not restart and not (known.device.type == "cpu" and known.all())
     if fill:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
@@ -17,7 +18,7 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
 from compopt.checks.values import FINITE, MOST, Range
-from compopt.distributed.ranks import Ranks, Share
+from compopt.distributed.ranks import Ranks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -36,9 +37,6 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
 
@@ -173,12 +171,12 @@ class NeuralNormalizer(Normalizer):
             generator = torch.Generator().manual_seed(self.seed)
             shape = (self.layout.networks, self.prototypes, self.dim)
             drawn = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-            seeded = self.part.of(torch_functional.normalize(drawn, dim=2), dim=1).to(setting.dtype)
+            seeded = ranks.own(torch_functional.normalize(drawn, dim=2), dim=1).to(setting.dtype)
             self.state |= {"prototypes": seeded, "queue": seeded.clone()}
             self.state["queue_active"].fill_(True)
 
     @property
-    def part(self) -> Share:
+    def part(self) -> range:
         """Range of the prototypes of this rank."""
         return self.layout.ranks.part(self.prototypes)
 
@@ -302,7 +300,7 @@ class NeuralNormalizer(Normalizer):
         for name, value in state.items():
             host = on_host(name, value)
             if _is_split(value):
-                value = self.part.of(value, dim=1)
+                value = self.layout.ranks.own(value, dim=1)
             kept = value.dtype if host or not value.is_floating_point() else like.dtype
             restored[name] = value.to(device="cpu" if host else like.device, dtype=kept).clone()
         self.state = restored

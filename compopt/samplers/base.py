@@ -164,7 +164,7 @@ class BankSampler(Sampler[list[int]]):
 
     def permutation(self, count: int, *counters: int) -> Tensor:
         """Random permutation that belongs to the counters, ``(count,)``."""
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.draw(*counters)), device="cpu")
+        return rng.permutation(count, self.seed, *counters)
 
     def random_batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
         """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.
@@ -188,7 +188,7 @@ class BankSampler(Sampler[list[int]]):
             if self.epoch == epoch:  # a later iteration may have begun
                 self._handed = number + 1
             batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._ranks.part(len(batch)).of(batch).tolist()
+            yield self._ranks.own(batch).tolist()
 
     def _begin(self) -> Tensor:
         """Enter the next epoch, or a loaded one where its state was taken, and return its plan."""
@@ -318,7 +318,7 @@ class BankSampler(Sampler[list[int]]):
         entered = self._begun or self._seen > 0
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if entered and epoch == self.epoch}
         for index in torch.arange(self.n, device="cpu").split(chunk_size):
-            own = self._ranks.part(len(index)).of(index)
+            own = self._ranks.own(index)
             asked = own if len(own) else index[:1]
             with self._handshake.guard():
                 z1, z2 = encode(asked)

@@ -108,7 +108,7 @@ class ScoredSampler(Sampler[int]):
         if self._known != epoch:
             self.left_out, self._known = self._choose(epoch), epoch
         self.epoch = epoch + 1
-        order = self._permutation(self._n, epoch)
+        order = rng.permutation(self._n, self.seed, epoch)
         if len(self.left_out):
             out = torch.zeros(self._n, dtype=torch.bool)
             out[self.left_out] = True
@@ -129,14 +129,10 @@ class ScoredSampler(Sampler[int]):
                 "compopt.curation.scores(est).rank"
             )
         suspects = curation.suspects(found, self.share)
-        back = self._permutation(len(suspects), epoch, 1)[: round(self.returning * len(suspects))]
+        back = rng.permutation(len(suspects), self.seed, epoch, 1)[: round(self.returning * len(suspects))]
         stays = torch.ones(len(suspects), dtype=torch.bool)
         stays[back] = False
         return suspects[stays]
-
-    def _permutation(self, count: int, *counters: int) -> Tensor:
-        generator = torch.Generator().manual_seed(rng.fold(self.seed, *counters) >> 1)
-        return torch.randperm(count, generator=generator, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the epoch that has begun, whose order the next iteration of a loaded sampler repeats.

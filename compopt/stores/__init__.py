@@ -1,11 +1,11 @@
-"""Places of rows: a store holds rows of 16-byte words, an access reads and commits them for a table."""
+"""Places of rows: a store holds rows of 16-byte words; write-behind keeps one on the host from making others wait."""
 
 from typing import Literal
 
 from compopt.stores.base import MemoryStore, RowStore
 from compopt.stores.disk import DiskStore
-from compopt.stores.write_behind import RowAccess, Ticket, WriteBehind
+from compopt.stores.write_behind import Ticket, WriteBehind
 
-__all__ = ["DiskStore", "MemoryStore", "Offload", "RowAccess", "RowStore", "Ticket", "WriteBehind"]
+__all__ = ["DiskStore", "MemoryStore", "Offload", "RowStore", "Ticket", "WriteBehind"]
 
 Offload = Literal["cpu", "disk"]

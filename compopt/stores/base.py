@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.layout import WORD, word
+from compopt.stores.layout import WORD, to_device_words, word
 
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
-NO_MEMORY = (MemoryError, ValueError, OverflowError, getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError))
+NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
 
 
 class RowStore(ABC):
@@ -26,8 +26,8 @@ class RowStore(ABC):
     Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering rows of
     a matrix. On a device without complex128 they are rows of a matrix of int64.
 
-    Row numbers and blocks are on the store's device. Neither :meth:`gather` nor :meth:`scatter` costs more when ``n``
-    grows.
+    Row numbers and blocks are on the store's device; :meth:`fetch` and :meth:`commit` take those of another one. No
+    method but :meth:`grow`, :meth:`shrink` and :meth:`overwriting` costs more when ``n`` grows.
 
     Attributes:
         slow: rows may have to come from a disk, so that reading them ahead pays on every device.
@@ -57,6 +57,21 @@ class RowStore(ABC):
     def block(self, start: int, stop: int) -> Tensor:
         """Copy successive rows."""
         return self._as_block(self._table[start:stop].clone())
+
+    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Read rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
+
+        ``host_rows``, the same row numbers on the CPU, spare a store on the host the wait for the accelerator.
+        """
+        there = host_rows if host_rows is not None and self.device.type == "cpu" else rows
+        return to_device_words(self.gather(accelerator.to_device(there, self.device)), rows.device)
+
+    def commit(self, rows: Tensor, block: Tensor) -> None:
+        """Write a block to rows, both on any one device; the caller must not change them any more."""
+        self.scatter(accelerator.to_device(rows, self.device), to_device_words(block, self.device))
+
+    def settle(self) -> None:
+        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself."""
 
     @abstractmethod
     def grow(self, n: int) -> None:

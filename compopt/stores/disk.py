@@ -78,8 +78,7 @@ class DiskStore(RowStore):
         if not os.access(self._directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "offload_dir cannot be written; name another", str(self._directory))
         remedy = "two runs would write one table; end that one, or name another offload_dir"
-        claim = files.Claim(self.path.with_suffix(".lock"), self._directory, remedy)
-        self._release = weakref.finalize(self, claim.release)
+        self._lock = files.lock(self.path.with_suffix(".lock"), self._directory, remedy)
         self.stale = self.path.exists()
         try:
             with files.named(self.path):
@@ -102,7 +101,7 @@ class DiskStore(RowStore):
         except BaseException:
             if not self.stale:
                 self.path.unlink(missing_ok=True)
-            self._release()
+            self._lock = None
             raise
 
     def _bytes(self, n: int) -> int:

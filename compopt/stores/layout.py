@@ -8,8 +8,8 @@ NaN, -0.0 and denormals survive. On a device without complex128 a row is twice a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,34 +63,31 @@ class Column:
         return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
 
 
-@dataclass(frozen=True)
 class RowLayout:
-    """Place of each column inside a row; wider types first, so that every column is aligned."""
+    """Place of each column inside a row; wider types first, so that every column is aligned.
 
-    columns: tuple[Column, ...]
-    firsts: frozenset[str] = frozenset()  # of each part the column that may have a mark, see Column.blank
-    offsets: dict[str, int] = field(init=False)  # in bytes
-    dtypes: frozenset[torch.dtype] = field(init=False)
-    row_bytes: int = field(init=False)
-    spans: list[tuple[torch.dtype, int, int]] = field(init=False)  # of floating-point columns that are neighbours
+    Args:
+        columns: of a row.
+        firsts: first columns of the parts, which may have a mark, see :attr:`Column.blank`.
+    """
 
-    def __post_init__(self) -> None:
-        offsets, end = {}, 0
-        spans: list[tuple[torch.dtype, int, int]] = []
-        for column in sorted(self.columns, key=lambda c: -c.dtype.itemsize):
-            if column.name in offsets:
+    def __init__(self, columns: Sequence[Column], firsts: Collection[str] = ()) -> None:
+        self.columns, self.firsts = tuple(columns), frozenset(firsts)
+        self.dtypes = {column.dtype for column in columns}
+        self.offsets: dict[str, int] = {}  # in bytes
+        self.spans: list[tuple[torch.dtype, int, int]] = []  # of floating-point columns that are neighbours
+        end = 0
+        for column in sorted(columns, key=lambda c: -c.dtype.itemsize):
+            if column.name in self.offsets:
                 raise ValueError(f"two columns are called {column.name!r}; give each its own name")
-            offsets[column.name] = end
+            self.offsets[column.name] = end
             start = end // column.dtype.itemsize
-            if spans and spans[-1][::2] == (column.dtype, start):
-                spans[-1] = (column.dtype, spans[-1][1], start + column.width)
+            if self.spans and self.spans[-1][::2] == (column.dtype, start):
+                self.spans[-1] = (column.dtype, self.spans[-1][1], start + column.width)
             elif column.dtype.is_floating_point:
-                spans.append((column.dtype, start, start + column.width))
+                self.spans.append((column.dtype, start, start + column.width))
             end += column.width * column.dtype.itemsize
-        object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "dtypes", frozenset(column.dtype for column in self.columns))
-        object.__setattr__(self, "spans", spans)
-        object.__setattr__(self, "row_bytes", max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT)
+        self.row_bytes = max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
     def __getitem__(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)

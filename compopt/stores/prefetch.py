@@ -13,7 +13,7 @@ from torch import Tensor
 from compopt.distributed.collectives import PREFETCH, doing, tell
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores.table import RowTable
-from compopt.stores.write_behind import Ticket
+from compopt.stores.write_behind import Ticket, WriteBehind
 
 # Batches under way at most; older ones were abandoned by a loop that was left early.
 MOST = 4
@@ -43,8 +43,8 @@ class Prefetcher:
     not prefetched.
     """
 
-    def __init__(self, table: RowTable, ranks: Ranks) -> None:
-        self._table, self._ranks = table, ranks
+    def __init__(self, rows: WriteBehind, table: RowTable, ranks: Ranks) -> None:
+        self._rows, self._table, self._ranks = rows, table, ranks
         self._started = 0
         self._under_way: deque[Fetch] = deque()
         # Held while a read begins or a batch is dropped: after `drop_all`, which precedes a load, the exchange of a
@@ -64,7 +64,7 @@ class Prefetcher:
         self._started += 1
         fetch = Fetch(self._started, rows)
         if self._thread is None:
-            fetch.ticket = self._table.rows.prefetch(rows.flatten(), device)
+            fetch.ticket = self._rows.prefetch(rows.flatten(), device)
         else:
             fetch.ticket = self._thread.submit(self._exchange, fetch, device)
         self._under_way.append(fetch)
@@ -83,7 +83,7 @@ class Prefetcher:
         with self._issuing:
             if fetch.dropped:
                 raise CancelledError
-            return self._table.rows.prefetch(local, device)
+            return self._rows.prefetch(local, device)
 
     def _tell(self, message: Tensor) -> Tensor:
         return tell(message, self._group, self._ranks.size, PREFETCH)

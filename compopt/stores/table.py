@@ -15,8 +15,8 @@ from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
-from compopt.distributed.ranks import ProcessGroup, Ranks, Share
-from compopt.stores import DiskStore, MemoryStore, Offload, RowAccess, RowStore, WriteBehind
+from compopt.distributed.ranks import ProcessGroup, Ranks
+from compopt.stores import DiskStore, MemoryStore, Offload, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout, to_device_words
 from compopt.stores.snapshot import Snapshot
@@ -60,12 +60,12 @@ class Placement:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which stays with its process
 
-    def open(self, n: int, words: int, ranks: Ranks) -> RowAccess:
+    def open(self, n: int, words: int, ranks: Ranks) -> RowStore | WriteBehind:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
             store = MemoryStore(n, words, on_host=self.offload == "cpu")
-            return RowAccess(store) if self.offload is None else WriteBehind(store)
+            return store if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
@@ -98,9 +98,9 @@ class RowTable:
         ranks: Ranks,
         firsts: Collection[str] = (),
     ) -> None:
-        self.layout, self.n, self._ranks = RowLayout(tuple(columns), frozenset(firsts)), n, ranks
+        self.layout, self.n, self._ranks = RowLayout(columns, firsts), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows: RowAccess = placement.open(self._before(n, self.first), self.layout.words, ranks)
+        self.rows = placement.open(self._before(n, self.first), self.layout.words, ranks)
         self._deposits: list[Deposit] = []
         self.partial: set[str] = set()
 
@@ -111,7 +111,7 @@ class RowTable:
 
     @property
     def store(self) -> RowStore:
-        return self.rows.store
+        return self.rows.store if isinstance(self.rows, WriteBehind) else self.rows
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -162,12 +162,15 @@ class RowTable:
         """Convert numbers of rows that this process holds to those of its store."""
         return rows // self.stride
 
-    def fetch_sharded(self, rows: Tensor, device: torch.device, owned: Tensor, mine: Tensor) -> Tensor:
-        """Collect rows ``(R,)`` of the global batch from their owners: one all-reduce of 16-byte words, bit for bit.
+    def fetch_sharded(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
+        """Collect rows ``(R,)``, given on the CPU, from their owners: one all-reduce of 16-byte words, bit for bit.
 
-        ``mine`` are the blocks of the positions ``owned``, given on the CPU, that this process holds.
+        ``mine`` are those that this process holds, on ``device``, where they have been read already.
         """
-        block = self.layout.zeros(len(rows), device)
+        owned, block = self.owned(rows), self.layout.zeros(len(rows), device)
+        if mine is None:
+            local = self.local(rows[owned])
+            mine = self.rows.fetch(accelerator.to_device(local, device), local)
         block[accelerator.to_device(owned, device)] = mine
         return self._ranks.sum_bits(block)
 
@@ -214,10 +217,10 @@ class RowTable:
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
 
-    def share(self, rank: int | None = None) -> Share:
+    def share(self, rank: int | None = None) -> range:
         """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
         each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
-        return Share(min(self.n, rank * each), min(self.n, (rank + 1) * each))
+        return range(min(self.n, rank * each), min(self.n, (rank + 1) * each))
 
     def share_dict(self) -> dict[str, Tensor]:
         """Copy every column of this rank's :meth:`share`, ``(share, D)``, to the CPU. Collective on shards."""
@@ -232,19 +235,16 @@ class RowTable:
         first, last = (0, self.n) if self.sharded else (start, stop)  # on shards ranks give rows to each other
         for low in range(first, last, BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, last)
-            block = self._gathered(low, high) if self.sharded else store.block(low, high)
+            if self.sharded:
+                block = self.fetch_sharded(torch.arange(low, high, device="cpu"), store.device)
+            else:
+                block = store.block(low, high)
             a, b = max(low, start), min(high, stop)
             if a < b:
                 views = self.layout.unpack(block)
                 for name, column in full.items():
                     column[a - start : b - start].copy_(views[name][a - low : b - low])
         return full
-
-    def _gathered(self, start: int, stop: int) -> Tensor:
-        """Collect successive rows of a sharded table from their holders."""
-        rows, device = torch.arange(start, stop, device="cpu"), self.store.device
-        owned = self.owned(rows)
-        return self.fetch_sharded(rows, device, owned, self.store.gather(self.local(rows[owned]).to(device)))
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
         """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
@@ -281,25 +281,21 @@ class RowTable:
 
     def write(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Write rows ``(R,)``, given on the CPU, as far as this process holds them; inside :meth:`overwriting`."""
+        self.find_partial(columns)  # of rows elsewhere too
         if self.sharded:
             mine = self.owned(rows)
             rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
-        self._write_own(rows, columns)
-
-    def _write_own(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
         device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
-        self.find_partial(self.layout.write(block, columns))
+        self.layout.write(block, columns)
         self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
         with self.overwriting():
-            for start in range(self.first, self.n, BLOCK_ROWS * self.stride):
-                stop = min(start + BLOCK_ROWS * self.stride, self.n)
-                own = {name: value.detach()[start : stop : self.stride].cpu() for name, value in columns.items()}
-                self._write_own(torch.arange(start, stop, self.stride, device="cpu"), own)
-        if self.sharded:  # of rows elsewhere too
-            self.find_partial(columns)
+            for start in range(0, self.n, BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, self.n)
+                block = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
+                self.write(torch.arange(start, stop, device="cpu"), block)
 
     def load_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
@@ -307,12 +303,11 @@ class RowTable:
         shares = [self.share(rank) for rank in range(ranks.size)]
         with self.overwriting():
             # In each round every rank sends the next piece of its share, so that all have the same work.
-            for start in range(0, shares[0].size, BLOCK_ROWS):
-                pieces = [Share(*(min(start + more, part.size) for more in (0, BLOCK_ROWS))) for part in shares]
-                own = [pieces[ranks.rank].of(value) for value in parts.values()]
-                everyone = ranks.gather(own, [piece.size for piece in pieces])
-                places = zip(shares, pieces, strict=True)
-                rows = [torch.arange(s.start + p.start, s.start + p.stop, device="cpu") for s, p in places]
+            for start in range(0, len(shares[0]), BLOCK_ROWS):
+                at = slice(start, start + BLOCK_ROWS)
+                pieces = [share[at] for share in shares]
+                everyone = ranks.gather([value[at] for value in parts.values()], [len(piece) for piece in pieces])
+                rows = [torch.arange(piece.start, piece.stop, device="cpu") for piece in pieces]
                 self.write(torch.cat(rows), dict(zip(parts, everyone, strict=True)))
         self.agree_partial()
 

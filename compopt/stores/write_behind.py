@@ -1,4 +1,4 @@
-"""Accesses: they read and commit the rows of a store, at once, or ahead of time and after the step (write-behind)."""
+"""Write-behind: the rows of a store on the host, read ahead of time and written after the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMEMBERED = 8
 
 @dataclass(eq=False)
 class Ticket:
-    """Rows under way, see :meth:`RowAccess.prefetch`.
+    """Rows under way, see :meth:`WriteBehind.prefetch`.
 
     Attributes:
         access: issued it.
@@ -35,7 +35,7 @@ class Ticket:
         number, settled: the access's counts of commits and of settlements when it was issued.
     """
 
-    access: RowAccess
+    access: WriteBehind
     rows: Tensor
     device: torch.device
     future: Future[Any] | None = None
@@ -50,47 +50,6 @@ class Ticket:
         """Give up the rows; a read that has not begun never does."""
         if self.future is not None:
             self.future.cancel()
-
-
-class RowAccess:
-    """Reads and commits rows at once: the placement beside the features, where a read is one kernel.
-
-    Every read sees every commit made before it, also where a subclass reads ahead and writes behind.
-    """
-
-    def __init__(self, store: RowStore) -> None:
-        self.store = store
-
-    def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Read committed rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
-
-        ``host_rows``, the same row numbers on the CPU, spare a placement on the host the wait for the accelerator.
-        """
-        rows_there = host_rows if host_rows is not None and self.store.device.type == "cpu" else rows
-        return to_device_words(self.store.gather(accelerator.to_device(rows_there, self.store.device)), rows.device)
-
-    def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
-        return Ticket(self, rows, device)
-
-    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
-        """Return the rows of a ticket, see :meth:`Ticket.take`."""
-        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
-
-    def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write ``block`` (R, words) to ``rows`` (R,), both on one device; the caller must not change them any more."""
-        device = self.store.device
-        self.store.scatter(accelerator.to_device(rows, device), to_device_words(block, device))
-
-    def ready(self) -> None:
-        """Raise now what would make a read or a commit fail: a failed writer, rows of an earlier run."""
-        self.store.ready()
-
-    def settle(self) -> None:
-        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself.
-
-        Tickets stay good: those under way read anew when they are taken.
-        """
 
 
 @dataclass(eq=False)
@@ -117,8 +76,10 @@ class Commit:
         return accelerator.to_device(rows, device), to_device_words(block, device)
 
 
-class WriteBehind(RowAccess):
+class WriteBehind:
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
+
+    It is used in the place of the store: every read sees every commit made before it.
 
     *Write-behind.* A commit is appended to the pending ones, on the features' device, and is done; one thread copies it
     to the host and scatters it. A read gathers from the store and lays over it, on the features' device, every commit
@@ -126,7 +87,8 @@ class WriteBehind(RowAccess):
     commits are pending, the next one waits.
 
     *Read-ahead.* The same thread gathers the rows of tickets and sends them to a device with streams. On other devices
-    it only brings rows from the disk to memory, where taking the ticket reads them.
+    it only brings rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when
+    :meth:`settle` was called read anew.
 
     On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
     that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
@@ -141,8 +103,7 @@ class WriteBehind(RowAccess):
     """
 
     def __init__(self, store: RowStore, limit: int = PENDING_LIMIT) -> None:
-        super().__init__(store)
-        self._limit = limit
+        self.store, self._limit = store, limit
         # Commits `_written` + 1 to `_committed` are pending. `_commits` has these, and some that were written before.
         self._commits: deque[Commit] = deque()
         self._committed = self._written = self._settled = 0
@@ -160,6 +121,7 @@ class WriteBehind(RowAccess):
         self._sides: dict[torch.device, Any] = {}
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
+        """Read committed rows, see :meth:`RowStore.fetch`."""
         self.check()
         # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
         # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
@@ -172,6 +134,7 @@ class WriteBehind(RowAccess):
         return [commit for commit in self._commits if commit.number > number]
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
+        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
         self.ready()
         device = accelerator.here(device)  # the thread may have another current device
         ticket = Ticket(self, rows.clone(), device)  # a loader may reuse its buffer
@@ -191,18 +154,22 @@ class WriteBehind(RowAccess):
             return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def take(self, ticket: Ticket, device: torch.device) -> Tensor:
+        """Return the rows of a ticket, see :meth:`Ticket.take`."""
         self.check()
         if ticket.future is None or ticket.settled != self._settled:
-            return super().take(ticket, device)
+            return self._take_now(ticket, device)
         read = ticket.future.result()
         with self._changed:
             later = self._since(ticket.number)
             complete = len(later) == self._committed - ticket.number
         if read is None or not complete or ticket.device.type != device.type:
-            return super().take(ticket, device)
+            return self._take_now(ticket, device)
         block, rows, event = read
         accelerator.wait_event(event, device, (block, rows))
         return overlay(block, rows, later)
+
+    def _take_now(self, ticket: Ticket, device: torch.device) -> Tensor:
+        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
 
     def _side(self, device: torch.device) -> Any:
         """Stream on which copies to and from a device run; ``None`` where there are no streams."""
@@ -211,6 +178,7 @@ class WriteBehind(RowAccess):
         return self._sides[device]
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
+        """Commit rows, see :meth:`RowStore.commit`."""
         self.ready()
         if not self.store.writable():
             raise RuntimeError("these rows are written by the parent of this forked process, which only reads them")
@@ -257,6 +225,7 @@ class WriteBehind(RowAccess):
                 self._changed.notify_all()
 
     def settle(self) -> None:
+        """Wait for the thread, see :meth:`RowStore.settle`."""
         self.check()
         if self._last is not None:
             wait([self._last])  # and with it all before it
@@ -275,6 +244,7 @@ class WriteBehind(RowAccess):
             ) from self._error
 
     def ready(self) -> None:
+        """Raise now what would make a read or a commit fail: a failed write, rows of an earlier run."""
         self.check()
         self.store.ready()
 

@@ -423,8 +423,8 @@ def test_folders_of_rows_that_cannot_be(given, tmp_path, monkeypatch):
 LIVING = """
 import os, sys, time
 from pathlib import Path
-from compopt.files import Claim
-claim = Claim(Path(sys.argv[1]) / ".lock", Path(sys.argv[1]), "")
+from compopt.files import lock
+held = lock(Path(sys.argv[1]) / ".lock", Path(sys.argv[1]), "")
 worker = os.fork()
 if worker == 0:
     time.sleep(60)

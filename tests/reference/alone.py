@@ -75,8 +75,7 @@ class AloneGlobalDual(Alone):
     """One temperature that follows the mean; calls before a step continue each other."""
 
     def __init__(self, h, optimizer):
-        window = ("committed", "deposit")
-        temperature = GlobalDualReference(h["tau_init"], optimizer, h["beta"], h["betas"], window)
+        temperature = GlobalDualReference(h["tau_init"], optimizer, h["beta"], h["betas"])
         super().__init__([{"n": 1, **h}], temperature=temperature)
 
     def update(self, gradient):

@@ -102,15 +102,12 @@ class GlobalDualReference:
         optimizer="momentum",
         beta=0.9,
         betas=(0.9, 0.999),
-        window=("committed", "step"),
         parametrization="linear",
         lr_switch=None,
     ):
         self.optimizer, self.beta, self.betas = optimizer, beta, betas
         self.log = parametrization == "log"  # theta = log(1/tau) is what moves; dF/dtheta = -tau dF/dtau
         self.lr_switch = lr_switch or (0.0, 1.0)
-        self.read_pending = window[0] == "pending"  # which tau a second forward of one window uses
-        self.count_deposits = window[1] == "deposit"  # which count corrects Adam's bias there
         self.committed = {"tau": tau_init, "m": 0.0, "v": 0.0, "t": 0}
         self.pending = None
 
@@ -121,7 +118,7 @@ class GlobalDualReference:
 
     def value(self, ref, row, column):
         """The shared tau."""
-        return (self.pending or self.committed if self.read_pending else self.committed)["tau"]
+        return (self.pending or self.committed)["tau"]
 
     def propose(self, ref, gradients, rows):
         """Continue the pending copy with one more mean gradient."""
@@ -132,7 +129,7 @@ class GlobalDualReference:
         gradient *= -tau if self.log else 1.0
         below, factor = self.lr_switch
         lr *= factor if tau <= below else 1.0
-        t = (state["t"] if self.count_deposits else self.committed["t"]) + 1
+        t = state["t"] + 1
         if self.optimizer == "momentum":
             m = (1.0 - self.beta) * state["m"] + self.beta * gradient
             v, move = 0.0, m
