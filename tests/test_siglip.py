@@ -89,15 +89,17 @@ def equation_of_anchor(views, view):
     return (negative + sum(own) / 2) / BATCH
 
 
-def test_temperatures_of_samples():
-    """Of each anchor; the candidates of other anchors have those of theirs."""
+def test_temperatures_and_biases_of_samples():
+    """Of each anchor; the candidates of other anchors have those of theirs. The first data set has another bias."""
     z = [x.requires_grad_() for x in features(BATCH, DIM, seed=93)]
     tau = torch.linspace(0.1, 0.5, BATCH, dtype=torch.float64).requires_grad_()
-    est = compopt.SigLIPEstimator(bias=-1.0, learn=False)
-    loss = est(*z, tau=tau)
+    parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)
+    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}], "scores": compopt.ScoreKeeper(BATCH)}
+    est = compopt.ContrastiveEstimator(*parts, multiply_tau=False, **groups)
+    loss, bias = est(*z, torch.arange(BATCH), tau=tau), torch.tensor([-2.0] * 3 + [-1.0] * 4)[:, None]
     s = torch.nn.functional.normalize(z[0], dim=1) @ torch.nn.functional.normalize(z[1], dim=1).T
     sign = 2 * torch.eye(BATCH, dtype=torch.float64) - 1
-    terms = [torch.nn.functional.logsigmoid(sign * (x / tau[:, None] - 1.0)).sum() for x in (s, s.T)]
+    terms = [torch.nn.functional.logsigmoid(sign * (x / tau[:, None] + bias)).sum() for x in (s, s.T)]
     theirs = -sum(terms) / 2 / BATCH
     near(loss, theirs)
     leaves = [*z, tau]
@@ -139,10 +141,6 @@ def test_the_bias_is_learned_stored_and_shown():
     other.load_state_dict(est.state_dict())
     assert torch.equal(other.normalizer.bias, est.normalizer.bias)
     assert compopt.as_module(est).state_dict().keys() >= {"normalizer.bias", "temperature.log_inverse"}
-    parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)
-    groups = compopt.ContrastiveEstimator(*parts, sample_groups=[{"n": 4, "bias": -2.0}, {"n": 4}])
-    assert [group["bias"] for group in groups.sample_groups] == [-2.0, -1.0]
-    assert groups(*torch.randn(2, 4, 3), torch.tensor([1, 3, 5, 7])).isfinite()
 
 
 def test_what_is_refused():
