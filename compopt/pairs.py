@@ -206,8 +206,9 @@ class PairPolicy:
     @property
     def asks(self) -> set[str]:
         """Names of the arguments that each call must have."""
-        options = {"guide": self.guided, "within": self.within, "teacher": self.targets is not None}
-        return {name for name, asked in {**options, "prior": self.prior == "given"}.items() if asked}
+        options = {"guide": self.guided, "within": self.within}
+        options |= {"teacher": self.targets is not None, "prior": self.prior == "given"}
+        return {name for name, asked in options.items() if asked}
 
     @property
     def selects(self) -> bool:
