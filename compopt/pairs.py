@@ -10,7 +10,7 @@ from torch import Tensor
 from compopt import checks
 
 FalseNegatives = float | tuple[Literal["relative"], float]
-Hardness = float | tuple[float, float] | tuple[Literal["mined"], float]
+Hardness = float | tuple[float, float] | tuple[Literal["mined", "others"], float]
 Importance = Literal["plain", "normalized", "differentiated"]
 Prior = float | Literal["given"]
 Positives = Literal["own", "labels"]
@@ -42,8 +42,9 @@ class PairPolicy:
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
             A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones. ``("mined", beta)``: of
-            the anchor's own further candidates alone; ``extra=`` then has ``k B`` rows, of which the rows ``i``,
-            ``B + i``, ... belong to anchor ``i`` (columns of mined negatives, one after the other).
+            the anchor's own further candidates alone; ``("others", beta)``: of all but these. ``extra=`` then has
+            ``k B`` rows, of which the rows ``i``, ``B + i``, ... belong to anchor ``i`` (columns of mined negatives,
+            one after the other).
         importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
@@ -135,7 +136,7 @@ class PairPolicy:
     def _normalize(self) -> None:
         """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
         first, second = self.strengths
-        equal = self.hardness is not None and not self.mined and first == second
+        equal = self.hardness is not None and not self.owned and first == second
         values = {
             "false_negatives": _plain(self.false_negatives),
             "hardness": float(first) if equal else _plain(self.hardness),
@@ -216,21 +217,24 @@ class PairPolicy:
         return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
 
     @property
-    def mined(self) -> bool:
-        """True if an anchor's own further candidates alone have a hardness."""
-        return isinstance(self.hardness, tuple) and self.hardness[:1] == ("mined",)
+    def owned(self) -> bool:
+        """True if an anchor's own further candidates have another hardness than those of other anchors."""
+        return isinstance(self.hardness, tuple) and self.hardness[:1] in (("mined",), ("others",))
 
     @property
     def strengths(self) -> tuple[float, float]:
-        """Hardness of the batch's candidates, and of further ones; 0 where there is none."""
+        """Hardness of the batch's candidates, and of further ones (:attr:`owned`: the own ones); 0 without one."""
         if not isinstance(self.hardness, tuple):
             return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
         if len(self.hardness) != 2:
             raise ValueError(
-                f'hardness must be a number or (of the batch, of extra) or ("mined", of extra), got {self.hardness!r}'
+                f"hardness must be a number or (of the batch, of extra), or a number with whose it is, "
+                f'("mined", number) or ("others", number), got {self.hardness!r}'
             )
         first, second = self.hardness
-        return (0.0, second) if self.mined else (cast(float, first), second)
+        if self.owned:
+            return (0.0, second) if first == "mined" else (second, 0.0)
+        return cast(float, first), second
 
     def threshold(self, positive: Tensor) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""

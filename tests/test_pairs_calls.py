@@ -197,7 +197,7 @@ def test_weights_of_positives(name, kind):
 
 # an anchor's own mined negatives ------------------------------------------------------------------------------
 
-MINED = {"hardness": ("mined", 3.0)}
+MINED, OTHERS = {"hardness": ("mined", 3.0)}, {"hardness": ("others", 2.0)}
 
 
 def mined(kind, seed):
@@ -209,9 +209,10 @@ def mined(kind, seed):
 @pytest.mark.parametrize("chunk_size", few(2, None))
 @pytest.mark.parametrize("kind", few("unimodal", "bimodal", "forward"))
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "memory-dual"])
-def test_hardness_of_own_mined_negatives(name, kind, chunk_size):
+@pytest.mark.parametrize("hardness", [MINED, OTHERS], ids=str)
+def test_hardness_of_own_mined_negatives(hardness, name, kind, chunk_size):
     kind, batch, extra = mined(kind, 66)
-    policy = {**MINED, "false_negatives": 0.9}
+    policy = {**hardness, "false_negatives": 0.9}
     est, ref = make(BY_NAME[name], kind, N, tau=0.3, chunk_size=chunk_size, pairs=PairPolicy(**policy))
     ref.policy = PolicyReference(**policy)
     for _ in range(2):

@@ -556,6 +556,7 @@ RANKING = [
     ((), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 13),
     (("query_to_query",), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 19),
     ((), {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, 3, 13),
+    ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 3, 13),
 ]
 
 
@@ -566,8 +567,8 @@ def test_multiple_negatives_ranking_loss(also, hardness, columns, candidates):
     theirs = [name.replace("document", "doc") for name in also]
     loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, directions=("query_to_doc", *theirs), **hardness)
     beta = hardness.get("hardness_strength")
-    mined = ("mined", beta) if hardness.get("hardness_mode") == "hard_negatives" else beta
-    policy = compopt.PairPolicy(also=tuple(also), hardness=mined)
+    whose = {"hard_negatives": ("mined", beta), "in_batch_negatives": ("others", beta)}
+    policy = compopt.PairPolicy(also=tuple(also), hardness=whose.get(hardness.get("hardness_mode"), beta))
     est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
     data = columns_of(columns, 5, seed=columns)
     close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), data, candidates)

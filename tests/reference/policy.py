@@ -24,8 +24,8 @@ class PolicyReference:
         if not isinstance(self.hardness, tuple):
             return self.hardness or 0.0
         first, second = self.hardness
-        if first == "mined":
-            return second if outside and owned else 0.0
+        if first in ("mined", "others"):
+            return second if (outside and owned) == (first == "mined") else 0.0
         return second if outside else first
 
     def too_similar(self, s, positive) -> bool:
