@@ -16,6 +16,7 @@ from compopt.normalizers import (
     MovingAverageEstimator,
     NeuralNormalizer,
     ResidualNormalizer,
+    SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
 from compopt.presets import (
@@ -27,6 +28,7 @@ from compopt.presets import (
     MemoryEstimator,
     NeuCLIPEstimator,
     ResidualEstimator,
+    SigLIPEstimator,
     SogCLREstimator,
     recommended,
 )
@@ -55,6 +57,8 @@ __all__ = [
     "ResidualEstimator",
     "ResidualNormalizer",
     "ScoreKeeper",
+    "SigLIPEstimator",
+    "SigmoidNormalizer",
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",

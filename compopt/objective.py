@@ -99,6 +99,10 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
+    def learned_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the normalizer with their whole gradients."""
+        return [(p, (self._alpha_slope() * d).sum().to(p.dtype)) for p, d in self.estimate.learned]
+
     # -- gradients of features, weights held as estimated ------------------------------------------------------
 
     def feature_gradients(self, own: Features, extra: Features | None) -> list[tuple[Tensor, Tensor]]:
@@ -168,6 +172,13 @@ class Summary:
     rows: Tensor
     count: Tensor | None
     whole: bool = False
+
+    @classmethod
+    def of(cls, objective: Objective) -> Summary:
+        """Return the facts of a call from its objective."""
+        batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
+        sums = pairs.sides, pairs.log_sum, pairs.count
+        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
 
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""

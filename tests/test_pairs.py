@@ -339,7 +339,12 @@ CALLS = [
     ({"within": True}, {"within": torch.rand(4)}, TypeError, "within must hold integers"),
     (None, {"teacher": list(Z)}, ValueError, r"build the estimator with pairs=PairPolicy\(targets=..., ...\)"),
     ({"positives": "labels"}, {}, ValueError, "labels is missing"),
-    ({"positives": "labels"}, {"labels": torch.arange(4), "extra": Z[0]}, ValueError, "and no more, got extra="),
+    ({"hardness": ("mined", 2.0)}, {"extra": Z[0, :3]}, ValueError, "the same number of rows for each of 4 anchors"),
+    (None, {"prior": torch.rand(4)}, ValueError, r"build the estimator with pairs=PairPolicy\(prior=\"given\", ...\)"),
+    ({"prior": "given"}, {}, ValueError, "prior is missing"),
+    ({"prior": "given"}, {"prior": torch.ones(4)}, ValueError, r"prior must be in \(0, 1\), got 1"),
+    ({"prior": "given"}, {"prior": torch.rand(3)}, ValueError, r"prior must have shape \(4,\)"),
+    ({"prior": "given"}, {"prior": torch.arange(4)}, TypeError, "prior must be a floating-point tensor"),
     ({"targets": 0.1}, {}, ValueError, "teacher is missing"),
     ({"targets": 0.1}, {"teacher": Z[0]}, ValueError, "teacher must be 2 tensors of features"),
     ({"targets": 0.1}, {"teacher": [Z[0], Z[1, :3]]}, ValueError, r"4 rows of one length, got shape \(3, 3\)"),
@@ -411,7 +416,7 @@ def test_debiased_loss(prior, tau, chunk_size):
     z = [x.requires_grad_() for x in features(8, DIM, seed=20)]
     est = infonce(tau, prior=prior)
     est.chunk_size = chunk_size
-    same(loss_of(est, z, 7), policies.debiased(policies.cosines(*z), tau, prior), z)
+    same(loss_of(est, z, 7), policies.debiased(*policies.split(policies.cosines(*z)), tau, prior), z)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -420,7 +425,7 @@ def test_hard_negative_loss(tau, beta, prior, chunk_size):
     z = [x.requires_grad_() for x in features(8, DIM, seed=21)]
     est = infonce(tau, hardness=beta / tau, importance="differentiated", prior=prior)
     est.chunk_size = chunk_size
-    same(loss_of(est, z, 7), policies.hard(policies.cosines(*z), tau, prior, beta), z)
+    same(loss_of(est, z, 7), policies.hard(*policies.split(policies.cosines(*z)), tau, prior, beta), z)
 
 
 @pytest.mark.parametrize("importance", ["normalized", "differentiated"])
@@ -476,7 +481,11 @@ def test_debiased_moving_average(kind, reference):
 
 def test_hardness_weighted_loss():
     z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
-    same(loss_of(infonce(0.1, hardness=9.0), z, 7), policies.hardness_weighted(policies.cosines(*z), 0.1, 9.0), z)
+    same(
+        loss_of(infonce(0.1, hardness=9.0), z, 7),
+        policies.hardness_weighted(*policies.split(policies.cosines(*z)), 0.1, 9.0),
+        z,
+    )
 
 
 # -- several positives, soft targets ---------------------------------------------------------------------------

@@ -555,6 +555,8 @@ RANKING = [
     ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 2, 6),
     ((), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 13),
     (("query_to_query",), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 19),
+    ((), {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, 3, 13),
+    ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 3, 13),
 ]
 
 
@@ -564,7 +566,9 @@ def test_multiple_negatives_ranking_loss(also, hardness, columns, candidates):
 
     theirs = [name.replace("document", "doc") for name in also]
     loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, directions=("query_to_doc", *theirs), **hardness)
-    policy = compopt.PairPolicy(also=tuple(also), hardness=hardness.get("hardness_strength"))
+    beta = hardness.get("hardness_strength")
+    whose = {"hard_negatives": ("mined", beta), "in_batch_negatives": ("others", beta)}
+    policy = compopt.PairPolicy(also=tuple(also), hardness=whose.get(hardness.get("hardness_mode"), beta))
     est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
     data = columns_of(columns, 5, seed=columns)
     close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), data, candidates)
