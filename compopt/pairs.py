@@ -49,7 +49,7 @@ class PairPolicy:
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
             ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``. ``"given"``: each
-            call has one of every sample, ``prior=``, such as the share of its class.
+            call has one of every sample, ``prior=table[index]`` for example, the share of its class.
         mises_fisher: ``sigma`` > 0: the positive is pulled with the weight
             ``2 - exp(s_ii / sigma) / mean_k exp(s_kk / sigma)``, held constant, the mean being over the batch (DCLW).
         positives: ``"own"``: the other modality of a sample, or each of its other views. ``"labels"``: all samples with
