@@ -18,6 +18,7 @@ from compopt.normalizers import (
     ResidualNormalizer,
 )
 from compopt.pairs import PairPolicy
+from compopt.pairwise import pairwise
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -68,6 +69,7 @@ __all__ = [
     "integrations",
     "load",
     "losses",
+    "pairwise",
     "recommended",
     "samplers",
     "save",
