@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
+from compopt.checks import Directions
 from compopt.checks.context import refuse_tangents, refuse_transforms
 from compopt.checks.inputs import (
     check_anchors,
     check_extra,
     check_features,
     check_guide,
+    check_prior,
     check_range,
     check_tau,
     check_teacher,
@@ -29,19 +32,24 @@ from compopt.checks.inputs import (
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
-from compopt.pairs import PairPolicy
+from compopt.pairs import NO_POLICY, PairPolicy
+
+# What an option of a policy asks for in a call, and how an error writes the option.
+OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Tensors that a call brings for its policy of pairs, on one rank.
+    """Policy of pairs of a call, and the tensors that the call brings for it, on one rank.
 
     Attributes:
-        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ``(b, g)`` each, and ``within1``, ``(b,)``,
-            as far as the policy asks for them.
+        policy: the one of the call, or of the estimator.
+        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ..., ``(b, g)`` each, ``within1`` and
+            ``prior1``, ``(b,)``, as far as the policy asks for them.
         of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
     """
 
+    policy: PairPolicy
     values: dict[str, Tensor] = field(default_factory=dict)
     of_extra: dict[str, Tensor] = field(default_factory=dict)
 
@@ -58,9 +66,11 @@ class Choices:
 
     @property
     def facts(self) -> dict[str, int]:
-        """Facts that must be alike on all ranks."""
-        guide, teacher = (self.values[name].shape[1] if name in self.values else 0 for name in ("guide1", "teacher1"))
-        return {"policy": guide + (teacher << 32)}  # one number, since a first message has little room
+        """Facts that must be alike on all ranks: a fingerprint, since a first message has little room."""
+        if self.policy == NO_POLICY:
+            return {}
+        widths = [value.shape[1:] for value in self.values.values()]
+        return {"policy": zlib.crc32(repr((self.policy, widths)).encode())}
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,11 @@ class Given:
         return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
 
     @property
+    def policy(self) -> PairPolicy | None:
+        """Policy of pairs of this call."""
+        return None if self.choices is None else self.choices.policy
+
+    @property
     def want_gradients(self) -> bool:
         """True if any features do."""
         return self.graph and (self.own.want_gradients or (self.extra is not None and self.extra.want_gradients))
@@ -107,6 +122,7 @@ class Called(Protocol):
     normalizer: Normalizer
     temperature: Temperature
     mode: str
+    directions: Directions
     pairs: PairPolicy | None
     _anchors: int
 
@@ -128,11 +144,10 @@ def check_call(
     extra: Tensor | None,
     extra_index: Tensor | None,
     anchors: int | None,
-    guide: Sequence[Tensor] | None,
-    within: Tensor | tuple[Tensor, Tensor] | None,
-    teacher: Tensor | Sequence[Tensor] | None,
+    pairs: PairPolicy | None,
+    asked: Mapping[str, Any],
 ) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features."""
+    """Refuse what one rank can refuse by itself, and prepare the features; ``asked``: what policies may ask for."""
     refuse_transforms()
     engine = est._engine
     several = engine.ranks.size > 1
@@ -164,8 +179,9 @@ def check_call(
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        asked = {"guide": guide, "within": within, "teacher": teacher}
-        choices = _check_choices(est, asked, keys, one, views, extra)
+        if pairs is not None:
+            check_policy(pairs, est.normalizer, est.temperature, est.normalize, est.directions)
+        choices = _check_choices(est, est.pairs if pairs is None else pairs, asked, keys, one, views, extra)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
@@ -178,6 +194,24 @@ def check_call(
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
     return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled(), choices)
+
+
+def check_policy(
+    policy: PairPolicy, normalizer: Normalizer, temperature: Temperature, normalize: bool, directions: str
+) -> None:
+    """Refuse a policy that has no meaning with these parts and options of an estimator."""
+    if not isinstance(policy, PairPolicy):
+        raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
+    normalizer.check_pairs(policy)
+    if policy.inside and temperature.learns:
+        raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
+    if policy.prior is not None and not normalize:
+        raise ValueError(f"prior={policy.prior} bounds similarities by -1; build it with normalize=True")
+    if policy.also and directions != "forward":
+        raise ValueError(
+            f'also={policy.also} adds to the sums of queries alone; build it with directions="forward" (in '
+            f'mode="unimodal" both views are candidates already)'
+        )
 
 
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
@@ -205,19 +239,22 @@ def _check_extra(
 
 
 def _check_choices(
-    est: Called, given: Mapping[str, Any], keys: Mapping[str, Tensor], like: Tensor, views: int, extra: Tensor | None
+    est: Called,
+    policy: PairPolicy | None,
+    given: Mapping[str, Any],
+    keys: Mapping[str, Tensor],
+    like: Tensor,
+    views: int,
+    extra: Tensor | None,
 ) -> Choices | None:
-    """Check what the policy of pairs asks for: nothing may be missing, and nothing given in vain."""
-    policy = est.pairs
-    options = {"guide": "guided=True", "within": "within=True", "teacher": "targets=..."}
-    for name, option in options.items():
+    """Check what the policy of pairs asks for, and return it: nothing may be missing, and nothing given in vain."""
+    for name, option in OPTIONS.items():
         _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
     if policy is None:
         return None
     est.normalizer.check_pairs(policy)  # hyper-parameters may have been edited
-    if policy.expects:
-        _check_expected(policy, keys, views, extra)
-    choices, more = Choices(), None if extra is None else len(extra)
+    _check_rows(policy, keys, len(like), extra)
+    choices, more = Choices(policy), None if extra is None else len(extra)
     if policy.guided:
         _add_guide(choices, given["guide"], policy, est.normalize, like, views, more)
     if policy.within:
@@ -225,9 +262,22 @@ def _check_choices(
         choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
     if policy.targets is not None:
         classes = isinstance(policy.targets, str)
-        features = check_teacher(given["teacher"], len(like), classes)
-        choices.add("teacher", 2, _units(features, like, est.normalize and not classes))
+        features = check_teacher(given["teacher"], len(like), classes, views)
+        choices.add("teacher", views, _units(features, like, est.normalize and not classes))
+    if policy.prior == "given":
+        choices.add("prior", 1, [check_prior(given["prior"], like)])
     return choices
+
+
+def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extra: Tensor | None) -> None:
+    """Refuse a batch whose labels are missing, or whose further candidates are not those of its anchors."""
+    if policy.positives == "labels" and "labels" not in keys:
+        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
+    if policy.mined and extra is not None and (len(extra) % batch if batch else len(extra)):
+        raise ValueError(
+            f"extra must have the same number of rows for each of {batch} anchors with hardness={policy.hardness}, got "
+            f"{len(extra)} rows; pass torch.cat of columns of {batch} rows"
+        )
 
 
 def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
@@ -236,15 +286,6 @@ def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
         raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
     if wanted and not given:
         raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
-
-
-def _check_expected(policy: PairPolicy, keys: Mapping[str, Tensor], views: int, extra: Tensor | None) -> None:
-    """Refuse calls whose positives cannot be expectations."""
-    if policy.positives == "labels" and "labels" not in keys:
-        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if views > 2 or extra is not None:
-        given = "extra=" if extra is not None else f"{views} views"
-        raise ValueError(f"with targets= or positives= a batch has two modalities or views and no more, got {given}")
 
 
 def _add_guide(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.arguments import Given, at_least, check_call, check_given, full_precision
+from compopt.arguments import Given, at_least, check_call, check_given, check_policy, full_precision
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
@@ -159,18 +159,7 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
         if pairs is not None:
-            if not isinstance(pairs, PairPolicy):
-                raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(pairs).__name__}")
-            normalizer.check_pairs(pairs)
-            if pairs.inside and temperature.learns:
-                raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
-            if pairs.prior is not None and not normalize:
-                raise ValueError(f"prior={pairs.prior} bounds similarities by -1; build it with normalize=True")
-            if pairs.also and directions != "forward":
-                raise ValueError(
-                    f'also={pairs.also} adds to the sums of queries alone; build it with directions="forward" (in '
-                    f'mode="unimodal" both views are candidates already)'
-                )
+            check_policy(pairs, normalizer, temperature, normalize, directions)
         self.pairs = pairs
         for part in parts.values():
             part.keep_edits()
@@ -235,6 +224,8 @@ class ContrastiveEstimator(Estimator):
         guide: Sequence[Tensor] | None = None,
         within: Tensor | tuple[Tensor, Tensor] | None = None,
         teacher: Tensor | Sequence[Tensor] | None = None,
+        prior: Tensor | None = None,
+        pairs: PairPolicy | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -270,8 +261,10 @@ class ContrastiveEstimator(Estimator):
                 spared; no graph.
             within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
                 contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
-            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``;
-                or, for ``"classes"``, soft labels ``(B, C)``; no graph.
+            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``
+                (or of each view); or, for ``"classes"``, soft labels ``(B, C)``; no graph.
+            prior: with ``PairPolicy(prior="given")``: of every sample, ``(B,)`` in (0, 1).
+            pairs: a :class:`~compopt.PairPolicy` for this call, in the place of the one of the construction.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
@@ -307,8 +300,9 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
+        asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         given = check_call(
-            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, guide, within, teacher
+            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, pairs, asked
         )
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
@@ -317,18 +311,16 @@ class ContrastiveEstimator(Estimator):
             with torch.no_grad():
                 tau = batch.values.get("tau", temperature)
                 tau = tau.detach() if isinstance(tau, Tensor) else tau
-                pairs = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
-                call = self._call(batch, pairs, tau, given.encoder)
+                statistics = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
+                call = self._call(batch, statistics, tau, given.encoder, given.policy)
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
                 rho = self.temperature.rho(hyper)
-                objective = Objective(batch, pairs, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
+                objective = Objective(batch, statistics, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
                 value = self._value(objective, given)
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
-        self._last = Summary(
-            objective.alpha, tau, pairs.sides, pairs.log_sum, pairs.count, batch.rows, batch.visits, pairs.whole
-        )
+        self._last = Summary.of(objective)
         self._shown = estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 
@@ -350,6 +342,8 @@ class ContrastiveEstimator(Estimator):
         guide: Sequence[Tensor] | None = None,
         within: Tensor | tuple[Tensor, Tensor] | None = None,
         teacher: Tensor | Sequence[Tensor] | None = None,
+        prior: Tensor | None = None,
+        pairs: PairPolicy | None = None,
     ) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
@@ -358,8 +352,8 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher: as in a
-                call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as
+                in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
@@ -388,10 +382,9 @@ class ContrastiveEstimator(Estimator):
         with torch.enable_grad():
             given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
             leaves = [z for z in given if z is not None]
-            call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels)
-            loss = call(
-                extra=given[2], extra_index=extra_index, anchors=anchors, guide=guide, within=within, teacher=teacher
-            )
+            call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels, anchors=anchors)
+            call = partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
+            loss = call(extra=given[2], extra_index=extra_index)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
@@ -423,7 +416,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        extra, policy = self._gather_extra(batch, given), self.pairs
+        extra, policy = self._gather_extra(batch, given), given.policy
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
@@ -434,26 +427,26 @@ class ContrastiveEstimator(Estimator):
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
             selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
         )
-        pairs = self._swept(batch, given.own.unit, tau, options)
+        pairs = self._swept(batch, given, tau, options)
         if self.temperature.learns and not self._warned_rho and pairs.negatives:
             self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
         return pairs
 
-    def _swept(self, batch: Batch, own: Tensor, tau: float | Tensor, options: PairOptions) -> PairStatistics:
+    def _swept(self, batch: Batch, given: Given, tau: float | Tensor, options: PairOptions) -> PairStatistics:
         """Sweep the pairs, as the policy asks for."""
-        ranks, keys = self._engine.ranks, list(batch.keys.values())
+        ranks, keys, own, policy = self._engine.ranks, list(batch.keys.values()), given.own.unit, given.policy
 
         def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
             if ranks.size == 1:
                 return Pairs(own, tau, keys, options)
             return GatheredPairs(own, everyone, tau, keys, options, ranks, batch.sizes)
 
-        if self.pairs is None:
+        if policy is None:
             return build(own, batch.features, tau, options)
         gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
         source = Source(own, batch.features, batch.own, tau, build, gather)
-        targets = Targets.of(self.pairs, batch.values, batch.keys) if self.pairs.expects else None
-        return swept(source, options, self.pairs, targets)
+        targets = Targets.of(policy, batch.values, batch.keys) if policy.expects else None
+        return swept(source, options, policy, targets, batch.values.get("prior1"))
 
     def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:
         """Return the further candidates of all ranks."""
@@ -466,12 +459,14 @@ class ContrastiveEstimator(Estimator):
             values["positions"] = accelerator.to_device(positions, own.device)
         if given.choices is not None:
             values |= given.choices.of_extra
+        if given.policy is not None and given.policy.mined:
+            values["owner"] = torch.arange(len(own), device=own.device) % given.own.unit.shape[1] + batch.own.start
         first = sum(batch.more[: engine.ranks.rank])
         gathered = engine.ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
         found = dict(zip(values, gathered, strict=True))
         at = slice(first, first + len(own))
-        positions = found.get("positions")
-        return Extra(own, found["features"], positive, positions, at, found.get("guide"), found.get("within"))
+        positions, guide, key, owner = (found.get(name) for name in ("positions", "guide", "within", "owner"))
+        return Extra(own, found["features"], positive, positions, at, guide, key, owner)
 
     def _warn_rho(self, negatives: int) -> None:
         """Warn once if rho is too large for a batch with so many negatives per anchor."""
@@ -484,7 +479,14 @@ class ContrastiveEstimator(Estimator):
                 f"and every tau is pushed to tau_min; use a smaller rho or a larger batch"
             )
 
-    def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, encoder: Encoder | None) -> Call:
+    def _call(
+        self,
+        batch: Batch,
+        pairs: PairStatistics,
+        tau: float | Tensor,
+        encoder: Encoder | None,
+        policy: PairPolicy | None = None,
+    ) -> Call:
         """Return what the normalizer is shown."""
         engine = self._engine
         return Call(
@@ -497,6 +499,7 @@ class ContrastiveEstimator(Estimator):
             t=engine.t,
             window=engine.pending,
             unimodal=self.mode == "unimodal",
+            policy=policy,
         )
 
     def _value(self, objective: Objective, given: Given) -> Tensor:

@@ -169,6 +169,13 @@ class Summary:
     count: Tensor | None
     whole: bool = False
 
+    @classmethod
+    def of(cls, objective: Objective) -> Summary:
+        """Return the facts of a call from its objective."""
+        batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
+        sums = pairs.sides, pairs.log_sum, pairs.count
+        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
+
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors; nothing waits for the device."""
         tau = self.tau if isinstance(self.tau, Tensor) else self.alpha.new_full((1,), self.tau)  # no copy, no wait

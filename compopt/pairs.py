@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
 from compopt import checks
 
 FalseNegatives = float | tuple[Literal["relative"], float]
-Hardness = float | tuple[float, float]
+Hardness = float | tuple[float, float] | tuple[Literal["mined"], float]
 Importance = Literal["plain", "normalized", "differentiated"]
+Prior = float | Literal["given"]
 Positives = Literal["own", "labels"]
 SoftTargets = float | Literal["classes"]
 Also = Literal["query_to_query", "document_to_query", "document_to_document"]
@@ -40,18 +41,25 @@ class PairPolicy:
         guided: similarities of ``guide=`` features decide about false negatives, in place of the estimator's own.
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
-            A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones.
+            A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones. ``("mined", beta)``: of
+            the anchor's own further candidates alone; ``extra=`` then has ``k B`` rows, of which the rows ``i``,
+            ``B + i``, ... belong to anchor ``i`` (columns of mined negatives, one after the other).
         importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
-            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``.
-        positives: ``"own"``, or ``"labels"``: all samples with the anchor's ``labels=`` are its positives, with equal
-            shares, and stay candidates (SupCon, the form with the sum outside of the logarithm).
+            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``. ``"given"``: each
+            call has one of every sample, ``prior=``, such as the share of its class.
+        mises_fisher: ``sigma`` > 0: the positive is pulled with the weight
+            ``2 - exp(s_ii / sigma) / mean_k exp(s_kk / sigma)``, held constant, the mean being over the batch (DCLW).
+        positives: ``"own"``: the other modality of a sample, or each of its other views. ``"labels"``: all samples with
+            the anchor's ``labels=``, in all views, are its positives, with equal shares, and stay candidates (SupCon,
+            the form with the sum outside of the logarithm).
         inside: of ``positives="labels"``: ``tau log mean_p exp(s_ip / tau)`` over the positives takes the place of the
             mean of ``s_ip`` (SupCon, the form with the sum inside of the logarithm). Of temperatures that do not learn.
         targets: the positive is the expectation of ``s_ij`` under weights that a ``teacher=`` gives, all samples being
             candidates: a number is the temperature of a softmax over the teacher's similarities; ``"classes"``: weights
-            are proportional to inner products of rows of soft labels.
+            are proportional to inner products of rows of soft labels. Further candidates (``extra=``) have the weight 0
+            here and with ``positives="labels"``: they are negatives.
         also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
@@ -62,22 +70,30 @@ class PairPolicy:
     The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
     keys and the guide's features are gathered beside the features.
 
+    *At a call* ``pairs=`` replaces the policy of the construction: for a threshold or a hardness that follows a
+    schedule, or for batches of several kinds. ``PairPolicy()`` selects and weights nothing. Rows then estimate a
+    mixture: the average over a sample's calls, each with its own policy. Checkpoints do not have it. The keys that a
+    memory keeps for ``within`` are decided at construction.
+
     Raises:
         TypeError, ValueError: a value of another type or out of range; options that need others (``guided`` and
             ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``) or exclude them
             (``positives`` and ``targets`` go with ``within`` alone).
-        ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance`` or ``prior`` with a
-            memory; ``positives`` or ``targets`` with a network, a memory or ``include_positive=True``; ``also`` without
-            ``directions="forward"``; ``prior`` without ``normalize``; ``inside`` with a temperature that learns.
-            At a call: an argument that an option asks for is missing (``guide``, ``within``, ``teacher``, ``labels``),
-            or given without it.
+        ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance``, ``prior`` or
+            ``mises_fisher`` with a memory; ``positives`` or ``targets`` with a network, a memory or
+            ``include_positive=True``; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``;
+            ``inside`` with a temperature that learns.
+            At a call: an argument that an option asks for is missing (``guide``, ``within``, ``teacher``, ``prior``,
+            ``labels``), or given without it; a memory and another ``within`` than at construction.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
         Li et al., GTE, 2023, eq. 4, and Zhang et al., Qwen3 Embedding, 2025, eq. 1 (further similarities);
         Khosla et al., Supervised Contrastive Learning (SupCon), NeurIPS 2020, eq. 2 and 3;
         Robinson et al., Contrastive Learning with Hard Negative Samples (HCL), ICLR 2021, section 3; Lan et al., LLaVE,
-        2025, eq. 5 (detached weights ``exp(beta s_ij)``); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020.
+        2025, eq. 5 (detached weights ``exp(beta s_ij)``); Schechter Vera et al., EmbeddingGemma, 2025 (of the mined
+        negatives); Chuang et al., Debiased Contrastive Learning, NeurIPS 2020; Yeh et al., Decoupled Contrastive
+        Learning, ECCV 2022, eq. 6 (DCLW).
 
     Example:
         >>> import torch, compopt
@@ -93,7 +109,8 @@ class PairPolicy:
     spare_extra: bool = False
     hardness: Hardness | None = None
     importance: Importance = "plain"
-    prior: float | None = None
+    prior: Prior | None = None
+    mises_fisher: float | None = None
     positives: Positives = "own"
     inside: bool = False
     targets: SoftTargets | None = None
@@ -118,14 +135,12 @@ class PairPolicy:
     def _normalize(self) -> None:
         """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
         first, second = self.strengths
+        equal = self.hardness is not None and not self.mined and first == second
         values = {
             "false_negatives": _plain(self.false_negatives),
-            "hardness": None
-            if self.hardness is None
-            else float(first)
-            if first == second
-            else (float(first), float(second)),
+            "hardness": float(first) if equal else _plain(self.hardness),
             "prior": _plain(self.prior),
+            "mises_fisher": _plain(self.mises_fisher),
             "targets": _plain(self.targets),
             "also": tuple(kind for kind in get_args(Also) if kind in self.also),
             "within": self.within or None,
@@ -143,8 +158,12 @@ class PairPolicy:
                 f"importance={self.importance!r} divides by the mean of one kind of weights; give one hardness > 0 for "
                 f"all candidates, and no also=, got hardness={self.hardness!r}"
             )
-        if self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
+        if isinstance(self.prior, str):
+            checks.one_of("prior", self.prior, ("given",))
+        elif self.prior is not None and not 0 < checks.number("prior", self.prior) < 1:
             raise ValueError(f"prior must be in (0, 1), got {self.prior!r}; it is a share of the negatives")
+        if self.mises_fisher is not None:
+            checks.positive("mises_fisher", self.mises_fisher)
 
     def _check_also(self) -> None:
         for kind in self.also if isinstance(self.also, tuple) else ():
@@ -167,8 +186,8 @@ class PairPolicy:
             raise ValueError(
                 f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
             )
-        given = [name for name in ("false_negatives", "hardness", "prior") if getattr(self, name) is not None]
-        given += ["also"] if self.also else []
+        options = ("false_negatives", "hardness", "prior", "mises_fisher")
+        given = [name for name in options if getattr(self, name) is not None] + ["also"] * bool(self.also)
         if self.expects and given:
             raise ValueError(
                 f"{given[0]}={getattr(self, given[0])!r} is for an anchor's one positive, and with targets= or "
@@ -188,7 +207,7 @@ class PairPolicy:
     def asks(self) -> set[str]:
         """Names of the arguments that each call must have."""
         options = {"guide": self.guided, "within": self.within, "teacher": self.targets is not None}
-        return {name for name, asked in options.items() if asked}
+        return {name for name, asked in {**options, "prior": self.prior == "given"}.items() if asked}
 
     @property
     def selects(self) -> bool:
@@ -196,13 +215,21 @@ class PairPolicy:
         return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
 
     @property
+    def mined(self) -> bool:
+        """True if an anchor's own further candidates alone have a hardness."""
+        return isinstance(self.hardness, tuple) and self.hardness[:1] == ("mined",)
+
+    @property
     def strengths(self) -> tuple[float, float]:
         """Hardness of the batch's candidates, and of further ones; 0 where there is none."""
-        if isinstance(self.hardness, tuple):
-            if len(self.hardness) != 2:
-                raise ValueError(f"hardness must be a number or (of the batch, of extra), got {self.hardness!r}")
-            return self.hardness
-        return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
+        if not isinstance(self.hardness, tuple):
+            return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
+        if len(self.hardness) != 2:
+            raise ValueError(
+                f'hardness must be a number or (of the batch, of extra) or ("mined", of extra), got {self.hardness!r}'
+            )
+        first, second = self.hardness
+        return (0.0, second) if self.mined else (cast(float, first), second)
 
     def threshold(self, positive: Tensor) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""
@@ -237,3 +264,6 @@ def _check_false_negatives(value: FalseNegatives | None) -> None:
     if len(value) != 2 or value[0] != "relative":
         raise ValueError(f'false_negatives must be a margin or ("relative", r), got {value!r}')
     checks.unit_interval("false_negatives[1]", value[1], "; it is the share of the positive's similarity")
+
+
+NO_POLICY = PairPolicy()

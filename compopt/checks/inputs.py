@@ -187,11 +187,12 @@ def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Te
     return list(guide)
 
 
-def check_teacher(teacher: Any, batch: int, classes: bool) -> list[Tensor]:
-    """Return a teacher's features of both modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
+def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> list[Tensor]:
+    """Return a teacher's features of all modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
     given = [teacher] if classes else teacher
-    if not isinstance(given, tuple | list) or len(given) != (1 if classes else 2):
-        raise ValueError(f"teacher must be 2 tensors of features, of z1 and of z2, got {_count(given)}")
+    if not isinstance(given, tuple | list) or len(given) != (1 if classes else views):
+        of = "of z1 and of z2" if views == 2 else "one per view"
+        raise ValueError(f"teacher must be {views} tensors of features, {of}, got {_count(given)}")
     for z in given:
         if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
             wanted = "a floating-point tensor (B, C)" if classes else "floating-point tensors (B, g)"
@@ -205,6 +206,20 @@ def check_teacher(teacher: Any, batch: int, classes: bool) -> list[Tensor]:
             sample = int((z.sum(1) == 0).nonzero()[0])
             raise ValueError(f"teacher has no class for sample {sample}, whose row is 0; give it one, such as its own")
     return list(given)
+
+
+def check_prior(prior: Any, like: Tensor) -> Tensor:
+    """Return priors of the samples, ``(B,)``, on the device and in the working dtype of their features ``like``."""
+    if not isinstance(prior, Tensor) or prior.dtype not in _FLOATS:
+        kind = getattr(prior, "dtype", type(prior).__name__)
+        raise TypeError(f"prior must be a floating-point tensor (B,), got {kind}")
+    _check_dense("prior", prior)
+    if prior.shape != (len(like),):
+        raise ValueError(f"prior must have shape ({len(like)},), one for each sample, got {tuple(prior.shape)}")
+    wrong = prior[~((prior > 0) & (prior < 1))] if prior.device.type == "cpu" else prior[:0]
+    if len(wrong):
+        raise ValueError(f"prior must be in (0, 1), got {wrong[0].item():.6g}; it is a share of the negatives")
+    return prior.detach().to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def _check_dense(name: str, z: Tensor) -> None:

@@ -14,6 +14,7 @@ from compopt.estimator.groups import Hyper
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import PairStatistics, SampledPairs
+from compopt.pairs import PairPolicy
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Call:
         t: commits so far.
         window: calls since the last commit.
         unimodal: rows are shared by both views.
+        policy: of pairs, or ``None``.
     """
 
     batch: Batch
@@ -42,6 +44,7 @@ class Call:
     t: int
     window: int
     unimodal: bool
+    policy: PairPolicy | None = None
 
     @property
     def rows(self) -> Mapping[str, Tensor]:

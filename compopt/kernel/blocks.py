@@ -43,6 +43,7 @@ class Extra:
         positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
         own: where this process's are among all.
         guide, key: what a policy of pairs asks of ``everyone``, ``(M, g)`` and ``(M,)``, or ``None``.
+        owner: anchors that they were mined for, positions in the global batch, ``(M,)``, or ``None``.
     """
 
     features: Tensor
@@ -52,6 +53,7 @@ class Extra:
     own: slice
     guide: Tensor | None = None
     key: Tensor | None = None
+    owner: Tensor | None = None
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
         """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""

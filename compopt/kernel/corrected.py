@@ -1,4 +1,4 @@
-"""Sums of all pairs with a correction per anchor: normalised importance weights, the prior of a class."""
+"""Sums of all pairs with a correction per anchor: importance weights, the prior of a class, the positive's weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from compopt.functional import Scalar
+from compopt.functional import Scalar, log
 from compopt.kernel.pairs import PairStatistics
 
 COPIED = (
@@ -86,17 +86,18 @@ class DebiasedPairs(CorrectedPairs):
 
     Args:
         pairs: without the correction.
-        prior: ``pi``, in (0, 1).
+        prior: ``pi``, in (0, 1), a number or of the samples, ``(B, 1)``.
         scale: ``1 / tau``, broadcastable to ``(B, A)``.
     """
 
-    def __init__(self, pairs: PairStatistics, prior: float, scale: Scalar) -> None:
+    def __init__(self, pairs: PairStatistics, prior: Scalar, scale: Scalar) -> None:
         super().__init__(pairs)
-        self._prior, self._log_rest = prior, math.log1p(-prior)
+        self._prior = prior
+        self._log_rest = torch.log1p(-prior) if isinstance(prior, Tensor) else math.log1p(-prior)
         # the logarithm of what is below 0 is NaN, which the bound replaces too
         corrected = pairs.log_ghat + torch.log1p(-prior * (-pairs.log_ghat).exp()) - self._log_rest
         lowest = (-1 - pairs.positive) * scale
-        self._bound = (pairs.log_ghat < math.log(prior)) | (corrected < lowest)
+        self._bound = (pairs.log_ghat < log(prior)) | (corrected < lowest)
         log_ghat = torch.where(self._bound, lowest, corrected)
         self._set_log_ghat(log_ghat)
         if pairs.mean_h is not None:
@@ -107,3 +108,29 @@ class DebiasedPairs(CorrectedPairs):
         own = self._prior / (1 - self._prior) * (-alpha).exp()  # weight of the positive's term, which has h = 0
         weight = positive_weight + torch.where(self._bound, 0, own)
         return self._pairs.gradients(torch.where(self._bound, torch.inf, alpha + self._log_rest), coefficient, weight)
+
+
+class WeightedPositives(CorrectedPairs):
+    r"""Positives that are pulled with the weight of the negative von Mises-Fisher density (weighted DCL, eq. 6).
+
+    .. math::
+        \hat g_i \leftarrow \hat g_i\, e^{(1 - v_i)\, s_{ii} / \tau_i}, \qquad
+        v_i = 2 - \frac{e^{s_{ii} / \sigma}}{\tfrac{1}{B} \sum_k e^{s_{kk} / \sigma}}
+
+    Args:
+        pairs: without the weights.
+        sigma: > 0.
+        scale: ``1 / tau``, broadcastable to ``(B, A)``.
+    """
+
+    def __init__(self, pairs: PairStatistics, sigma: float, scale: Scalar) -> None:
+        super().__init__(pairs)
+        self._less = (pairs.positive / sigma).softmax(0) * len(pairs.positive) - 1  # 1 - v_i
+        self._shift = self._less * pairs.positive * scale
+        self._set_log_ghat(pairs.log_ghat + self._shift)
+        if pairs.mean_h is not None:
+            self.mean_h = self.real(pairs.mean_h + self._less * pairs.positive)
+
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        weight = positive_weight - self._less * self.sum_weights(alpha)
+        return self._pairs.gradients(alpha - self._shift, coefficient, weight)

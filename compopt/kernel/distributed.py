@@ -242,11 +242,12 @@ class GatheredPairs(PairStatistics):
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
         """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
-        candidates = [key.repeat(self.views) if self.unimodal else key for key in self.keys]
+        mine = self.names((direction,))
+        candidates = self.names(range(self.views) if self.unimodal else (1 - direction,))
         extra = self.extra if direction == 0 else None
 
         def same(rows: slice) -> Tensor:
-            found = same_sample([key[self._own][rows] for key in self.keys], candidates)
+            found = same_sample([key[self._own][rows] for key in mine], candidates)
             if extra is None:
                 return found
             return torch.cat([found, extra.same(slice(self._first + rows.start, self._first + rows.stop))], dim=1)

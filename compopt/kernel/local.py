@@ -126,8 +126,9 @@ class Pairs(PairStatistics):
         return same
 
     def _same(self, start: int, stop: int) -> Tensor:
-        keys = [key.repeat(self.views) if self.unimodal else key for key in self.keys]
-        same = same_sample([key[start:stop] for key in keys], keys)
+        columns = self.names(range(self.views) if self.unimodal else (1,))
+        rows = columns if self.unimodal else self.names((0,))
+        same = same_sample([key[start:stop] for key in rows], columns)
         if self.extra is None:
             return same
         outside = self.extra.same(slice(start, stop))

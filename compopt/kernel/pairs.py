@@ -154,8 +154,18 @@ class PairStatistics(ABC):
         )
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
-        distinct = distinct and (self.extra is None or (self.extra.positions is None and not self.unimodal))
-        self.distinct = distinct or self.whole
+        told = self.extra is None or (self.extra.positions is None and not self.unimodal)
+        self.distinct = told and (distinct or self.whole)
+
+    def names(self, views: Sequence[int]) -> Sequence[Tensor]:
+        """Return keys of the features of some views, one after the other: two that are equal in any are no pair.
+
+        With ``whole`` a feature is equal to itself alone.
+        """
+        if self.whole:
+            one = torch.arange(len(self.keys[0]), device=self.keys[0].device)
+            return [torch.cat([one + view * len(one) for view in views])]
+        return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
 
     @property
     def may_lack_negatives(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs
+from torch import Tensor
+
+from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs, WeightedPositives
 from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
 from compopt.kernel.source import Source
@@ -10,15 +12,21 @@ from compopt.kernel.targets import TargetPairs, Targets
 from compopt.pairs import PairPolicy
 
 
-def swept(source: Source, options: PairOptions, policy: PairPolicy, targets: Targets | None) -> PairStatistics:
-    """Sweep what a policy asks for; ``targets`` where its positives are expectations."""
+def swept(
+    source: Source, options: PairOptions, policy: PairPolicy, targets: Targets | None, prior: Tensor | None
+) -> PairStatistics:
+    """Sweep what a policy asks for; ``targets`` where its positives are expectations, ``prior`` where it is given."""
     if targets is not None:
         return TargetPairs(source, options, targets)
     pairs = JoinedPairs(source, options) if policy.also else source.pairs(options)
     if policy.importance != "plain":
         pairs = _normalized(pairs, source, options, policy)
+    scale = scale_of(source.tau, pairs.positive, *pairs.positive.shape)
     if policy.prior is not None:
-        pairs = DebiasedPairs(pairs, policy.prior, scale_of(source.tau, pairs.positive, *pairs.positive.shape))
+        constant = 0.0 if isinstance(policy.prior, str) else policy.prior
+        pairs = DebiasedPairs(pairs, constant if prior is None else prior[:, None], scale)
+    if policy.mises_fisher is not None:
+        pairs = WeightedPositives(pairs, policy.mises_fisher, scale)
     return pairs
 
 

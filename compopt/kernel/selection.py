@@ -20,17 +20,19 @@ class Axis(NamedTuple):
     Attributes:
         guide: the guide's features, ``(Q, g)``, or ``None``.
         key: which candidates belong together, ``(Q,)``, or ``None``.
+        name: of samples their position ``i`` in the batch, of what was mined for them ``~i``, ``(Q,)``, or ``None``.
         inside: how many are of the batch, the first ones; the others are further candidates.
     """
 
     guide: Tensor | None
     key: Tensor | None
+    name: Tensor | None
     inside: int
 
     def part(self, start: int, stop: int) -> Axis:
         """Features ``start`` to ``stop``."""
-        guide, key = (None if value is None else value[start:stop] for value in (self.guide, self.key))
-        return Axis(guide, key, min(max(0, self.inside - start), stop - start))
+        guide, key, name = (None if value is None else value[start:stop] for value in self[:3])
+        return Axis(guide, key, name, min(max(0, self.inside - start), stop - start))
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,15 @@ class Selection:
         """Some views one after the other, of the samples ``own``, and then the further candidates ``outside``."""
         guides = [self.guide[view][own] for view in views] if self.guide else []
         keys = [] if self.key is None else [self.key[own]] * len(views)
+        names: list[Tensor] = []
+        if self.extra is not None and self.extra.owner is not None:
+            names = [torch.arange(own.start, own.stop, device=self.extra.owner.device)] * len(views)
         if self.extra is not None and outside is not None:
             guides += [] if self.extra.guide is None else [self.extra.guide[outside]]
             keys += [] if self.extra.key is None else [self.extra.key[outside]]
-        guide, key = (torch.cat(parts) if parts else None for parts in (guides, keys))
-        return Axis(guide, key, len(views) * (own.stop - own.start))
+            names += [] if self.extra.owner is None else [~self.extra.owner[outside]]
+        guide, key, name = (torch.cat(parts) if parts else None for parts in (guides, keys, names))
+        return Axis(guide, key, name, len(views) * (own.stop - own.start))
 
 
 class Matrix(NamedTuple):
@@ -117,7 +123,11 @@ class Matrix(NamedTuple):
         rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
         candidates = self.columns if dim == 1 else rows
         threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
-        result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
+        if rows.name is not None and self.columns.name is not None:
+            mined = rows.name[:, None] == ~self.columns.name
+            result = torch.where(mined, s * (self.policy.strengths[1] / scale + 1), s)
+        else:
+            result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
         if threshold is not None:
             seen = s
             if rows.guide is not None and self.columns.guide is not None:

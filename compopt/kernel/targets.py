@@ -60,8 +60,9 @@ class Targets:
         if policy.targets is None:
             return cls(None, (), keys["labels"], key, dtype, policy.inside)
         tau = None if isinstance(policy.targets, str) else policy.targets
-        teacher = [values[name] for name in ("teacher1", "teacher2") if name in values]
-        return cls(tau, teacher if len(teacher) == 2 else teacher * 2, None, key, dtype)
+        teacher = [value for name, value in values.items() if name.startswith("teacher")]
+        views = sum(name.startswith("z") for name in values)  # soft labels are those of all
+        return cls(tau, teacher * views if tau is None else teacher, None, key, dtype)
 
     def side(self, views: Sequence[int], part: slice) -> Side:
         """Some views one after the other, of the samples ``part``."""
@@ -103,10 +104,12 @@ class TargetPairs(CorrectedPairs):
         scale = scale if isinstance(scale, Tensor) else source.own.new_full((), scale)
         self._scale = scale.expand(len(source.everyone[0]), options.directions)
         anchors = range(options.directions)
-        self._candidates = [(0, 1) if options.unimodal else (1 - view,) for view in anchors]
+        views = range(len(source.everyone))
+        self._candidates = [views if options.unimodal else (1 - view,) for view in anchors]
         expected, self._means, norms = zip(*map(self._expect, anchors), strict=True)
         shared = source.gather(torch.stack([*expected, *norms], dim=1))
         positive, self._log_norm = shared.split(options.directions, dim=1)
+        positive = positive.repeat(1, len(views) - 1)  # the same for all ordered pairs of an anchor
         super().__init__(source.pairs(options._replace(positive=positive, whole=True)))
         self.log_sum = self._pairs.log_sum
 
@@ -147,7 +150,8 @@ class TargetPairs(CorrectedPairs):
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         gradient, outside = self._pairs.gradients(alpha, coefficient, 0.0)
-        pull = (self.factor(coefficient) * positive_weight * torch.ones_like(self.positive)).unsqueeze(2)
+        pull = self.factor(coefficient) * positive_weight * torch.ones_like(self.positive)
+        pull = self.sum_over_positives(pull).unsqueeze(2)
         for view, mean in enumerate(self._means):
             gradient[view] -= pull[self._source.place, view] * mean
             pulled = pull[:, view] * self._everyone[view]

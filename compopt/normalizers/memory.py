@@ -19,7 +19,7 @@ from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import all_finite
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
 from compopt.kernel.selection import mean_positive
-from compopt.pairs import PairPolicy
+from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
@@ -67,8 +67,8 @@ class MemoryNormalizer(Normalizer):
     ``effective_negatives`` counts the queue's. Communicates nothing of its own.
 
     Raises:
-        ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance`` or ``prior``; at the call
-            features of another dimension.
+        ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
+            ``mises_fisher``; at the call features of another dimension, or a policy with another ``within``.
         TypeError: dim or length is no integer.
 
     References:
@@ -86,6 +86,7 @@ class MemoryNormalizer(Normalizer):
 
     def __init__(self, dim: int, length: int = 128) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
+        self._within: bool | None = None  # slots keep the keys of ``within=``
         super().__init__(None, {})
 
     @property
@@ -97,10 +98,16 @@ class MemoryNormalizer(Normalizer):
 
     def check_pairs(self, policy: PairPolicy) -> None:
         super().check_pairs(policy)
+        if self._within is not None and self._within != bool(policy.within):
+            raise ValueError(
+                f"within={policy.within} differs from within={self._within or None} at construction, which decides "
+                f"the keys that the memory keeps; build the estimator with pairs=PairPolicy(within={policy.within})"
+            )
         for option, given in (
             ("guided=True", policy.guided),
             (f"importance={policy.importance!r}", policy.importance != "plain"),
             (f"prior={policy.prior}", policy.prior is not None),
+            (f"mises_fisher={policy.mises_fisher}", policy.mises_fisher is not None),
         ):
             if given:
                 raise ValueError(
@@ -114,8 +121,9 @@ class MemoryNormalizer(Normalizer):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._views, self._directions = setting.mode == "unimodal", setting.directions
-        self._policy: PairPolicy = getattr(setting.owner, "pairs", None) or PairPolicy()
-        kept = len(KEYS) + bool(self._policy.within)
+        policy: PairPolicy = getattr(setting.owner, "pairs", None) or NO_POLICY
+        self._within = bool(policy.within)
+        kept = len(KEYS) + self._within
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
             "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),
@@ -126,18 +134,18 @@ class MemoryNormalizer(Normalizer):
         return {"queue": FINITE}
 
     def estimate(self, call: Call) -> Estimate:
-        pairs, directions = call.pairs, call.pairs.directions
+        pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
-        if self._policy.within:
+        if self._within:
             keys = torch.cat([keys, call.batch.values["within1"][None]])
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
-        threshold = self._policy.threshold(mean_positive(pairs.positive, directions))
+        threshold = policy.threshold(mean_positive(pairs.positive, directions))
         logits, count, excluded = self._compare(z, queue, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        weighted = self._hardened(logits, positive, scale)
+        weighted = self._hardened(logits, positive, scale, policy.strengths[0])
         log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
         weights = (weighted - self._by_queue(log_total).unsqueeze(2)).exp_()
         total = weights.sum(2, keepdim=True)
@@ -202,7 +210,7 @@ class MemoryNormalizer(Normalizer):
         excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
         for key, others in zip(keys[1 : len(KEYS)], stored[1 : len(KEYS)], strict=True):
             excluded |= key[:, None] == others
-        if self._policy.within:
+        if self._within:
             excluded |= keys[-1, :, None] != state["keys"][-1]
         return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
@@ -227,9 +235,8 @@ class MemoryNormalizer(Normalizer):
         count = self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
         return logits, count, excluded
 
-    def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+    def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor, beta: float) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
-        beta, _ = self._policy.strengths
         if not beta:
             return logits
         factor, shift = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))

@@ -44,7 +44,7 @@ class MemoryReference:
                     s = torch.dot(own, candidate).item()
                     if ref.policy is None or not ref.policy.too_similar(s, positives[(a.view, a.position)]):
                         terms.append(torch.dot(own, candidate - partner))
-                        biases.append(0.0 if ref.policy is None else ref.policy.strengths[0] * s)
+                        biases.append(0.0 if ref.policy is None else ref.policy.strength(False, False) * s)
             every = [math.log(x) for x in a.terms(tau)]
             every += [t.item() / tau + b for t, b in zip(terms, biases, strict=True)]
             log_total = torch.tensor(every, dtype=torch.float64).logsumexp(0).item() if every else 0.0

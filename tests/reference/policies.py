@@ -84,3 +84,29 @@ def supervised_inside(features: Tensor, labels: Tensor, tau: float) -> Tensor:
 def soft_targets(s: Tensor, weights: Tensor, tau: float) -> Tensor:
     """Cross-entropy of candidates against soft targets, whose rows sum to one."""
     return torch.nn.functional.cross_entropy(s / tau, weights)
+
+
+def expected(
+    anchors: Tensor,
+    candidates: Tensor,
+    weights: Tensor,
+    tau: float,
+    extra: Tensor | None = None,
+    barred: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of each anchor against weights of its candidates, ``(P,)``; further candidates have the weight 0.
+
+    Args:
+        anchors: unit features, ``(P, d)``.
+        candidates: the same, ``(Q, d)``.
+        weights: ``(P, Q)``, of any sum per anchor; NaN where there is no pair.
+        extra: further candidates, ``(M, d)``.
+        barred: which of them an anchor does not have, ``(P, M)``.
+    """
+    none = weights.isnan()
+    s, t = (anchors @ candidates.T / tau).masked_fill(none, -torch.inf), weights.masked_fill(none, 0)
+    t = t / t.sum(1, keepdim=True)
+    every = [s]
+    if extra is not None:
+        every.append((anchors @ extra.T / tau).masked_fill(barred, -torch.inf))
+    return torch.cat(every, 1).logsumexp(1) - (t * s.masked_fill(none, 0)).sum(1)

@@ -19,10 +19,14 @@ class PolicyReference:
     also: tuple = ()
     within: bool = False
 
-    @property
-    def strengths(self):
-        """beta of the batch's candidates and of further ones."""
-        return self.hardness if isinstance(self.hardness, tuple) else (self.hardness or 0.0,) * 2
+    def strength(self, outside, owned) -> float:
+        """beta of one candidate: of the batch or a further one, which may have been mined for the anchor."""
+        if not isinstance(self.hardness, tuple):
+            return self.hardness or 0.0
+        first, second = self.hardness
+        if first == "mined":
+            return second if outside and owned else 0.0
+        return second if outside else first
 
     def too_similar(self, s, positive) -> bool:
         """A margin m: s > s_ii + m; ("relative", r): s > s_ii - (1 - r) |s_ii|."""
@@ -42,6 +46,7 @@ class PolicyReference:
             if guides:
                 partner = (guides[a.view][a.position] * guides[a.partner][a.position]).sum().item()
             positives[(a.view, a.position)].append((own, partner))
+        batch = 1 + max(a.position for a in anchors)
         for a in anchors:
             kept, own = [], positives[(a.view, a.position)]
             for s, who in zip(a.negatives, a.who, strict=True):
@@ -56,5 +61,6 @@ class PolicyReference:
                 again = who == ("also", 1, 0, a.position)  # the positive itself
                 if not (outside and self.spare_extra) and not again and self.too_similar(seen, positive):
                     continue
-                kept.append((s, who, 0.0 if who[0] == "also" else self.strengths[outside] * s.item()))
+                beta = self.strength(outside, who[-1] % batch == a.position)
+                kept.append((s, who, 0.0 if who[0] == "also" else beta * s.item()))
             a.negatives, a.who, a.log_weights = ([entry[k] for entry in kept] for k in range(3))
