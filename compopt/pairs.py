@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from compopt import checks
 
 FalseNegatives = float | tuple[Literal["relative"], float]
-Hardness = float | tuple[float, float] | tuple[Literal["mined"], float]
+Hardness = float | tuple[float, float] | tuple[Literal["mined", "others"], float]
 Importance = Literal["plain", "normalized", "differentiated"]
 Prior = float | Literal["given"]
 Positives = Literal["own", "labels"]
 SoftTargets = float | Literal["classes"]
-Also = Literal["query_to_query", "document_to_query", "document_to_document"]
+Also = Literal["query_to_query", "document_to_query", "document_to_document", "document_to_every_document"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -43,7 +43,8 @@ class PairPolicy:
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
             A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones. ``("mined", beta)``: of
             the anchor's own further candidates alone; ``extra=`` then has ``k B`` rows, of which the rows ``i``,
-            ``B + i``, ... belong to anchor ``i`` (columns of mined negatives, one after the other).
+            ``B + i``, ... belong to anchor ``i`` (columns of mined negatives, one after the other). ``("others",
+            beta)``: of all candidates but these.
         importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
@@ -62,7 +63,9 @@ class PairPolicy:
             here and with ``positives="labels"``: they are negatives.
         also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
-            itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
+            itself) and ``"document_to_query"``, which counts the positive once more (GTE).
+            ``"document_to_every_document"``: ``z2`` and the ``extra=`` of other anchors, which has ``k B`` rows as
+            above, in the place of ``"document_to_document"``. False negatives are told
             by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
         within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
             those of its data set or language.
@@ -135,7 +138,7 @@ class PairPolicy:
     def _normalize(self) -> None:
         """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
         first, second = self.strengths
-        equal = self.hardness is not None and not self.mined and first == second
+        equal = self.hardness is not None and not self.by_anchor and first == second
         values = {
             "false_negatives": _plain(self.false_negatives),
             "hardness": float(first) if equal else _plain(self.hardness),
@@ -170,6 +173,8 @@ class PairPolicy:
             checks.one_of("also", kind, get_args(Also))
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
+        if {"document_to_document", "document_to_every_document"} <= set(self.also):
+            raise ValueError(f"also={self.also!r} has documents against documents twice; drop 'document_to_document'")
 
     def _check_positives(self) -> None:
         checks.one_of("positives", self.positives, get_args(Positives))
@@ -216,8 +221,13 @@ class PairPolicy:
 
     @property
     def mined(self) -> bool:
-        """True if an anchor's own further candidates alone have a hardness."""
-        return isinstance(self.hardness, tuple) and self.hardness[:1] == ("mined",)
+        """True if an anchor's own further candidates are told from those of the others."""
+        return self.by_anchor or "document_to_every_document" in self.also
+
+    @property
+    def by_anchor(self) -> bool:
+        """True if hardness tells an anchor's own further candidates from all others."""
+        return isinstance(self.hardness, tuple) and self.hardness[:1] in (("mined",), ("others",))
 
     @property
     def strengths(self) -> tuple[float, float]:
@@ -226,10 +236,11 @@ class PairPolicy:
             return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
         if len(self.hardness) != 2:
             raise ValueError(
-                f'hardness must be a number or (of the batch, of extra) or ("mined", of extra), got {self.hardness!r}'
+                f'hardness must be a number or (of the batch, of extra) or ("mined", beta) or ("others", beta), got '
+                f"{self.hardness!r}"
             )
         first, second = self.hardness
-        return (0.0, second) if self.mined else (cast(float, first), second)
+        return (0.0, second) if first == "mined" else (second, 0.0) if first == "others" else (first, second)
 
     def threshold(self, positive: Tensor) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""

@@ -42,7 +42,7 @@ LOOKS = 8  # batches whose labels are compared with classes
 _ALSO: dict[str, Also] = {
     "query_to_query": "query_to_query",
     "doc_to_query": "document_to_query",
-    "doc_to_doc": "document_to_document",
+    "doc_to_doc": "document_to_every_document",
 }
 
 
@@ -58,6 +58,13 @@ class RankingOptions(TypedDict, total=False):
     hardness_strength: float
 
 
+# in_batch_negatives: an anchor's own mined negatives have no weight
+_HARDNESS: dict[str | None, Callable[[float], Any]] = {
+    None: lambda beta: None,
+    "in_batch_negatives": lambda beta: ("others", beta),
+    "hard_negatives": lambda beta: ("mined", beta),
+    "all_negatives": lambda beta: beta,
+}
 _BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -99,7 +106,7 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
 def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
     """Return the options of one estimator, or of one for each direction where only the first has weights."""
     both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
-    hardness = loss.hardness_strength if loss.hardness_mode not in (None, "hard_negatives") else 0.0
+    hardness = _HARDNESS[loss.hardness_mode](loss.hardness_strength) if loss.hardness_strength else None
     also = () if both else tuple(kind for name, kind in _ALSO.items() if name in loss.directions)
     options = {
         "tau": 1 / loss.scale,
@@ -154,9 +161,8 @@ class EstimatorLoss(nn.Module):
     Raises:
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
-        ValueError: options beside an estimator, or that cannot be combined (:func:`ranking_options`); with negatives
-            ``"doc_to_doc"`` and the hardness modes other than ``"all_negatives"``; no second column; no label column
-            where there are rows; one label for a whole batch; as many labels per sample as fit neither pairs nor
+        ValueError: options beside an estimator, or that sentence-transformers refuses; no second column; no label
+            column where there are rows; one label for a whole batch; as many labels per sample as fit neither pairs nor
             columns; a dimension without an estimator; a loss around this one that calls it several times with one batch
             (``AdaptiveLayerLoss``), where there are rows.
 
@@ -240,7 +246,6 @@ class EstimatorLoss(nn.Module):
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
-        self._check_columns(len(embeddings))
         local = dist.is_available() and dist.is_initialized() and not self.loss.gather_across_devices
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if local else None
         values = []
@@ -252,17 +257,6 @@ class EstimatorLoss(nn.Module):
             embeddings = embeddings[1::-1]  # of a second direction
             labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
         return torch.stack(values).mean()
-
-    def _check_columns(self, columns: int) -> None:
-        """Refuse options that do not take a column of negatives."""
-        loss = self.loss
-        if columns > 2 and "doc_to_doc" in loss.directions:
-            raise ValueError("directions=(..., 'doc_to_doc') takes no column of negatives; leave one of them out")
-        if columns > 2 and loss.hardness_strength and loss.hardness_mode not in (None, "all_negatives"):
-            raise ValueError(
-                f"hardness_mode={loss.hardness_mode!r} takes no column of negatives; use 'all_negatives', or an "
-                f"estimator with PairPolicy(hardness=(of the batch, of the negatives))"
-            )
 
     def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
         """Return features whose inner products are the similarities."""

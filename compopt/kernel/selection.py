@@ -123,9 +123,10 @@ class Matrix(NamedTuple):
         rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
         candidates = self.columns if dim == 1 else rows
         threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
-        if rows.name is not None and self.columns.name is not None:
+        if self.policy.by_anchor and rows.name is not None and self.columns.name is not None:
             mined = rows.name[:, None] == ~self.columns.name
-            result = torch.where(mined, s * (self.policy.strengths[1] / scale + 1), s)
+            others, own = (s * (beta / scale + 1) for beta in self.policy.strengths)
+            result = torch.where(mined, own, others)
         else:
             result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
         if threshold is not None:
