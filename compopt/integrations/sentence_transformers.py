@@ -30,7 +30,7 @@ from compopt.estimator.options import takes_options
 from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
-from compopt.pairs import Also, PairPolicy
+from compopt.pairs import Also, Hardness, PairPolicy
 from compopt.presets import InfoNCEEstimator
 
 __all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index", "ranking_options"]
@@ -58,13 +58,8 @@ class RankingOptions(TypedDict, total=False):
     hardness_strength: float
 
 
-# in_batch_negatives: an anchor's own mined negatives have no weight
-_HARDNESS: dict[str | None, Callable[[float], Any]] = {
-    None: lambda beta: None,
-    "in_batch_negatives": lambda beta: ("others", beta),
-    "hard_negatives": lambda beta: ("mined", beta),
-    "all_negatives": lambda beta: beta,
-}
+# which of an anchor's candidates have a hardness; its own mined negatives are not among the others
+_HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
 _BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -106,7 +101,10 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
 def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
     """Return the options of one estimator, or of one for each direction where only the first has weights."""
     both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
-    hardness = _HARDNESS[loss.hardness_mode](loss.hardness_strength) if loss.hardness_strength else None
+    hardness: Hardness | None = None
+    if loss.hardness_mode is not None and loss.hardness_strength:
+        kind = _HARDER.get(loss.hardness_mode)
+        hardness = loss.hardness_strength if kind is None else (kind, loss.hardness_strength)
     also = () if both else tuple(kind for name, kind in _ALSO.items() if name in loss.directions)
     options = {
         "tau": 1 / loss.scale,
@@ -210,11 +208,12 @@ class EstimatorLoss(nn.Module):
         self._by_dimension = _checked(est)
         if self._by_dimension and options:
             raise ValueError(
-                f"est= has options of its own, and {', '.join(options)} too; build the estimator with "
-                f"**ranking_options(...), or leave est= out"
+                f"{', '.join(options)} must be left out beside est=, which has such options itself; build the "
+                f"estimator with **ranking_options(...), or leave est= out"
             )
-        for each in self._by_dimension.values():
-            options = {**(_BOTH if each.directions == "both" else {}), "scale": eval_scale}
+        if est is not None:
+            both = any(each.directions == "both" for each in self._by_dimension.values())
+            options = {**(_BOTH if both else {}), "scale": eval_scale}
         self.loss = MultipleNegativesRankingLoss(cast(Any, None), **options)  # holds the options, and evaluates
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
@@ -252,8 +251,7 @@ class EstimatorLoss(nn.Module):
         for options in _estimators(self.loss):
             est = InfoNCEEstimator(**options, process_group=group)
             value = self._call(est, embeddings, labels)
-            # the sum in place of the mean over the candidates
-            values.append(value + (est.metrics["info_nce"] - value).detach())
+            values.append(value + (est.metrics["info_nce"] - value).detach())  # a sum over candidates, not their mean
             embeddings = embeddings[1::-1]  # of a second direction
             labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
         return torch.stack(values).mean()
