@@ -16,6 +16,7 @@ from compopt.normalizers import (
     MovingAverageEstimator,
     NeuralNormalizer,
     ResidualNormalizer,
+    SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
 from compopt.pairwise import pairwise
@@ -28,6 +29,7 @@ from compopt.presets import (
     MemoryEstimator,
     NeuCLIPEstimator,
     ResidualEstimator,
+    SigLIPEstimator,
     SogCLREstimator,
     recommended,
 )
@@ -56,6 +58,8 @@ __all__ = [
     "ResidualEstimator",
     "ResidualNormalizer",
     "ScoreKeeper",
+    "SigLIPEstimator",
+    "SigmoidNormalizer",
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",

@@ -543,6 +543,7 @@ class ContrastiveEstimator(Estimator):
             objective.serve_others()
         if isinstance(temperature, Tensor) and given.wants(temperature):
             found.append(objective.temperature_gradient(temperature))
+        found += objective.learned_gradients() if given.graph else []
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found

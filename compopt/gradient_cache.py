@@ -16,6 +16,7 @@ from compopt.checks.context import outside_of_graphs
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.kernel.features import with_gradients, working_dtype
+from compopt.pairs import PairPolicy
 
 Encode = Callable[[Any, Any], Any]
 Sizes = int | Callable[[Any], Sequence[int]]
@@ -45,6 +46,8 @@ def gradient_cache(
     guide: Sequence[Tensor] | None = None,
     within: Tensor | tuple[Tensor, Tensor] | None = None,
     teacher: Tensor | Sequence[Tensor] | None = None,
+    prior: Tensor | None = None,
+    pairs: PairPolicy | None = None,
 ) -> Tensor:
     r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches; every sample is a negative of all.
 
@@ -79,8 +82,9 @@ def gradient_cache(
             ``model(**part)``, anything else as ``model(part)``. Tensors, along their first dimension,
             and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
             (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
-        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher: as in a call of ``est``,
-            of the whole batch. A ``tau`` or ``extra`` that requires a gradient gets it, with the last micro-batch.
+        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
+            call of ``est``, of the whole batch. A ``tau`` or ``extra`` that requires a gradient gets it, with the last
+            micro-batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``: a budget of tokens. For towers also one of these for each.
         encode: any other way to encode, ``encode(model, part) -> outputs``; with towers, for each of them. Outputs are
@@ -132,7 +136,7 @@ def gradient_cache(
     tau, extra = _either("tau", temperature, tau), _either("extra", further, extra)
     z1, z2 = features[0], features[1] if features[1:] else None
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
-    call = functools.partial(call, guide=guide, within=within, teacher=teacher)
+    call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]

@@ -99,6 +99,10 @@ class Objective:
             len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         )
 
+    def learned_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the normalizer with their whole gradients."""
+        return [(p, (self._alpha_slope() * d).sum().to(p.dtype)) for p, d in self.estimate.learned]
+
     # -- gradients of features, weights held as estimated ------------------------------------------------------
 
     def feature_gradients(self, own: Features, extra: Features | None) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ PRESETS = [
     (compopt.NeuCLIPEstimator, {"dim": 4, "prototypes": 8}),
     (compopt.MemoryEstimator, {"dim": 4, "length": 8}),
     (compopt.ResidualEstimator, {"dim": 4, "prototypes": 8}),
+    (compopt.SigLIPEstimator, {}),
     (compopt.SogCLREstimator, {"n": 9}),
 ]
 PARTS = {"self", "normalizer", "temperature", "sample_groups"}
@@ -32,7 +33,7 @@ def test_type_checkers_see_what_the_base_class_takes():
 def test_every_option_is_shown_with_its_default_and_any_other_refused(preset, given):
     base = inspect.signature(compopt.ContrastiveEstimator).parameters
     shown = inspect.signature(preset).parameters
-    expected = CommonOptions if preset is compopt.FastCLIPEstimator else Options
+    expected = CommonOptions if preset in (compopt.FastCLIPEstimator, compopt.SigLIPEstimator) else Options
     assert all(shown[name].default == base[name].default for name in expected.__annotations__)
     assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
     unexpected = rf"{preset.__name__}.. got an unexpected keyword argument 'chunksize'; it takes .*chunk_size"

@@ -416,7 +416,7 @@ def test_debiased_loss(prior, tau, chunk_size):
     z = [x.requires_grad_() for x in features(8, DIM, seed=20)]
     est = infonce(tau, prior=prior)
     est.chunk_size = chunk_size
-    same(loss_of(est, z, 7), policies.debiased(policies.cosines(*z), tau, prior), z)
+    same(loss_of(est, z, 7), policies.debiased(*policies.split(policies.cosines(*z)), tau, prior), z)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -425,7 +425,7 @@ def test_hard_negative_loss(tau, beta, prior, chunk_size):
     z = [x.requires_grad_() for x in features(8, DIM, seed=21)]
     est = infonce(tau, hardness=beta / tau, importance="differentiated", prior=prior)
     est.chunk_size = chunk_size
-    same(loss_of(est, z, 7), policies.hard(policies.cosines(*z), tau, prior, beta), z)
+    same(loss_of(est, z, 7), policies.hard(*policies.split(policies.cosines(*z)), tau, prior, beta), z)
 
 
 @pytest.mark.parametrize("importance", ["normalized", "differentiated"])
@@ -481,7 +481,11 @@ def test_debiased_moving_average(kind, reference):
 
 def test_hardness_weighted_loss():
     z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
-    same(loss_of(infonce(0.1, hardness=9.0), z, 7), policies.hardness_weighted(policies.cosines(*z), 0.1, 9.0), z)
+    same(
+        loss_of(infonce(0.1, hardness=9.0), z, 7),
+        policies.hardness_weighted(*policies.split(policies.cosines(*z)), 0.1, 9.0),
+        z,
+    )
 
 
 # -- several positives, soft targets ---------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Policies of pairs that a call brings, priors of samples, an anchor's own mined negatives, expected positives."""
 
-import itertools
 import math
 
 import pytest
@@ -135,7 +134,7 @@ def test_a_prior_of_every_sample(tau, chunk_size):
     options = {"directions": "forward", "multiply_tau": False, "chunk_size": chunk_size}
     est = compopt.InfoNCEEstimator(tau, **options, pairs=PairPolicy(prior="given"))
     loss = est(*z, prior=prior) + math.log(7)
-    theirs = policies.debiased(policies.cosines(*z), tau, prior)
+    theirs = policies.debiased(*policies.split(policies.cosines(*z)), tau, prior)
     near(loss, theirs)
     for got, want in zip(torch.autograd.grad(loss, z), torch.autograd.grad(theirs, z), strict=True):
         near(got, want)
@@ -253,7 +252,11 @@ def twin(views, kind, weights, tau, count, extra=None, barred=None):
         others = range(len(z)) if kind == "unimodal" else (1 - view,)
         t = [weights(view, other) for other in others]
         t = torch.cat(
-            [x + torch.diag(torch.full((BATCH,), torch.nan)) if o == view else x for o, x in zip(others, t)], 1
+            [
+                x + torch.diag(torch.full((BATCH,), torch.nan)) if o == view else x
+                for o, x in zip(others, t, strict=True)
+            ],
+            1,
         )
         given = (further, barred) if view == 0 else (None, None)
         terms.append(policies.expected(z[view], torch.cat([z[o] for o in others]), t, tau, *given))

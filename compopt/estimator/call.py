@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +103,7 @@ class Estimate:
         positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
         through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
             batch's features, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
+        learned: parameters of the normalizer, 0-d, and the derivatives of ``alpha`` with respect to them, ``(B, A)``.
         metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
     """
 
@@ -114,4 +115,5 @@ class Estimate:
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
     through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
+    learned: Sequence[tuple[Tensor, Tensor]] = ()
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)

@@ -5,5 +5,13 @@ from compopt.normalizers.memory import MemoryNormalizer
 from compopt.normalizers.moving_average import MovingAverageEstimator
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.normalizers.residual import ResidualNormalizer
+from compopt.normalizers.sigmoid import SigmoidNormalizer
 
-__all__ = ["BatchNormalizer", "MemoryNormalizer", "MovingAverageEstimator", "NeuralNormalizer", "ResidualNormalizer"]
+__all__ = [
+    "BatchNormalizer",
+    "MemoryNormalizer",
+    "MovingAverageEstimator",
+    "NeuralNormalizer",
+    "ResidualNormalizer",
+    "SigmoidNormalizer",
+]

@@ -1,6 +1,6 @@
 """Published methods as compositions of a normalizer and a temperature."""
 
-from compopt.presets.batch import DCLEstimator, InfoNCEEstimator, MemoryEstimator, recommended
+from compopt.presets.batch import DCLEstimator, InfoNCEEstimator, MemoryEstimator, SigLIPEstimator, recommended
 from compopt.presets.emc2 import EMC2Estimator
 from compopt.presets.moving_average import FastCLIPEstimator, ISogCLREstimator, SogCLREstimator
 from compopt.presets.neural import NeuCLIPEstimator, ResidualEstimator
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryEstimator",
     "NeuCLIPEstimator",
     "ResidualEstimator",
+    "SigLIPEstimator",
     "SogCLREstimator",
     "recommended",
     "settings",

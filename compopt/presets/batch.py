@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.options import Options, takes_options
+from compopt.estimator.options import CommonOptions, Options, takes_options
 from compopt.estimator.score_keeper import ScoreKeeper
-from compopt.normalizers import BatchNormalizer, MemoryNormalizer
+from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormalizer
 from compopt.pairs import PairPolicy
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
@@ -97,6 +97,46 @@ class DCLEstimator(ContrastiveEstimator):
     def __init__(self, tau: float | Tensor | None = None, learn_tau: bool = False, **options: Unpack[Options]) -> None:
         temperature = _temperature(tau, learn_tau, options)
         super().__init__(BatchNormalizer(include_positive=False), temperature, **options)
+
+
+class SigLIPEstimator(ContrastiveEstimator):
+    r"""Pairwise sigmoid loss: no softmax, so that the value needs no normalizer.
+
+    .. math::
+        -\frac{1}{B} \sum_{i, j} \log \sigma\bigl(y_{ij} (s_{ij} / \tau + b)\bigr), \qquad
+        y_{ij} = 1 \text{ for the positive, else } -1
+
+    The two directions of bimodal mode have the same terms: ``directions="forward"`` has the same value and gradients
+    at a lower cost. See :class:`~compopt.SigmoidNormalizer`.
+
+    Args:
+        tau: temperature at the start, ``1 / t`` of the paper.
+        bias: ``b`` at the start.
+        learn: learn ``log(1/tau)`` and ``b`` by the user's optimizer: give it ``est.parameters()``.
+        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
+            ``mode="unimodal"`` has both views of the other samples as negatives.
+
+    State: the two parameters; nothing per sample, so ``index`` may be left out when no sample repeats.
+
+    References:
+        Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, Algorithm 1 (initial values too).
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.SigLIPEstimator()
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
+        >>> [p.item() for p in est.parameters()]
+        [-10.0, 2.3025851249694824]
+    """
+
+    @takes_options(ContrastiveEstimator, CommonOptions)
+    def __init__(
+        self, tau: float = 0.1, bias: float = -10.0, learn: bool = True, **options: Unpack[CommonOptions]
+    ) -> None:
+        dtype = options.get("dtype", torch.float32)
+        super().__init__(
+            SigmoidNormalizer(bias, learn, dtype), FixedTemperature(tau, learn, dtype), multiply_tau=False, **options
+        )
 
 
 class MemoryEstimator(ContrastiveEstimator):

@@ -1,0 +1,117 @@
+"""Sigmoid per pair: no pair's weight depends on another pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.checks.values import FINITE, Range
+from compopt.estimator.call import Call, Estimate, Setting
+from compopt.estimator.component import Normalizer
+from compopt.estimator.groups import SampleGroups
+from compopt.kernel.sigmoid import SigmoidPairs
+from compopt.pairs import NO_POLICY, PairPolicy
+from compopt.stores.layout import Column
+
+
+class SigmoidNormalizer(Normalizer):
+    r"""Pairwise sigmoid loss (SigLIP): every pair of an anchor and a candidate is a binary classification.
+
+    .. math::
+        \alpha_i = \log(1 + e^{-s_{ii} / \tau_i - b}) + \sum_{j \in N_i} \log(1 + e^{s_{ij} / \tau_i + b}), \qquad
+        w_{ij} = \sigma(s_{ij} / \tau_i + b)
+
+    The positive is pulled with the weight ``sigma(-s_ii / tau_i - b)``. Nothing is normalised; ``alpha_i`` is what the
+    mean is over, the loss of all pairs of an anchor. ``N_i`` has the samples of other index and labels, so that known
+    duplicates are no negatives. With ``multiply_tau=False`` the value is that of the paper.
+
+    Args:
+        bias: ``b``; -10: few pairs of a large batch are positive.
+        learn: ``b`` is a parameter that ``est.parameters()`` hands to the user's optimizer.
+        dtype: of that parameter.
+
+    Hyper-parameters: ``bias``, unless it is learned.
+
+    State: the parameter ``bias``, 0-d, with ``learn=True``. Communicates one all-gather of 3 floats per sample and
+    direction; with several ranks each gets the whole gradient of a learned bias.
+
+    Cost: two or three matrix products beside the kernel's, and no matrix of more than ``chunk_size`` rows, 1,024
+    without, of its own.
+
+    Raises:
+        TypeError: ``bias`` is no number, ``learn`` neither True nor False.
+        ValueError: a policy of pairs; at the call ``extra``.
+
+    References:
+        Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and Algorithm 1.
+
+    Example:
+        >>> import torch, compopt
+        >>> sigmoid, tau = compopt.SigmoidNormalizer(bias=-2.0), compopt.FixedTemperature(0.1)
+        >>> est = compopt.ContrastiveEstimator(sigmoid, tau, multiply_tau=False)
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
+    """
+
+    def __init__(self, bias: float = -10.0, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        checks.flag("learn", learn)
+        super().__init__(None, {} if learn else {"bias": bias})
+        if learn:
+            value = torch.tensor(checks.number("bias", bias), dtype=dtype, device="cpu")
+            self.learnable = torch.nn.Module()
+            self.learnable.bias = torch.nn.Parameter(value)
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """Learned bias, 0-d; ``None`` if nothing is learned."""
+        return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.bias)
+
+    def described(self) -> dict[str, Any]:
+        return {} if self.bias is None else {"bias": f"{self.bias.item():.6g} (learned)"}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        if "bias" in self.own_defaults:
+            checks.number("bias", group["bias"])
+
+    def check_extra(self) -> None:
+        raise ValueError("extra= must be left out: SigmoidNormalizer has the samples of the batch alone as candidates")
+
+    def check_pairs(self, policy: PairPolicy) -> None:
+        if policy != NO_POLICY:
+            raise ValueError(
+                f"pairs={policy} weights the terms of a normalizer, and a sigmoid per pair has none; leave it out, and "
+                f"pass labels= for duplicates"
+            )
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        self._ranks = setting.ranks
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return []
+
+    def estimate(self, call: Call) -> Estimate:
+        call.pairs.release()  # its gradients are not asked for
+        batch, bias = call.batch, call.hyper("bias") if self.bias is None else self.bias
+        gather = lambda values: self._ranks.gather([values], batch.sizes)[0]  # noqa: E731
+        weights = SigmoidPairs(call.pairs, batch.features, batch.own, call.tau, bias, call.chunk_size, gather)
+        learned = [] if self.bias is None else [(self.bias, weights.slope)]
+        return Estimate(weights.alpha, weights=weights, learned=learned)
+
+    def move(self, device: torch.device) -> None:
+        if self.learnable is not None and self.learnable.bias.device != device:
+            self.learnable.to(device)  # the parameter stays the same object, as the user's optimizer has it
+
+    def saved_state(self) -> dict[str, Tensor]:
+        return {} if self.bias is None else {"bias": self.bias.detach().clone()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        return dict.fromkeys(names, FINITE)
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        if self.bias is not None:
+            with torch.no_grad():
+                self.bias.copy_(state["bias"])

@@ -1,0 +1,153 @@
+"""Pairwise sigmoid loss: its value and all gradients against the equation, in every mode and on several ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compopt
+from tests.helpers import features, generator, near
+from tests.pool import the_pool
+
+BATCH, DIM = 7, 4
+LABELS = torch.tensor([0, 0, 1, 2, 3, 3, 4])
+
+
+def equation(views, kind, tau, bias, key=None):
+    """Algorithm 1 of the paper, where equal keys are no negatives; the mean over all ordered pairs of views."""
+    z = [torch.nn.functional.normalize(view, dim=1) for view in views]
+    key, itself = torch.arange(BATCH) if key is None else key, torch.eye(BATCH, dtype=torch.bool)
+    apart = key[:, None] != key
+    losses = []
+    for view in range(1 if kind == "forward" else len(z)):
+        others = range(len(z)) if kind == "unimodal" else (1 - view,)
+        logits = {other: z[view] @ z[other].T / tau + bias for other in others}
+        negative = sum(-torch.nn.functional.logsigmoid(-x)[apart].sum() for x in logits.values())
+        for other in others:
+            if other != view:
+                losses.append(negative - torch.nn.functional.logsigmoid(logits[other])[itself].sum())
+    return sum(losses) / len(losses) / BATCH
+
+
+def build(kind, tau=0.2, bias=-2.0, **options):
+    mode = {"directions": kind} if kind == "forward" else {"mode": kind}
+    return compopt.SigLIPEstimator(tau, bias, dtype=torch.float64, **mode, **options)
+
+
+def all_gradients(est, z, **given):
+    """Loss, and gradients of views, of log(1 / tau) and of the bias."""
+    est.temperature.log_inverse.grad = est.normalizer.bias.grad = None
+    loss = est(*z, **given) if isinstance(z, tuple) else est(z, **given)
+    loss.backward()
+    leaves = [*z] if isinstance(z, tuple) else [z]
+    return loss.detach(), *(x.grad for x in (*leaves, est.temperature.log_inverse, est.normalizer.bias))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("labels", [None, LABELS])
+@pytest.mark.parametrize("kind", ["bimodal", "unimodal", "forward"])
+def test_value_and_all_gradients(kind, labels, chunk_size):
+    z = tuple(x.requires_grad_() for x in features(BATCH, DIM, seed=90))
+    est = build(kind, chunk_size=chunk_size)
+    t, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.2, -2.0))
+    theirs = equation(z, kind, t, b, labels)
+    wanted = torch.autograd.grad(theirs, (*z, t, b))
+    loss, *found = all_gradients(est, z, labels=labels)
+    near(loss, theirs)
+    for got, want in zip(found, (*wanted[:2], wanted[2] * -0.2, wanted[3]), strict=True):
+        near(got, want)
+
+
+def test_the_paper_counts_each_pair_once():
+    """Its own form: a sum over all pairs, divided by the batch; both directions have the same value and gradients."""
+    z1, z2 = features(BATCH, DIM, seed=91)
+    s = torch.nn.functional.normalize(z1, dim=1) @ torch.nn.functional.normalize(z2, dim=1).T
+    sign = 2 * torch.eye(BATCH, dtype=torch.float64) - 1
+    theirs = -torch.nn.functional.logsigmoid(sign * (s / 0.2 - 2.0)).sum() / BATCH
+    found = [build(kind).feature_gradients(z1, z2) for kind in ("forward", "bimodal")]
+    near(found[0][0], theirs)
+    for one, other in zip(*found, strict=True):
+        near(one, other)
+
+
+@pytest.mark.parametrize("anchors", [None, 2])
+def test_several_views(anchors):
+    views = torch.randn(3, BATCH, DIM, generator=generator(92), dtype=torch.float64).requires_grad_()
+    loss, gradient, *_ = all_gradients(build("unimodal"), views, anchors=anchors)
+    if anchors is None:
+        theirs = equation(views, "unimodal", 0.2, -2.0)
+    else:
+        theirs = sum(equation_of_anchor(views, view) for view in range(anchors)) / anchors
+    near(loss, theirs), near(gradient, torch.autograd.grad(theirs, views)[0])
+
+
+def equation_of_anchor(views, view):
+    """The same with one view's anchors: the mean over its two positives."""
+    z = torch.nn.functional.normalize(views, dim=2)
+    logits, itself = torch.stack([z[view] @ other.T / 0.2 - 2.0 for other in z]), torch.eye(BATCH, dtype=torch.bool)
+    negative = torch.nn.functional.softplus(logits)[:, ~itself].sum()
+    own = [torch.nn.functional.softplus(-logits[other][itself]).sum() for other in range(3) if other != view]
+    return (negative + sum(own) / 2) / BATCH
+
+
+def test_temperatures_and_biases_of_samples():
+    """Of each anchor; the candidates of other anchors have those of theirs. The first data set has another bias."""
+    z = [x.requires_grad_() for x in features(BATCH, DIM, seed=93)]
+    tau = torch.linspace(0.1, 0.5, BATCH, dtype=torch.float64).requires_grad_()
+    parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)
+    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}], "scores": compopt.ScoreKeeper(BATCH)}
+    est = compopt.ContrastiveEstimator(*parts, multiply_tau=False, **groups)
+    loss, bias = est(*z, torch.arange(BATCH), tau=tau), torch.tensor([-2.0] * 3 + [-1.0] * 4)[:, None]
+    s = torch.nn.functional.normalize(z[0], dim=1) @ torch.nn.functional.normalize(z[1], dim=1).T
+    sign = 2 * torch.eye(BATCH, dtype=torch.float64) - 1
+    terms = [torch.nn.functional.logsigmoid(sign * (x / tau[:, None] + bias)).sum() for x in (s, s.T)]
+    theirs = -sum(terms) / 2 / BATCH
+    near(loss, theirs)
+    leaves = [*z, tau]
+    for got, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        near(got, want)
+
+
+def on_ranks(group, kind, sizes, views, labels, chunk_size):
+    own = slice(sum(sizes[: dist.get_rank(group)]), sum(sizes[: dist.get_rank(group) + 1]))
+    z = views[:, own].clone().requires_grad_()
+    z = z if len(z) > 2 else tuple(x.detach().requires_grad_() for x in z)
+    est = build(kind, chunk_size=chunk_size, process_group=group)
+    return all_gradients(est, z, labels=labels[own])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind, count", [("bimodal", 2), ("forward", 2), ("unimodal", 3)])
+def test_ranks(kind, count):
+    """Gradients of features are of the own part, times K; those of parameters are whole on every rank."""
+    views = torch.randn(count, BATCH, DIM, generator=generator(94), dtype=torch.float64)
+    (whole,) = the_pool().run(on_ranks, 1, kind, [BATCH], views, LABELS, None)
+    parts = the_pool().run(on_ranks, 3, kind, [2, 0, 5], views, LABELS, 2)
+    for part in parts:
+        for at in (0, -2, -1):
+            near(part[at], whole[at], 1e-11)
+    for at in range(1, len(whole) - 2):
+        near(torch.cat([part[at] for part in parts], dim=whole[at].dim() - 2) / 3, whole[at], 1e-10)
+
+
+def test_the_bias_is_learned_stored_and_shown():
+    est, other = (compopt.SigLIPEstimator(bias=b) for b in (-5.0, -3.0))
+    assert "bias: -5 (learned)" in repr(est)
+    optimizer = torch.optim.SGD(est.parameters(), lr=1.0)
+    est.attach(optimizer)
+    est(*torch.randn(2, 6, 4)).backward()
+    before = est.normalizer.bias.item()
+    optimizer.step()
+    assert est.normalizer.bias.item() != before and est.t == 0  # nothing was deposited to commit without rows
+    other.load_state_dict(est.state_dict())
+    assert torch.equal(other.normalizer.bias, est.normalizer.bias)
+    assert compopt.as_module(est).state_dict().keys() >= {"normalizer.bias", "temperature.log_inverse"}
+
+
+def test_what_is_refused():
+    z = torch.randn(2, 4, 3)
+    with pytest.raises(ValueError, match="has the samples of the batch alone as candidates"):
+        compopt.SigLIPEstimator()(*z, extra=z[0])
+    with pytest.raises(ValueError, match="a sigmoid per pair has none"):
+        compopt.SigLIPEstimator(pairs=compopt.PairPolicy(hardness=1.0))
+    with pytest.raises(TypeError, match="bias must be a number"):
+        compopt.SigLIPEstimator(bias="-10")
