@@ -65,8 +65,8 @@ class PairPolicy:
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
             itself) and ``"document_to_query"``, which counts the positive once more (GTE).
             ``"document_to_every_document"``: ``z2`` and the ``extra=`` of other anchors, which has ``k B`` rows as
-            above, in the place of ``"document_to_document"``. False negatives are told
-            by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
+            above. False negatives are told by the anchor's one threshold; ``hardness`` and otherwise ``extra`` are of
+            the first direction alone.
         within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
             those of its data set or language.
 
