@@ -218,7 +218,7 @@ EVERYTHING = {"hardness": ("others", 3.0), "also": EVERY, "false_negatives": 0.4
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("name", ["infonce", "sogclr", "isogclr"])
+@pytest.mark.parametrize("name", ["infonce", "sogclr", pytest.param("isogclr", marks=pytest.mark.full)])
 @pytest.mark.parametrize("options", [{}, {"guided": True}, {"guided": True, "spare_extra": True, "within": True}])
 def test_everything_but_an_anchor_s_own_mined_negatives(name, options, chunk_size):
     """Mined negatives that are somebody's positive too."""

@@ -16,7 +16,7 @@ try:
     from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
     from sentence_transformers.base.losses.merged_forward import embed_columns
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.util import all_gather_with_grad, cos_sim, dot_score, get_rank
+    from sentence_transformers.util import all_gather_with_grad, cos_sim, dot_score, get_rank, similarity_fct_name
 except ImportError as error:
     raise ImportError(
         "this needs sentence-transformers 6.2 or newer: "
@@ -60,6 +60,7 @@ class RankingOptions(TypedDict, total=False):
 
 # which of an anchor's candidates have a hardness; its own mined negatives are not among the others
 _HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
+_READ = {*RankingOptions.__annotations__, "temperature"}  # attributes of their loss
 _BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -122,9 +123,6 @@ def _this_rank(world: ProcessGroup) -> ProcessGroup:
     return dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
 
 
-_DELEGATED = {*RankingOptions.__annotations__, "temperature"}
-
-
 class EstimatorLoss(nn.Module):
     """An estimator in the place of ``MultipleNegativesRankingLoss``.
 
@@ -154,7 +152,7 @@ class EstimatorLoss(nn.Module):
         **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can be read and assigned as
             attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
             similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
-            several ranks the value is the mean over the global batch, and not over this rank's part of it.
+            ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
 
     Raises:
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
@@ -221,7 +219,7 @@ class EstimatorLoss(nn.Module):
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name) if name in _DELEGATED else super().__getattr__(name)
+        return getattr(self.loss, name) if name in _READ else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in RankingOptions.__annotations__:
@@ -247,13 +245,14 @@ class EstimatorLoss(nn.Module):
         """Compute the loss by the options, which may have been assigned since the last call."""
         local = dist.is_available() and dist.is_initialized() and not self.loss.gather_across_devices
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if local else None
-        values = []
+        values: list[Tensor] = []
         for options in _estimators(self.loss):
+            if values:  # the other direction
+                embeddings = embeddings[1::-1]
+                labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
             est = InfoNCEEstimator(**options, process_group=group)
             value = self._call(est, embeddings, labels)
             values.append(value + (est.metrics["info_nce"] - value).detach())  # a sum over candidates, not their mean
-            embeddings = embeddings[1::-1]  # of a second direction
-            labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
         return torch.stack(values).mean()
 
     def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
@@ -263,7 +262,8 @@ class EstimatorLoss(nn.Module):
             return embeddings
         if {"query_to_query", "doc_to_doc"} & set(self.loss.directions):
             raise ValueError(
-                f"similarity_fct={similarity} is for queries and documents; leave out the other directions"
+                f"similarity_fct={similarity_fct_name(similarity)} is for queries and documents; leave out the other "
+                f"directions, or take cos_sim or dot_score"
             )
         # rows of the identity, and columns of the matrix of similarities
         first = 0
