@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
@@ -42,14 +42,14 @@ class PairPolicy:
         spare_extra: the further candidates ``extra=`` are never false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
             A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones. ``("mined", beta)``: of
-            the anchor's own further candidates alone; ``extra=`` then has ``k B`` rows, of which the rows ``i``,
-            ``B + i``, ... belong to anchor ``i`` (columns of mined negatives, one after the other). ``("others",
-            beta)``: of all candidates but these.
+            the anchor's own further candidates alone; ``("others", beta)``: of all but these. ``extra=`` then has
+            ``k B`` rows, of which the rows ``i``, ``B + i``, ... belong to anchor ``i`` (columns of mined negatives,
+            one after the other).
         importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
             constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
         prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
             ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``. ``"given"``: each
-            call has one of every sample, ``prior=``, such as the share of its class.
+            call has one of every sample, ``prior=table[index]`` for example, the share of its class.
         mises_fisher: ``sigma`` > 0: the positive is pulled with the weight
             ``2 - exp(s_ii / sigma) / mean_k exp(s_kk / sigma)``, held constant, the mean being over the batch (DCLW).
         positives: ``"own"``: the other modality of a sample, or each of its other views. ``"labels"``: all samples with
@@ -138,7 +138,7 @@ class PairPolicy:
     def _normalize(self) -> None:
         """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
         first, second = self.strengths
-        equal = self.hardness is not None and not self.by_anchor and first == second
+        equal = self.hardness is not None and not self.owned and first == second
         values = {
             "false_negatives": _plain(self.false_negatives),
             "hardness": float(first) if equal else _plain(self.hardness),
@@ -211,8 +211,9 @@ class PairPolicy:
     @property
     def asks(self) -> set[str]:
         """Names of the arguments that each call must have."""
-        options = {"guide": self.guided, "within": self.within, "teacher": self.targets is not None}
-        return {name for name, asked in {**options, "prior": self.prior == "given"}.items() if asked}
+        options = {"guide": self.guided, "within": self.within}
+        options |= {"teacher": self.targets is not None, "prior": self.prior == "given"}
+        return {name for name, asked in options.items() if asked}
 
     @property
     def selects(self) -> bool:
@@ -220,27 +221,29 @@ class PairPolicy:
         return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
 
     @property
-    def mined(self) -> bool:
-        """True if an anchor's own further candidates are told from those of the others."""
-        return self.by_anchor or "document_to_every_document" in self.also
-
-    @property
-    def by_anchor(self) -> bool:
-        """True if hardness tells an anchor's own further candidates from all others."""
+    def owned(self) -> bool:
+        """True if an anchor's own further candidates have another hardness than those of other anchors."""
         return isinstance(self.hardness, tuple) and self.hardness[:1] in (("mined",), ("others",))
 
     @property
+    def asks_for_owners(self) -> bool:
+        """True if calls must tell which anchor each further candidate was mined for."""
+        return self.owned or "document_to_every_document" in self.also
+
+    @property
     def strengths(self) -> tuple[float, float]:
-        """Hardness of the batch's candidates, and of further ones; 0 where there is none."""
+        """Hardness of the batch's candidates, and of further ones (:attr:`owned`: the own ones); 0 without one."""
         if not isinstance(self.hardness, tuple):
             return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
         if len(self.hardness) != 2:
             raise ValueError(
-                f'hardness must be a number or (of the batch, of extra) or ("mined", beta) or ("others", beta), got '
-                f"{self.hardness!r}"
+                f"hardness must be a number or (of the batch, of extra), or a number with whose it is, "
+                f'("mined", number) or ("others", number), got {self.hardness!r}'
             )
         first, second = self.hardness
-        return (0.0, second) if first == "mined" else (second, 0.0) if first == "others" else (first, second)
+        if self.owned:
+            return (0.0, second) if first == "mined" else (second, 0.0)
+        return cast(float, first), second
 
     def threshold(self, positive: Tensor) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""

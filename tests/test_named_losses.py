@@ -64,6 +64,14 @@ def soft_clip(z1, z2, extra):
     return sum(policies.soft_targets(x, y.softmax(1), 0.07) for x, y in ((s, t), (s.T, t.T))) / 2
 
 
+def llave_mined(z1, z2, extra):
+    """In-batch negatives, those that were mined for others among them, have the weight."""
+    s = torch.cat([cosines(z1, z2), cosines(z1, extra)], dim=1)
+    plain = torch.eye(BATCH, dtype=torch.bool).repeat(1, 2)
+    logits = s / 0.05 + 9.0 * s.detach().masked_fill(plain, 0)
+    return torch.nn.functional.cross_entropy(logits, torch.arange(BATCH))
+
+
 # what a call brings, and the equation of z1, z2 and further candidates
 LOSSES = {
     "clip": ({}, lambda z1, z2, extra: policies.both_ways(cosines(z1, z2), 0.07)),
@@ -73,6 +81,7 @@ LOSSES = {
     "qwen": ({}, qwen),
     "gte": ({}, lambda z1, z2, extra: policies.improved(z1, z2, 0.05)),
     "llave": ({}, lambda z1, z2, extra: policies.hardness_weighted(*policies.split(cosines(z1, z2)), 0.05, 9.0)),
+    "llave_mined": ({"extra": EXTRA}, llave_mined),
     "gemma": (
         {"extra": EXTRA},
         lambda z1, z2, extra: policies.own_hard_negatives(cosines(z1, z2), cosines(z1, extra), 0.05, 5.0),

@@ -42,7 +42,7 @@ def all_gradients(est, z, **given):
     return loss.detach(), *(x.grad for x in (*leaves, est.temperature.log_inverse, est.normalizer.bias))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("chunk_size", [3, pytest.param(None, marks=pytest.mark.full)])
 @pytest.mark.parametrize("labels", [None, LABELS])
 @pytest.mark.parametrize("kind", ["bimodal", "unimodal", "forward"])
 def test_value_and_all_gradients(kind, labels, chunk_size):
@@ -94,7 +94,7 @@ def test_temperatures_and_biases_of_samples():
     z = [x.requires_grad_() for x in features(BATCH, DIM, seed=93)]
     tau = torch.linspace(0.1, 0.5, BATCH, dtype=torch.float64).requires_grad_()
     parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)
-    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}], "scores": compopt.ScoreKeeper(BATCH)}
+    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}], "scores": compopt.ScoreKeeper([{"n": 3}, {"n": 4}])}
     est = compopt.ContrastiveEstimator(*parts, multiply_tau=False, **groups)
     loss, bias = est(*z, torch.arange(BATCH), tau=tau), torch.tensor([-2.0] * 3 + [-1.0] * 4)[:, None]
     s = torch.nn.functional.normalize(z[0], dim=1) @ torch.nn.functional.normalize(z[1], dim=1).T
@@ -116,7 +116,10 @@ def on_ranks(group, kind, sizes, views, labels, chunk_size):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind, count", [("bimodal", 2), ("forward", 2), ("unimodal", 3)])
+@pytest.mark.parametrize(
+    "kind, count",
+    [("unimodal", 3), *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in ("bimodal", "forward"))],
+)
 def test_ranks(kind, count):
     """Gradients of features are of the own part, times K; those of parameters are whole on every rank."""
     views = torch.randn(count, BATCH, DIM, generator=generator(94), dtype=torch.float64)
@@ -149,5 +152,9 @@ def test_what_is_refused():
         compopt.SigLIPEstimator()(*z, extra=z[0])
     with pytest.raises(ValueError, match="a sigmoid per pair has none"):
         compopt.SigLIPEstimator(pairs=compopt.PairPolicy(hardness=1.0))
+    with pytest.raises(ValueError, match="estimates no log-normalizer"):
+        compopt.diagnostics.normalizer_error(compopt.SigLIPEstimator(), *z, batch_size=2)
+    with pytest.raises(ValueError, match="TemperatureDual bounds the divergence"):
+        compopt.ContrastiveEstimator(compopt.SigmoidNormalizer(), compopt.TemperatureDual(4, rho=0.1))
     with pytest.raises(TypeError, match="bias must be a number"):
         compopt.SigLIPEstimator(bias="-10")

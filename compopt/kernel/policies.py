@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
+from compopt.functional import Scalar
 from compopt.kernel.corrected import DebiasedPairs, NormalizedPairs, WeightedPositives
 from compopt.kernel.joined import JoinedPairs
 from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
@@ -23,8 +26,8 @@ def swept(
         pairs = _normalized(pairs, source, options, policy)
     scale = scale_of(source.tau, pairs.positive, *pairs.positive.shape)
     if policy.prior is not None:
-        constant = 0.0 if isinstance(policy.prior, str) else policy.prior
-        pairs = DebiasedPairs(pairs, constant if prior is None else prior[:, None], scale)
+        share = cast(Scalar, policy.prior) if prior is None else prior[:, None]
+        pairs = DebiasedPairs(pairs, share, scale)
     if policy.mises_fisher is not None:
         pairs = WeightedPositives(pairs, policy.mises_fisher, scale)
     return pairs

@@ -52,22 +52,21 @@ class SigmoidPairs(SampledPairs):
     ) -> None:
         self._pairs, self._z, self._own = pairs, torch.stack([*features]), own
         self._rows = chunk_size or BLOCK_ROWS
-        batch, directions = len(features[0]), pairs.directions
-        scale = scale_of(tau, self._z, batch, directions)
-        self._scale, self._bias = (
-            x.to(self._z).expand(batch, directions)
-            if isinstance(x, Tensor)
-            else self._z.new_full((batch, directions), x)
-            for x in (scale, bias)
-        )
-        sums = torch.cat([self._sums(view) for view in range(directions)], dim=1)
-        per_anchor = gather(sums).unflatten(1, (directions, 3)).unbind(2)
+        self._scale = self._of_anchors(scale_of(tau, self._z, len(features[0]), pairs.directions))
+        self._bias = self._of_anchors(bias)
+        sums = torch.cat([self._sums(view) for view in range(pairs.directions)], dim=1)
+        per_anchor = gather(sums).unflatten(1, (pairs.directions, 3)).unbind(2)
         losses, weights, weighted = (pairs.per_pair(value) for value in per_anchor)
         logits = pairs.positive * pairs.per_pair(self._scale) + pairs.per_pair(self._bias)
         self._pull = torch.sigmoid(-logits)
         self.alpha = losses - logsigmoid(logits)
         self.slope = weights - self._pull
         self.sum_wh = weighted - self._pull * pairs.positive
+
+    def _of_anchors(self, value: Scalar) -> Tensor:
+        """A number, or a tensor, as ``(B, a)``."""
+        shape = self._z.shape[1], self._pairs.directions
+        return value.to(self._z).expand(shape) if isinstance(value, Tensor) else self._z.new_full(shape, value)
 
     def _others(self, view: int) -> Sequence[int]:
         """Views whose features are candidates of one view's."""

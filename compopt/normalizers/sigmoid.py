@@ -12,7 +12,7 @@ from compopt import checks
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
-from compopt.estimator.groups import SampleGroups
+from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.kernel.sigmoid import SigmoidPairs
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
@@ -39,12 +39,12 @@ class SigmoidNormalizer(Normalizer):
     State: the parameter ``bias``, 0-d, with ``learn=True``. Communicates one all-gather of 3 floats per sample and
     direction; with several ranks each gets the whole gradient of a learned bias.
 
-    Cost: two or three matrix products beside the kernel's, and no matrix of more than ``chunk_size`` rows, 1,024
-    without, of its own.
+    Cost: similarities are computed once by the kernel, once per direction for the sums and twice for the gradients, in
+    blocks of ``chunk_size`` rows, or 1,024.
 
     Raises:
         TypeError: ``bias`` is no number, ``learn`` neither True nor False.
-        ValueError: a policy of pairs; at the call ``extra``.
+        ValueError: a policy of pairs, a :class:`~compopt.TemperatureDual`; at the call ``extra``.
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and Algorithm 1.
@@ -89,6 +89,12 @@ class SigmoidNormalizer(Normalizer):
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._ranks = setting.ranks
+        temperature = getattr(setting.owner, "temperature", None)
+        if temperature is not None and temperature.learns:
+            raise ValueError(
+                f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
+                f"sigmoid per pair has none; take FixedTemperature(learn=True)"
+            )
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return []
@@ -100,6 +106,11 @@ class SigmoidNormalizer(Normalizer):
         weights = SigmoidPairs(call.pairs, batch.features, batch.own, call.tau, bias, call.chunk_size, gather)
         learned = [] if self.bias is None else [(self.bias, weights.slope)]
         return Estimate(weights.alpha, weights=weights, learned=learned)
+
+    def stored(
+        self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
+    ) -> Tensor:
+        raise ValueError("SigmoidNormalizer estimates no log-normalizer that could be compared with the exact one")
 
     def move(self, device: torch.device) -> None:
         if self.learnable is not None and self.learnable.bias.device != device:

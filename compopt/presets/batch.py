@@ -85,7 +85,8 @@ class DCLEstimator(ContrastiveEstimator):
     State: none per sample, so ``index`` may be left out when no sample repeats.
 
     References:
-        Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL (not DCLW, which weights the positives too).
+        Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL. DCLW, which weights the positives too, is
+        ``pairs=PairPolicy(mises_fisher=0.5)``.
 
     Example:
         >>> import torch, compopt
